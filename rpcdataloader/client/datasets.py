@@ -53,6 +53,7 @@ class RemoteDataset(DatasetRef):
     def __init__(self, name: str, pickled: Encoded, *, shared: bool, is_iterable: bool | None = None) -> None:
         super().__init__(next(_keys))
         self.name = name
+        self.spent = 0.0  # seconds of the longest build on a node in the present pass, with sending
         self.pickled = pickled
         # Once for all nodes: the one thread that sends would compute it for each, one after the other.
         self._digest_of_blocks = digest_blocks(pickled.buffers)
@@ -131,6 +132,7 @@ class RemoteDataset(DatasetRef):
             raise
         finally:
             slow.cancel()
+        self.spent = max(self.spent, time.monotonic() - began)
         with self._lock:
             for before in [other for other in self._sessions if other.address == session.address]:
                 if not before.is_usable:

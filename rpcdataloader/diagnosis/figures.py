@@ -16,9 +16,9 @@ from statistics import fmean, median_low, pstdev
 from rpcdataloader.diagnosis.records import Probe, Records
 from rpcdataloader.wire.messages import Stages
 
-# A task that takes this many times its worker's median says nothing about speed: the worker was stopped, or hung. Of
-# exponentially distributed times, 1 in 1,000 exceeds it; of lognormal ones with a mean of 1.6 medians, 1 in 100.
-_LATE_FACTOR = 10.0
+# A task that takes this many times its worker's median says nothing about speed if there are one or two of them: a
+# worker was stopped, or hung. More of them are the way of the dataset, and count.
+_LATE_FACTOR, _FEW_LATE = 10.0, 2
 
 # The mean of fewer tasks says little about a worker, so its node's counts: the rate of three tasks whose times vary is
 # easily off by half, and a worker that was once late gets no more for a while.
@@ -54,7 +54,7 @@ class Figures:
     # per second, ``_share`` from 0 to 1.
     evidence: dict[str, float]
     stages: dict[str, Stage]
-    # Batches per second of ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far as measured.
+    # Batches per second of ``workers``, ``network``, ``receiving``, ``copies`` and ``window``, as far as measured.
     capacities: dict[str, float]
     slow: SlowNode | None
 
@@ -80,12 +80,16 @@ def measure(records: Records) -> Figures | None:
     # Only measured replies have a time for pickling.
     encode = _mean(_usual([stages.encode for _, stages in known]))
     # A worker's first task says more about imports and cold caches than about speed.
+    recents = {worker: recent[1:] or recent for worker, recent in records.tasks.items()}
+    few_late = sum(len(recent) - len(_usual(recent)) for recent in recents.values()) <= _FEW_LATE
     tasks = {
-        worker: [seconds + encode for seconds in _usual(recent[1:] or recent)]
-        for worker, recent in records.tasks.items()
+        worker: [seconds + encode for seconds in (_usual(recent) if few_late else recent)]
+        for worker, recent in recents.items()
     }
     times = [seconds for worker in setup.workers for seconds in tasks.get(worker, ())]
     task = _mean(times)
+    # Where a dataset has fewer streams than workers, the others get no samples.
+    loading = {worker: node for worker, node in setup.workers.items() if not setup.is_stream or tasks.get(worker)}
     # Overhead outside of the worker, of requests that found the worker idle.
     transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
     stages = _stages(probes, known, transit)
@@ -93,16 +97,17 @@ def measure(records: Records) -> Figures | None:
     # A backlog that is used up took longer to decode than to deliver.
     decoded_in = max(elapsed, probes[-1].answered - first.answered)
     lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
-    capacities = {
-        "network": ratio(batches, totals.link, math.inf),
-        # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying needs no lock.
-        "trainer": min(ratio(1, decode, math.inf), ratio(max(1, len(setup.workers)), receiving, math.inf)),
-        "device_copy": ratio(1, stages["copy"].mean, math.inf),
-    }
+    link = ratio(batches, totals.link, math.inf)
+    # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying needs no lock.
+    rebuilt = min(ratio(1, decode, math.inf), ratio(max(1, len(setup.workers)), receiving, math.inf))
+    capacities = {"receiving": rebuilt, "copies": ratio(1, stages["copy"].mean, math.inf), "network": link}
+    if not any(map(_is_remote, setup.workers.values())):
+        # Both ends of a Unix socket copy its bytes, on CPUs of this machine.
+        capacities["receiving"] = min(rebuilt, capacities.pop("network"))
     slow, latency = None, 0.0
     if times:
-        means = _means(tasks, setup.workers, task)
-        slow = _find_slow(means, setup.workers)
+        means = _means(tasks, loading, task)
+        slow = _find_slow(means, loading, tasks)
         # A slow node does not justify more batches in flight.
         latency = transit + (task if slow is None else slow.usual)
         capacities["workers"] = sum(ratio(1, seconds, math.inf) for seconds in means.values())
@@ -124,6 +129,8 @@ def measure(records: Records) -> Figures | None:
         "task_seconds": task,
         "task_spread": ratio(pstdev(times), task) if times else 0.0,
         "num_tasks": float(len(times)),
+        "num_workers": float(len(setup.workers)),
+        "num_loading": float(len(loading)),
         "latency_seconds": latency,
         "allowed": float(allowed),
         "batch_bytes": size_bytes,
@@ -133,7 +140,8 @@ def measure(records: Records) -> Figures | None:
         "starved_share": 1.0 - min(1.0, ratio(receiving + lock, present, 1.0)),
         "peer_limited_share": min(1.0, ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known))),
         "copy_seconds": stages["copy"].mean,
-        **_shares([s for _, s in known if s.task <= _LATE_FACTOR * task]),
+        **_shares([s for _, s in known if s.task <= max([_LATE_FACTOR * task, *times])]),
+        **_cpus(known, setup.workers),
     }
     capacities = {name: rate for name, rate in capacities.items() if rate < math.inf}
     return Figures(evidence | {f"{name}_rate": rate for name, rate in capacities.items()}, stages, capacities, slow)
@@ -145,6 +153,11 @@ def _usual(durations: Sequence[float]) -> list[float]:
     return [max(0.0, seconds) for seconds in durations if seconds <= limit]
 
 
+def _is_remote(node: str) -> bool:
+    """Whether a node is reached over a network, as far as its address tells."""
+    return node != "local" and not node.startswith("unix:")
+
+
 def _means(tasks: Mapping[int, Sequence[float]], nodes: Mapping[int, str], task: float) -> dict[int, float]:
     """Return the seconds of a task for each worker: by its own tasks, or those of its node, or ``task``."""
     of_nodes: dict[str, list[float]] = defaultdict(list)
@@ -154,7 +167,9 @@ def _means(tasks: Mapping[int, Sequence[float]], nodes: Mapping[int, str], task:
     return {worker: _mean(own[worker] or of_nodes[node]) or task for worker, node in nodes.items()}
 
 
-def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode | None:
+def _find_slow(
+    means: Mapping[int, float], nodes: Mapping[int, str], tasks: Mapping[int, Sequence[float]]
+) -> SlowNode | None:
     """Compare the slowest node with all others together."""
     times: dict[str, list[float]] = defaultdict(list)
     for worker, seconds in means.items():
@@ -164,7 +179,10 @@ def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode
     name = max(times, key=lambda node: fmean(times[node]))
     usual = fmean([seconds for worker, seconds in means.items() if nodes[worker] != name])
     factor = ratio(fmean(times[name]), usual, 1.0)
-    if factor < _SLOW_FACTOR:
+    # A few long tasks of a dataset whose times vary much make no slow node.
+    own = [seconds for worker, node in nodes.items() if node == name for seconds in tasks.get(worker, ())]
+    error = ratio(pstdev(own), math.sqrt(len(own))) if own else 0.0
+    if factor < _SLOW_FACTOR or fmean(times[name]) - 3 * error < usual:
         return None
     healed = [usual if nodes[worker] == name else seconds for worker, seconds in means.items()]
     return SlowNode(name, factor, usual, sum(ratio(1, seconds, math.inf) for seconds in healed))
@@ -193,24 +211,45 @@ def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], tran
 
 
 def _shares(usual: Sequence[Stages]) -> dict[str, float]:
-    """Shares of the tasks' time: in collate; on a CPU, waiting for one, and the rest (0 without CPU times).
+    """Shares of the tasks' time: on a CPU, in all and by stage; waiting for one; off a CPU.
 
     ``runqueue_error_share`` is the standard error of the second one: in a short pass, a single long wait is much of it.
     """
     total = sum(s.task for s in usual)
-    collate, cpu, runqueue = (
-        min(1.0, ratio(sum(getattr(s, name) for s in usual), total)) for name in ("collate", "cpu", "runqueue")
-    )
-    # Threads of a dataset may use more CPU time than passes.
-    cpu = min(1.0 - runqueue, cpu)
-    stalled = max(0.0, 1.0 - cpu - runqueue) if cpu + runqueue else 0.0
+
+    def share(seconds: Iterable[float]) -> float:
+        return min(1.0, ratio(sum(seconds), total))
+
+    runqueue = share(s.runqueue for s in usual)
+    # Threads and child processes of a dataset may use more CPU time than passes.
+    cpu = min(1.0 - runqueue, share(s.cpu for s in usual))
+    fetch = min(cpu, share(s.fetch_cpu for s in usual))
+    # To pickle a batch is all work.
+    encode = min(cpu - fetch, share(s.encode for s in usual))
     spread = pstdev([s.runqueue for s in usual]) if usual else 0.0
     return {
-        "collate_share": collate,
         "cpu_share": cpu,
+        "fetch_cpu_share": fetch,
+        "collate_cpu_share": cpu - fetch - encode,
+        "encode_cpu_share": encode,
         "runqueue_share": runqueue,
         "runqueue_error_share": min(1.0, ratio(math.sqrt(len(usual)) * spread, total)),
-        "stalled_share": stalled,
+        "off_cpu_share": max(0.0, 1.0 - cpu - runqueue) if total else 0.0,
+    }
+
+
+def _cpus(known: Sequence[tuple[Probe, Stages]], nodes: Mapping[int, str]) -> dict[str, float]:
+    """CPUs of the workers' machines, and those of them that were busy, with anything; empty if unknown."""
+    # Node servers of one machine differ in their ports.
+    seen: dict[str, list[Stages]] = defaultdict(list)
+    for probe, stages in known:
+        if stages.cpus and (node := nodes.get(probe.worker)) is not None:
+            seen[node.rpartition(":")[0]].append(stages)
+    if not seen:
+        return {}
+    return {
+        "cpus": sum(fmean([stages.cpus for stages in every]) for every in seen.values()),
+        "busy_cpus": sum(fmean([stages.busy_cpus for stages in every]) for every in seen.values()),
     }
 
 

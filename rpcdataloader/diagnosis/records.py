@@ -16,7 +16,7 @@ import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rpcdataloader.wire.messages import Stages
@@ -108,6 +108,7 @@ class Probe:
     reorder: float = 0.0  # seconds that it waited here for the delivery of the batch before it
     wait: float = 0.0  # seconds that the consumer was in ``next`` for it
     stages: Stages | None = None  # durations that the worker sent; None without them
+    worker: int = -1  # number of the worker that answered
     delivered: float = 0.0  # time at which ``next`` returned
     totals: Totals = field(default_factory=Totals)  # sums at that time
 
@@ -122,6 +123,46 @@ class Setup:
     max_in_flight_bytes: int  # bytes that may be on their way or wait here
     names: Mapping[int, str] = field(default_factory=dict)  # name of each worker, for messages
     is_persistent: bool = False  # True if the workers stay for the next epoch
+    is_stream: bool = False  # True for an iterable-style dataset, of which some workers may get no samples
+
+
+@dataclass(slots=True)
+class Start:
+    """The way of a pass to its first batch: times of its steps, 0 for those to come.
+
+    The first worker that takes a step counts.
+    """
+
+    begun: float  # time at which ``iter(loader)`` was called
+    in_iter: float = 0.0  # seconds that it took
+    ready: float = 0.0  # time at which a worker was there
+    opened: float = 0.0  # time at which it had the dataset, and had called ``worker_init_fn``
+    init: float = 0.0  # seconds of the latter
+    first: float = 0.0  # time of the first delivery
+    # Seconds spent so far on pickling the dataset, sending it, and building it on the nodes.
+    dataset: Callable[[], float] = float
+    is_instance: bool = False  # True if the dataset was pickled; False if a class or function builds it
+
+    def worker_ready(self, now: float) -> None:
+        """Note that a worker is there."""
+        self.ready = self.ready or now
+
+    def worker_opened(self, now: float, init: float) -> None:
+        """Note that a worker has called ``worker_init_fn``, which took ``init`` seconds."""
+        if not self.opened:
+            self.opened, self.init = now, init
+
+    def parts(self, now: float) -> dict[str, float]:
+        """Seconds of each part until ``now``, or until the first batch; the part under way comes last."""
+        parts, dataset = {}, self.dataset()
+        parts["dataset"] = dataset
+        parts["pool"] = (self.ready or now) - self.begun - dataset
+        if self.ready:
+            parts["build"] = (self.opened or now) - self.ready - self.init
+        if self.opened:
+            parts["init"] = self.init
+            parts["batch"] = (self.first or now) - self.opened
+        return {name: max(0.0, seconds) for name, seconds in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +170,8 @@ class Records:
     """A snapshot of a pass."""
 
     setup: Setup
-    begun: float  # time at which the pass began
-    first_wait: float  # seconds until the first batch
+    start: Start
+    first_wait: float  # seconds in ``iter(loader)``, and in ``next`` until the first batch
     totals: Totals
     probes: tuple[Probe, ...]  # probes in the order of delivery
     waits: tuple[Wait, ...]  # waits in the order of delivery
@@ -169,6 +210,7 @@ class Recorder:
 
     Attributes:
         setup: Latest workers and limits; replaced when they may have changed.
+        start: The way to the first batch; other threads note its steps.
         trace: The argument; while it is set, every batch is a probe.
         tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
         batches: Number of delivered batches.
@@ -192,16 +234,18 @@ class Recorder:
         self._reset(now)
 
     def begin(self, now: float) -> None:
-        """Begin another pass; the previous records stay until this one has delivered enough."""
+        """Begin another pass with the same workers; the previous records stay until this one has delivered enough."""
         with self._lock:
             if self.batches:
                 self._before = self._take(0.0)
             self._reset(now)
+            self.start.ready = now
 
     def _reset(self, now: float) -> None:
+        self.start = Start(now)
         self.next_probe = now
         self.tasks: defaultdict[int, deque[float]] = defaultdict(functools.partial(deque, maxlen=_NUM_TASKS))
-        self._start = self.last = now
+        self.last = now
         self._first_wait = 0.0
         self.batches = 0
         self.waited = self.blocked = self._ready = self._link = self._sending = 0.0
@@ -218,7 +262,7 @@ class Recorder:
     def probe(self, now: float, draw: float, number: int) -> Probe:
         """Return the record for a drawn batch, from :attr:`next_probe` on."""
         if self.trace is None:
-            share = (now - self._start) * _PROBE_SHARE
+            share = (now - self.start.begun) * _PROBE_SHARE
             self.next_probe = now + min(max(PROBE_INTERVAL, share), MAX_PROBE_INTERVAL)
         return Probe(number, draw, now)
 
@@ -251,7 +295,7 @@ class Recorder:
             if probe is not None:
                 probe.reorder = max(0.0, self.last - probe.answered)
             if not self.batches:
-                self._first_wait = waited
+                self._first_wait, self.start.first = waited, now
             self.batches += 1
             self.waited += waited
             self.blocked += blocked
@@ -261,7 +305,7 @@ class Recorder:
                 self._num_noted += 1
                 self._sending += sending
             if probe is not None:
-                probe.delivered, probe.wait = end, end - now + waited
+                probe.delivered, probe.wait, probe.worker = end, end - now + waited, worker
                 probe.totals = self._totals()
                 self._probes.append(probe)
         if probe is not None and (trace := self.trace) is not None:
@@ -303,10 +347,11 @@ class Recorder:
             return self._take(waiting)
 
     def _take(self, waiting: float) -> Records:
+        dataset = self.start.dataset()  # which refers to the dataset
         return Records(
             setup=self.setup,
-            begun=self._start,
-            first_wait=self._first_wait,
+            start=replace(self.start, dataset=lambda: dataset),
+            first_wait=self.start.in_iter + self._first_wait,
             totals=self._totals(),
             probes=tuple(self._probes),
             waits=tuple(self._waits),
@@ -318,3 +363,19 @@ class Recorder:
 
     def _totals(self) -> Totals:
         return Totals(self.batches, self.waited, self.blocked, self._ready, self._link, self._num_noted, self._sending)
+
+
+@dataclass(slots=True)
+class Here:
+    """Sums of a pass that loads in the training process."""
+
+    begun: float  # time at which it began
+    last: float = 0.0  # time of the last delivery
+    loading: float = 0.0  # seconds in ``next``
+    batches: int = 0
+
+    def delivered(self, began: float, now: float) -> None:
+        """Note a batch, and the time at which ``next`` was called for it."""
+        self.batches += 1
+        self.loading += now - began
+        self.last = now

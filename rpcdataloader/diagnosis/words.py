@@ -10,137 +10,175 @@ from collections.abc import Mapping
 
 Value = float | str
 
-# The sentence of each bound, with the names of values in braces; docs/waiting.md says when each is the bound.
-WORDS = {
-    "none": "The loop waits {wait_share} of its time for batches, which leaves nothing to gain.",
-    "start": "The loop waited {first_wait_seconds} for its first batch, and {wait_share} of its time since: {advice}.",
-    "workers": "The loop waits {wait_share} of its time for workers, which spend it in {stage}: {remedy}.",
-    "collate": "The loop waits {wait_share} of its time for workers, which spend {collate_share} of theirs in "
-    "collate_fn: make it cheaper, or {remedy}.",
-    "storage": "The loop waits {wait_share} of its time for workers, which wait {stalled_share} of theirs for storage: "
-    "if that can give more, {remedy}.",
-    "oversubscribed": "The loop waits {wait_share} of its time for workers, which wait {runqueue_share} of theirs for "
-    "a CPU: give them more CPUs or nodes, as more workers on the same CPUs would not help.",
-    "node": "The loop waits {wait_share} of its time for node {node}, whose workers take {slow_factor:.1f} times as "
-    "long as the others: look at its load and storage, or leave it out.",
-    "network": "The loop waits {wait_share} of its time for the network, which carries {network_rate} batches per "
-    "second ({link_bytes}/s) of {demand_rate}: send less than {batch_bytes} per batch (uint8 in place of float32, "
-    "crops, compressed data), or use a faster link.",
-    "trainer": "The loop waits {wait_share} of its time for its own process, {reason}.",
-    "device_copy": "The loop waits {wait_share} of its time for copies to the device, which take {copy_seconds} per "
-    "batch of {batch_bytes}: send smaller types (uint8 in place of float32), and convert them on the device.",
-    "sampler": "The loop waits {wait_share} of its time for the sampler, which takes {draw_seconds} per batch: make it "
-    "cheaper, or draw the indices in advance.",
-    "window": "The loop waits {wait_share} of its time for batches that were asked for too late: each takes "
-    "{latency_seconds}, {allowed:.0f} may be in flight, and {in_flight:.0f} are needed: set {setting} (now {current}).",
-    "straggler": "The loop waits {wait_share} of its time for single batches while later ones are here, {worst_share} "
-    "of it for {worker}: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
-    "unclear": "The loop waits {wait_share} of its time, and what is known of {batches} does not say why{seen}.",
-}
-
-# A pass that has begun and delivered nothing.
-NOT_BEGUN = "The loop has waited {first_wait_seconds} for its first batch, which is still on its way."
-
 # Nothing is measured.
 NO_PASS = "Nothing is known of the loop before the first pass: iterate over the loader."
-NO_WORKERS = (
-    "The loader has no workers, so the loop waits while each batch is loaded, and how long is not measured: give "
-    "num_workers=1 or more, or workers."
+
+# Begins each sentence: what the loop would reach without a loader.
+_STEP = (
+    "step {step_seconds} = {yours_seconds} yours + {waiting_seconds} waiting ({wait_share}): {delivered_rate} it/s, "
+    "{demand_rate} without the loader. "
 )
 
-# What makes the first batch come earlier, by whether the workers stay from one epoch to the next.
-ADVICE = {
-    False: "persistent_workers=True keeps the workers from one epoch to the next",
-    True: "the workers stay from one epoch to the next already, so build the dataset or load its first batch faster",
+# The sentence of each bound and part, with the names of values in braces; docs/waiting.md says when each is the bound.
+WORDS = {
+    "none": "There is nothing to gain.",
+    "start": "{first_wait_seconds} passed before the first batch, {part_seconds} of it {doing}: {advice}.",
+    "workers": "{num_workers} worker{s}: {spent}. {advice}.",
+    "workers here": "This process loads each batch itself, in {task_seconds}. {advice}.",
+    "node node": "The workers of node {name} take {slow_factor} times as long as the others: look at its load and "
+    "storage, or leave it out.",
+    "node worker": "Single batches are late while later ones are here, {worst_share} of that by {name}: look at that "
+    "worker, or hide it with a larger prefetch_factor or in_order=False.",
+    "network": "The network carries {network_rate} it/s ({link_bytes}/s): send less than {batch_bytes} per batch "
+    "(uint8 in place of float32, crops, compressed data), or use a faster link.",
+    "trainer sampler": "The sampler takes {draw_seconds} per batch: make it cheaper, or draw the indices in advance.",
+    "trainer receiving": "This process spends {receiving_seconds} on receiving and rebuilding each batch of "
+    "{batch_bytes}: {less}.",
+    "trainer lock": "Bytes of each batch lay unread for {lock_seconds} while other code held the interpreter lock, or "
+    "the CPUs of this process: move work in Python out of the loop and its threads.",
+    "trainer copies": "Copies to the device take {copy_seconds} per batch of {batch_bytes}: send smaller types (uint8 "
+    "in place of float32), and convert them on the device.",
+    "trainer next": "next itself spends {own_seconds} per batch without sleeping: {next}.",
+    "setting": "Each batch takes {latency_seconds}, {allowed} may be in flight, and {in_flight} are needed: set "
+    "{setting} (now {current}).",
+    "unclear": "What is known of {batches} does not say why{seen}.",
+}
+
+# What to do about the work of this process on each batch, by whether it is a large one.
+_LESS = {
+    False: "use larger batches, fewer tensors and less that must be unpickled",
+    True: "give this process more CPUs, or send fewer bytes (uint8 in place of float32, crops)",
+}
+
+# Parts of the start: what takes the time, and what ends it.
+_START = {
+    "sending": (
+        "on pickling, sending and unpickling the dataset",
+        "RPCDataset(workers, Class, ...) in place of an instance builds it on the nodes",
+    ),
+    "dataset": ("on building the dataset", "make the RPCDataset once, outside of the loop, or its constructor faster"),
+    "pool": (
+        "until a worker was there",
+        "a running node server (python -m rpcdataloader.launch, with --preload for slow imports) is there at once, and "
+        "persistent_workers=True keeps its workers",
+    ),
+    "build": (
+        "on imports and the dataset in the worker",
+        'build="node" builds it once per node, and persistent_workers=True keeps the workers',
+    ),
+    "init": ("in worker_init_fn", "persistent_workers=True calls it once"),
+    "batch": ("on loading the first batch", "no setting ends that: make the first samples faster"),
+}
+_STAYS = "the workers stay, so the next passes begin without that"
+
+# What a pass without a batch waits for, by the part of the start that is under way.
+_UNDER_WAY = {
+    "pool": "a worker, or the dataset that is being built",
+    "build": "the imports and the dataset of the first worker, or worker_init_fn",
+    "batch": "the first batch, which is being loaded",
+}
+
+# Parts inside a sentence, by capacity or by work of the loop's thread.
+_PARTS = {
+    "network": "the link",
+    "receiving": "receiving in this process",
+    "copies": "the copy to the device",
+    "window": "max_in_flight_bytes",
+    "next": "next itself",
+    "sampler": "the sampler",
+}
+
+# Advice without a number of workers.
+_ADVICE = {
+    "shards": "Only {num_loading} of them get samples: more would get none, unless the dataset has more shards",
+    "capped": "More would not help, as {following} allows {allowed_rate} it/s",
+    "empty": "The loop itself takes next to no time, so it would wait for any number of workers: give it a training "
+    "step",
 }
 
 # Fuller parts are named; emptier ones are not.
 _WORTH_TELLING = 0.25
 
-# Present work of the trainer, by its part.
-REASONS = {
-    "own": "which spends {own_seconds} per batch in next without sleeping: use larger batches",
-    "decode": "and outside of next, too, as rebuilding batches takes {decode_share} of the interpreter's time: use "
-    "larger batches, fewer tensors and less that must be unpickled",
-    "receive": "which receives {received_rate} batches per second of {demand_rate}: use larger batches, fewer tensors "
-    "and less that must be unpickled",
-    "lock": "where bytes of each batch lay unread for {lock_seconds} while other code held the interpreter lock: move "
-    "work in Python out of the loop and its threads",
-}
-
-# Parts inside a sentence, by capacity.
-PARTS = {
-    "workers": "the workers",
-    "network": "the link",
-    "trainer": "the trainer's process",
-    "device_copy": "the copy to the device",
-    "window": "the window",
-    "own": "next itself",
-    "draw": "the sampler",
-}
+_LARGE_BYTES = 1e6
 
 
-def say(bound: str, values: Mapping[str, Value]) -> str:
-    """Return the sentence of a bound."""
-    sentence = NOT_BEGUN if bound == "start" and not values["batches"] else WORDS[bound]
-    reason = REASONS.get(str(values.get("part")), "")
-    return sentence.replace("{reason}", reason).format_map(_format(values))
+def say(bound: str, part: str, values: Mapping[str, Value], more: tuple[int, int, int] | None = None) -> str:
+    """Return the sentence of a bound, or of a part of it; ``more`` is a number of workers: least, likely, most."""
+    if bound == "unclear" and part:
+        return f"No batch after {_of('seconds', values['first_wait_seconds'])}: waiting for {_UNDER_WAY[part]}."
+    words = WORDS.get(f"{bound} {part}") or WORDS[bound]
+    less = _LESS[float(values.get("batch_bytes", 0)) >= _LARGE_BYTES]
+    texts = {"seen": _seen(values), "less": less, "next": less.split(",")[0]}
+    if bound == "start":
+        texts["doing"], texts["advice"] = _START[part]
+        texts["advice"] = _STAYS if values["stays"] else texts["advice"]
+    elif bound == "workers":
+        texts["advice"] = _advise(values, more)
+        texts["spent"] = "" if part else _spent(values)
+        texts["s"] = "s" * (values.get("num_workers") != 1)
+    return (_STEP + words).format_map({**_format(values), **texts})
 
 
-def seen(values: Mapping[str, Value], num_workers: int) -> str:
-    """Say what is known of the tasks of a pass that is too short for a verdict."""
-    if "num_tasks" not in values:
+def in_short(share: float, part: str, more: tuple[int, int, int] | None) -> str:
+    """Return a verdict in at most 30 characters."""
+    what = {"max_in_flight_bytes": "bytes in flight", "here": "workers"}.get(part, part)
+    if more is not None:
+        what = f"{more[1]} more worker{'s' * (more[1] != 1)}"
+    return (f"waits {_share(share)}" + (f": {what}" if part != "none" else ""))[:30]
+
+
+def _seen(values: Mapping[str, Value]) -> str:
+    """Say what is known of the tasks of a pass that is too short for a verdict, or has none."""
+    if not values.get("num_tasks"):
         return ""
-    count = f"{num_workers:,} worker{'s' * (num_workers != 1)}"
-    return ": {num_tasks:.0f} tasks of {count} took {task_seconds} on average".format_map(
-        _format({**values, "count": count})
-    )
+    return ": {num_tasks} tasks took {task_seconds} on average".format_map(_format(values))
 
 
-def remedy(
-    more: tuple[int, int, int] | None,
-    following: str | None,
-    full: float,
-    rate: float,
-    left: tuple[str, float] | None = None,
-) -> str:
-    """Say what more workers would do.
+def _spent(values: Mapping[str, Value]) -> str:
+    """Say what the workers spend their time on."""
+    if values["cpu_share"] == values["runqueue_share"] == 0:
+        return "each takes {task_seconds} per batch".format_map(_format(values))
+    stages = {values["source"]: "fetch", "collate": "collate", "pickling": "encode"}
+    percents = {name: round(100 * float(values[f"{stage}_cpu_share"])) for name, stage in stages.items()}
+    parts = ", ".join(f"{percent} {name}" for name, percent in percents.items() if percent)
+    spent = "{cpu_share} on a CPU" + (f" ({parts})" if parts else "") + ", {off_cpu_share} not on a CPU"
+    spent += ", {runqueue_share} waiting for a CPU"
+    if "cpus" in values:
+        spent += "; CPUs of their nodes {busy_cpus} of {cpus} busy"
+    return spent.format_map(_format(values))
 
-    Args:
-        more: Number of workers: at least, likely, at most; None if more would not help.
-        following: Next limiting part, by its capacity.
-        full: Use of that part with more workers; above 1 if it is the next bound.
-        rate: Batches per second that it allows.
-        left: Part that works in the thread of the loop, and the share of the loop's time that stays with it; None if
-            that is harmless.
-    """
+
+def _advise(values: Mapping[str, Value], more: tuple[int, int, int] | None) -> str:
+    """Say what more workers would do."""
+    names = {name: _PARTS[str(values[name])] for name in ("following", "keeps") if name in values}
+    texts = {**_format(values), **names}
     if more is None:
-        return (
-            f"more workers would not help, as {PARTS[following]} allows {_rate(rate)} batches per second"
-            if following
-            else ("use more workers")
-        )
-    low, likely, high = more
-    count = f"{likely:,} more worker{'s' * (likely != 1)} ({low:,} to {high:,})"
-    if following is not None and full > 1:
-        return f"{count} would bring it to {_rate(rate)} batches per second, where {PARTS[following]} is the next bound"
-    gain = "end that" if left is None else f"leave {_share(left[1])}, which {PARTS[left[0]]} takes"
-    if following is None or full < _WORTH_TELLING:
-        return f"{count} would {gain}"
-    return f"{count} would {gain}; {PARTS[following]} would then be {_share(full)} full"
+        return _ADVICE[str(values["advice"])].format_map(texts)
+    least, likely, most = more
+    advice = f"Add {likely:,} worker{'s' * (likely != 1)}{values.get('where', '')} ({least:,} to {most:,})"
+    use = float(values.get("use", 0))
+    if use > 1:
+        advice += ", for {allowed_rate} it/s, which is all that {following} allows"
+    elif "keeps" in values:
+        advice += ", which leaves {kept_share} waiting, for {keeps}"
+    elif use >= _WORTH_TELLING:
+        advice += f"; {{following}} would then be {_share(use)} full"
+    if values.get("source") == "source":
+        advice += ", if the dataset has shards for them"
+    return advice.format_map(texts)
 
 
-def _format(values: Mapping[str, Value]) -> dict[str, Value]:
-    return {name: _of(name, value) if isinstance(value, float) else value for name, value in values.items()}
+def _format(values: Mapping[str, Value]) -> dict[str, str]:
+    return {name: _of(name, value) for name, value in values.items()}
 
 
-def _of(name: str, value: float) -> Value:
+def _of(name: str, value: Value) -> str:
+    if isinstance(value, str):
+        return value
     if name == "batches":
         return f"{value:,.0f} batch{'es' * (value != 1)}"
-    for end, write in (("_share", _share), ("_seconds", _seconds), ("_bytes", in_bytes), ("_rate", _rate)):
-        if name.endswith(end):
-            return write(value)
-    return value
+    unit = name.rpartition("_")[2]
+    return {"share": _share, "seconds": _seconds, "bytes": in_bytes}.get(unit, in_digits)(value)
 
 
 def _share(value: float) -> str:
@@ -156,6 +194,8 @@ def _seconds(value: float) -> str:
 
 def in_digits(number: float) -> str:
     """Three digits, with thousands separators: ``0``, ``0.25``, ``12.3``, ``1,234``."""
+    if math.isinf(number):
+        return "any number of"
     if number >= 99.95:
         return f"{number:,.0f}"
     return f"{number:.3g}" if number >= 0.001 else "0"
@@ -168,7 +208,3 @@ def in_bytes(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{in_digits(number)} TB"
-
-
-def _rate(value: float) -> str:
-    return "any number of" if math.isinf(value) else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

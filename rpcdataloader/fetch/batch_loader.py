@@ -170,6 +170,8 @@ class BatchLoader:
         self._missing = []
         samples = self._fetch(indices, position, batch_number)
         whereabouts.sample[0] = DONE
+        if whereabouts.fetched is not None:
+            whereabouts.fetched()
         fetched = time.perf_counter()
         lacks, batch = self._skipped(samples), None
         try:

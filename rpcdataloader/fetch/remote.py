@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,10 @@ def share_batches(lender: Lender) -> None:
     _lender = lender
 
 
-def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[Change] = ()) -> None:
+def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[Change] = ()) -> float:
     """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
+
+    Returns the seconds that it took, nearly all of them in ``worker_init_fn``.
 
     Exceptions of ``worker_init_fn`` are raised by :func:`load`, for every batch, so that a loop that goes on comes to
     its end, as with torch.
@@ -47,11 +50,12 @@ def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[
     global _loader
     catch_up(dataset, key, changes)
     kind = StreamLoader if spec.iterable else BatchLoader
-    _loader = None
+    _loader, began = None, time.perf_counter()
     try:
         _loader = kind(dataset, spec, _lender or PageablePool())
     except BaseException as error:  # SystemExit, too: an error of this call may lose the race against those of load
         _loader = _Failed(dataset, spec, error)
+    return time.perf_counter() - began
 
 
 def load(*args: Any) -> Loaded:

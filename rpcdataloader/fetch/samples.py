@@ -22,8 +22,9 @@ from rpcdataloader.wire.exceptions import dumps_exception
 ALL = -1
 DONE = -2
 
-# The last batch that was begun, from 1; and the position of the sample in the epoch or, for a stream, in the stream.
-whereabouts = SimpleNamespace(batch=[0], sample=[0])
+# The last batch that was begun, from 1; the position of the sample in the epoch or, for a stream, in the stream; and a
+# function to call when all samples of the present batch are here, or None.
+whereabouts = SimpleNamespace(batch=[0], sample=[0], fetched=None)
 
 
 def keep_whereabouts(batch: memoryview, sample: memoryview) -> None:

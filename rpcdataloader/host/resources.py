@@ -101,6 +101,40 @@ def memory_bytes(meminfo: str | None = None) -> dict[str, int]:
     return {name: int(amount) * 2**10 for name, amount in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
+class CpuUse:
+    """The CPUs that this process may use, and how many of them are busy, with any program.
+
+    A quota of a cgroup caps both numbers.
+    """
+
+    def __init__(self, period: float = 0.25) -> None:
+        self._period = period  # seconds for which a look holds
+        self._next_look = 0.0
+        self._cpus = 0.0
+        self._before = 0, 0  # ticks of all these CPUs, and of those idle
+        self._found = 0.0, 0.0
+
+    def look(self, now: float) -> tuple[float, float]:
+        """Return both numbers for the last moments; zeros until two looks have passed, or if the kernel tells nothing.
+
+        Args:
+            now: Seconds of a clock that never goes back.
+        """
+        if now < self._next_look:
+            return self._found
+        self._next_look = now + self._period
+        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        rows = [row.split() for row in read("/proc/stat").splitlines() if row.startswith("cpu")]
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        ticks = [list(map(int, fields[1:9])) for fields in rows if fields[0] in mine]
+        before, self._before = self._before, (sum(map(sum, ticks)), sum(each[3] + each[4] for each in ticks))
+        passed, idle = (after - earlier for after, earlier in zip(self._before, before, strict=True))
+        if before[0] and passed > 0:
+            self._cpus = self._cpus or float(available_cpus({}))
+            self._found = self._cpus, min(self._cpus, len(ticks) * max(0, passed - idle) / passed)
+        return self._found
+
+
 # Assumed where the memory is unknown.
 UNKNOWN_MEMORY_BYTES = 4 * 2**30
 

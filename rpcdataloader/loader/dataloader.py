@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -204,12 +205,12 @@ class RPCDataloader(LoaderTools[_T_co]):
             self._pass = iterator if self.persistent_workers else None
         self._saved = None
         self._progress = settings, iterator.progress
-        return iterator
+        return iterator if isinstance(iterator, RemoteIterator) else self._timed(iterator)
 
     def _iterate_here(self) -> Iterator[Any]:
         """torch's own iterator, for ``num_workers=0`` and no workers."""
         iterator, device = super().__iter__(), find_device(self.device)
-        return iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator)
+        return self._timed(iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator))
 
     @property
     def num_skipped(self) -> int:
@@ -232,7 +233,7 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        here = "_pass", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace"
+        here = "_pass", "_shipped", "_memory", "_progress", "_last", "_recorder", "_here", "_trace"
         return {**self.__dict__, **dict.fromkeys(here)}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:
@@ -252,11 +253,14 @@ class RPCDataloader(LoaderTools[_T_co]):
     def _begin_remote(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator:
         assert self._where is not None
         assert not isinstance(self._where, Inline)
+        recorder, pickling = self._new_recorder(), 0.0
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:
             # Kept until the next one: an unchanged dataset is on its nodes already.
             dataset = self._shipped = ship(self.dataset)
+            recorder.start.is_instance, pickling = True, time.monotonic() - recorder.start.begun
+        dataset.spent, recorder.start.dataset = 0.0, lambda: pickling + dataset.spent
         share = Partition() if self.partition is None else make_partition(self.partition)
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
         num_workers = num_streams or self.num_workers
@@ -271,8 +275,9 @@ class RPCDataloader(LoaderTools[_T_co]):
                 f"{len(placement.homes)}: start them with more --num-workers"
             )
         prepare(dataset, placement.homes, wait=False)
-        recorder, self._memory = self._new_recorder(), get_client().allocator
+        self._memory = get_client().allocator
         iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
+        recorder.start.in_iter = time.monotonic() - recorder.start.begun
         self._last, self._recorder = weakref.ref(iterator), recorder
         return iterator
 

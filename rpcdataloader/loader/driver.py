@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
+from rpcdataloader.client.sharing import Partition
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Recorder, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
@@ -440,20 +441,16 @@ class Driver:
 
     def tell(self) -> None:
         """Log, once per pass, why the loop has waited, if it has and the pass has not failed."""
-        if self.is_told or self.engine.failure is not None:
-            return
-        self.is_told = True
-        try:
-            self.note_setup()
-            records = self.recorder.records()
-            # Of a pass that was left, the first window says nothing.
-            if self.progress.finished or records.totals.batches > records.setup.window:
-                diagnosis = diagnose(records)
-                if diagnosis.bound != "none":
-                    logger.info("%s%s", self.settings.partition.label, diagnosis.text)
-        except Exception:  # which ends no training
-            level = logging.DEBUG if next(_failures) else logging.WARNING
-            logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
+        if not self.is_told and self.engine.failure is None:
+            self.is_told = True
+            tell(self._last_diagnosis, self.settings.partition)
+
+    def _last_diagnosis(self) -> Diagnosis | None:
+        self.note_setup()
+        records = self.recorder.records()
+        # Of a pass that was left, the first window says nothing.
+        is_known = self.progress.finished or records.totals.batches > records.setup.window
+        return diagnose(records) if is_known else None
 
     def note_setup(self) -> None:
         """Record the workers and limits of the pass; a pass that is over keeps its last ones."""
@@ -467,7 +464,22 @@ class Driver:
             # The window of a table of streams shrinks with each that ends, whose worker stays.
             window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window
             limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
-            self.recorder.setup = Setup(workers, *limits, names, settings.persistent_workers)
+            kept = settings.persistent_workers, settings.iterable
+            self.recorder.setup = Setup(workers, *limits, names, *kept)
+
+
+def tell(find: Callable[[], Diagnosis | None], partition: Partition) -> None:
+    """Log, on rank 0, the diagnosis of a pass that waited; an error of ``find`` ends no training."""
+    if partition.rank:
+        return
+    try:
+        diagnosis = find()
+        if diagnosis is not None and diagnosis.bound != "none":
+            level = logging.WARNING if diagnosis.is_urgent else logging.INFO
+            logger.log(level, "%s%s", partition.label, diagnosis.text)
+    except Exception:
+        level = logging.DEBUG if next(_failures) else logging.WARNING
+        logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
 
 
 class Whole:

@@ -94,6 +94,6 @@ class Intake:
             moves=self.carrier is not None,
         )
 
-    def check(self, reply: Message) -> None:
-        """Raise the exception of a reply that has no batch."""
-        result_of(reply, self.allocator)
+    def check(self, reply: Message) -> Any:
+        """Return the result of a reply that has no batch, or raise its exception."""
+        return result_of(reply, self.allocator)

@@ -95,11 +95,12 @@ class Seat(WorkerOwner):
         if not isinstance(reply, Message):
             return
         try:
-            self._intake.check(reply)
+            init = self._intake.check(reply)
         except BaseException as exc:
             error = exc.with_traceback(None)
             self._driver.feed(lambda engine, _now: engine.worker_failed(self.number, error))
         else:
+            self._driver.recorder.start.worker_opened(self._driver.now(), init or 0.0)
             self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
 
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
@@ -136,7 +137,8 @@ class Seat(WorkerOwner):
         if (timings := answer.timings) is not None:
             seconds = sum(timings)
             answer.worker = worker
-            driver.recorder.tasks[worker].append(seconds)
+            if answer.stream is not None or not settings.iterable:  # not the end of a stream
+                driver.recorder.tasks[worker].append(seconds)
             if answer.arrived:
                 driver.recorder.received(answer.arrived, answer.received)
             if sent.probe is not None:
@@ -152,6 +154,7 @@ class Seat(WorkerOwner):
             driver.streams[task.stream] = answer.stream
 
     def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  the only one
+        self._driver.recorder.start.worker_ready(self._driver.now())
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
 
     def worker_draining(self, worker: RemoteWorker) -> None:  # noqa: ARG002

@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader
 
 from rpcdataloader.client.discovery import Inline, Where
 from rpcdataloader.client.sharing import Partition, current_partition
-from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
+from rpcdataloader.diagnosis.records import Here, Probe, Recorder, Setup
 from rpcdataloader.diagnosis.trace import Tracks
-from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
-from rpcdataloader.diagnosis.words import NO_PASS, NO_WORKERS
+from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose, diagnose_here
+from rpcdataloader.diagnosis.words import NO_PASS
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.loader.driver import tell
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
@@ -43,6 +44,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
+    _here: Here | None = None  # sums of the last pass without workers
     _trace: Trace | None = None  # while a block is active
     _where: Where | None
     _saved: Mapping[str, Any] | None
@@ -53,14 +55,20 @@ class LoaderTools(DataLoader[_T_co]):
 
         It covers the last 60 s, or the last 200 batches if these took longer, of the present pass; or of the last pass,
         until the new one has delivered more than its first window. It takes some milliseconds, in any thread.
-        :doc:`waiting` explains each bound. It is ``unclear`` before the first pass, and for a loader without workers
-        (``num_workers=0``, ``workers="inline"``).
+        :doc:`waiting` explains each bound. It is ``unclear`` before the first batch.
         """
+        if self._here is not None and self._here.batches:
+            return diagnose_here(self._here)
         if (iterator := self._current) is not None:
             return iterator.driver.diagnosis()
         if self._recorder is None:
-            return Diagnosis(0.0, "unclear", NO_PASS if self._has_workers else NO_WORKERS)
+            return Diagnosis(0.0, "unclear", NO_PASS, short="no batch yet")
         return diagnose(self._recorder.snapshot())
+
+    def _timed(self, batches: Iterator[_T_co]) -> Iterator[_T_co]:
+        """The batches that this process loads, for :meth:`diagnosis`."""
+        self._here = Here(time.monotonic())
+        return TimedBatches(batches, self._here, PassSettings.of(self).partition)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -133,6 +141,8 @@ class LoaderTools(DataLoader[_T_co]):
             collecting = iter(loader)
             if isinstance(collecting, RemoteIterator):
                 collecting.driver.is_told = True  # its waits say nothing about the loop
+            elif isinstance(collecting, TimedBatches):
+                collecting.is_told = True
             batches = list(itertools.islice(collecting, num_batches))
         if not batches:
             raise ValueError("there is nothing to replay: the loader has no batches")
@@ -189,6 +199,34 @@ class LoaderTools(DataLoader[_T_co]):
                 "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
                 "workers='inline' to load in this process"
             )
+
+
+class TimedBatches(Iterator[_T_co]):
+    """An iterator that loads in this process, with its sums; otherwise like the iterator itself."""
+
+    def __init__(self, batches: Iterator[_T_co], sums: Here, partition: Partition) -> None:
+        self._batches, self._sums, self._partition = batches, sums, partition
+        self.is_told = False  # as that of a driver
+
+    def __next__(self) -> _T_co:
+        began = time.monotonic()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if self._sums.batches and not self.is_told:
+                self.is_told = True
+                tell(lambda: diagnose_here(self._sums), self._partition)
+            raise
+        self._sums.delivered(began, time.monotonic())
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # of a copy that is not complete
+            raise AttributeError(name)
+        return getattr(self._batches, name)
 
 
 def _copies_of_samplers(loader: DataLoader[Any]) -> dict[str, Any]:

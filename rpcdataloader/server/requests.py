@@ -8,12 +8,15 @@ import itertools
 import operator
 import os
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.fetch.samples import whereabouts
+from rpcdataloader.host.resources import CpuUse
 from rpcdataloader.wire.channel import Outgoing
 from rpcdataloader.wire.messages import Stages
 from rpcdataloader.wire.transport import Stream
@@ -110,13 +113,20 @@ class HandleTable(dict[int, Any]):
             self.pop(handle, None)
 
 
+def _cpu_seconds() -> float:
+    """CPU time of this process, and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
 class Meter:
     """Timing of those requests that ask for it, about 50 per second at most: one at a time, in the main thread."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._schedstat: int | None = None  # descriptor; -1 where the kernel does not tell
-        self._idle = self._cpu = self._runqueue = self._encode = 0.0
+        self._idle = self._cpu = self._fetch_cpu = self._runqueue = self._encode = 0.0
+        self._cpus = CpuUse()
         self._sending = 0.0, 0.0  # at the previous measured reply
         self._reply = 0.0  # seconds of the previous one
         self._leaving: collections.deque[float] = collections.deque()  # times since which measured replies wait
@@ -124,8 +134,12 @@ class Meter:
     def begin(self, idle: float) -> None:
         """Start timing a request, for which the worker has waited ``idle`` seconds."""
         self._idle = idle
-        self._runqueue = self._read_runqueue()
-        self._cpu = time.process_time()
+        self._runqueue, self._fetch_cpu = self._read_runqueue(), 0.0
+        whereabouts.fetched = self._fetched
+        self._cpu = _cpu_seconds()
+
+    def _fetched(self) -> None:
+        whereabouts.fetched, self._fetch_cpu = None, _cpu_seconds() - self._cpu
 
     def encodes(self) -> None:
         """Note that the result is ready to be pickled."""
@@ -134,7 +148,8 @@ class Meter:
     def end(self) -> bytes:
         """Return the stages of a reply that is ready to be sent."""
         encode = time.perf_counter() - self._encode
-        cpu, runqueue = time.process_time() - self._cpu, self._read_runqueue() - self._runqueue
+        cpu, runqueue = _cpu_seconds() - self._cpu, self._read_runqueue() - self._runqueue
+        cpus, busy_cpus = self._cpus.look(time.monotonic())
         before, self._sending = self._sending, self._stream.sending_times()
         sending, peer_limited = map(operator.sub, self._sending, before)
         stages = Stages(
@@ -145,6 +160,9 @@ class Meter:
             runqueue=runqueue,
             sending=sending,
             peer_limited=peer_limited,
+            fetch_cpu=self._fetch_cpu,
+            cpus=cpus,
+            busy_cpus=busy_cpus,
         )
         self._leaving.append(time.perf_counter())
         return stages.pack()

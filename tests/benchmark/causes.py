@@ -44,7 +44,8 @@ def count_verdicts(name: str, cause: Cause, num_runs: int, zygote: Zygote) -> li
     with cause.pool(zygote) as addresses:
         for speed in SPEEDS:
             found = [run(cause, addresses, speed)[0] for _ in range(num_runs)]
-            wrong = Counter(diagnosis.bound for diagnosis in found if diagnosis.bound not in cause.bounds)
+            verdicts = Counter(f"{diagnosis.bound} {diagnosis.part}".strip() for diagnosis in found)
+            wrong = {verdict: count for verdict, count in verdicts.items() if verdict != cause.bound}
             shares = sorted({round(100 * diagnosis.wait_share) for diagnosis in found})
             others = "".join(f", wrong: {count} {bound}" for bound, count in wrong.items())
             cells.append(f"{'-'.join(map(str, shares[:1] + shares[1:][-1:]))} %{others}")

@@ -49,7 +49,8 @@ _SEAT = {
                 note_reply(sent.probe, reply)
 """: "",
     """            answer.worker = worker
-            driver.recorder.tasks[worker].append(seconds)
+            if answer.stream is not None or not settings.iterable:  # not the end of a stream
+                driver.recorder.tasks[worker].append(seconds)
             if answer.arrived:
                 driver.recorder.received(answer.arrived, answer.received)
             if sent.probe is not None:

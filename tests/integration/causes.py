@@ -49,6 +49,56 @@ class StreamOfCauses(IterableDataset):
         return map(self.samples.__getitem__, range(self.lengths[worker.id]))
 
 
+class Tails(Dataset):
+    """Of five samples, four take 10 ms, and one takes 500 ms."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.5 if (index + index // 5) % 5 == 0 else 0.01)
+        return index
+
+
+class Unready(Dataset):
+    """The first sample in each worker takes a second."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> int:
+        if not self.is_ready:
+            time.sleep(1.0)
+            self.is_ready = True
+        return index
+
+
+class Children(Dataset):
+    """Each sample is the work of a process of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> int:
+        if (pid := os.fork()) == 0:
+            burn(self.seconds)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return index
+
+
+def collate_hard(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Compute for ten milliseconds."""
+    burn(0.01)
+    return torch.stack(samples)
+
+
 def collate_slowly(samples: list[torch.Tensor]) -> torch.Tensor:
     """Take forty milliseconds."""
     time.sleep(0.04)

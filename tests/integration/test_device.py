@@ -319,7 +319,7 @@ def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
     for _ in range(30):
         next(batches)
     diagnosis = loader.diagnosis()
-    assert diagnosis.bound == ("none" if computes else "storage")
+    assert diagnosis.bound == ("none" if computes else "workers")
     assert (diagnosis.wait_share < 0.05) == computes
 
 
@@ -349,9 +349,9 @@ def test_diagnosis_names_copies_that_are_too_slow(monkeypatch, wide_servers, con
     for _ in itertools.islice(loader, 80):
         time.sleep(consumer)
     diagnosis = loader.diagnosis()
-    assert diagnosis.bound == "device_copy", diagnosis
+    assert (diagnosis.bound, diagnosis.part) == ("trainer", "copies"), diagnosis
     # Of the last copy that is timed, the time is not known yet, which makes none of the others shorter.
-    assert diagnosis.capacities["device_copy"] == pytest.approx(100)
+    assert diagnosis.capacities["copies"] == pytest.approx(100)
 
 
 @pytest.mark.usefixtures("device")

@@ -125,7 +125,7 @@ def metrics_of(url):
 def test_metrics_of_a_real_pool(serve):
     server = serve("--num-workers", "2")
     labels = f'client="{socket.gethostname()}",rank=""'
-    bound = f'rpcdataloader_client_bound{{{labels},bound="storage"}}'
+    bound = f'rpcdataloader_client_bound{{{labels},bound="workers"}}'
     with serving(server.address) as url, training(server):
         wait_until(lambda: bound in metrics_of(url), 30)
         found = metrics_of(url)
@@ -198,7 +198,7 @@ def test_prometheus_scrapes_a_real_pool(serve, tmp_path):
         wait_until(lambda: query("rpcdataloader_client_bound"), 60, interval=0.2)
         (bound,) = query("rpcdataloader_client_bound")
         assert bound["metric"]["client"] == socket.gethostname()
-        assert bound["metric"]["bound"] == "storage"
+        assert bound["metric"]["bound"] == "workers"
         wait_until(lambda: query("rate(rpcdataloader_batches_total[10s]) > 0"), 60, interval=0.2)
         assert query("rpcdataloader_wanted_workers > 2")
         # The alert begins to wait for its ten minutes.
@@ -244,7 +244,7 @@ def test_page_shows_what_happens(serve, tmp_path):
         with training(server):
             tab.wait_for("document.querySelector('.client .badge')?.textContent === 'storage'")
             assert f"{socket.gethostname()}:{os.getpid()}" in tab.text(".client h3")
-            assert "The loop waits" in tab.text(".client p")
+            assert "without the loader" in tab.text(".client p")
             assert tab.run("document.querySelector('meter').value") > 0.5
             assert tab.run("document.querySelectorAll('canvas').length") == 3
             # Values change.

@@ -363,7 +363,7 @@ def test_client_says_what_its_loop_waits_for(serve, look_at, capsys):
     assert {value["name"] for value in loop["stages"]} >= {"fetch", "wait"}
     assert main([server.address]) == 0
     text = capsys.readouterr().out
-    assert f"client {socket.gethostname()}:{os.getpid()}: The loop waits " in text
+    assert f"client {socket.gethostname()}:{os.getpid()}: step " in text
     # A loop that is over is not told of.
     del batches
     wait_until(lambda: not loops_of(look_at(server)))

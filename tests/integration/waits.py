@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,9 +19,13 @@ from tests.benchmark.link import shape
 from tests.integration.causes import (
     SLOW_NODE,
     Causes,
+    Children,
     Parcels,
     SlowSampler,
     StreamOfCauses,
+    Tails,
+    Unready,
+    collate_hard,
     collate_slowly,
     init_slowly,
 )
@@ -180,7 +184,8 @@ class Cause(NamedTuple):
         dataset: What is loaded, without automatic collation if there is no batch size.
         consumer: Seconds that the loop takes for a batch.
         num_batches: Batches that it takes; a pass that has fewer is over.
-        bounds: What may be named.
+        bound: What is to be named, and its part.
+        shares: What the workers spend their time on, as shares of the evidence, each at least this much.
         options: More arguments of the loader.
         pool: Where the workers are.
         around: What is done to the pool during the pass: a context manager that is given the iterator.
@@ -191,46 +196,68 @@ class Cause(NamedTuple):
     dataset: Any
     consumer: float
     num_batches: int
-    bounds: set[str]
+    bound: str
     options: dict[str, Any]
     pool: Pool = one_node
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     consume: Callable[[float], None] = time.sleep
     is_first: bool = False
+    shares: Mapping[str, float] = {}
 
 
-# Where workers cannot be preferred, they may wait for a CPU, too, and are told so.
-WORKERS = {"workers"} if may_hurry() else {"workers", "oversubscribed"}
+# Where workers cannot be preferred, they may wait for a CPU, too.
+COMPUTING = {"fetch_cpu_share": 0.8 if may_hurry() else 0.3}
+SLEEPING = {"off_cpu_share": 0.8 if may_hurry() else 0.5}
 
 CAUSES = {
-    "none": Cause(Causes(stall=0.002), 0.1, 25, {"none"}, {"prefetch_factor": 4}),
-    "start": Cause(
-        Causes(stall=0.001), 0.01, 60, {"start"}, {"prefetch_factor": 4, "worker_init_fn": init_slowly}, is_first=True
+    "none": Cause(Causes(stall=0.002), 0.1, 25, "none", {"prefetch_factor": 4}),
+    "start: worker_init_fn": Cause(
+        Causes(stall=0.001), 0.01, 60, "start init", {"prefetch_factor": 4, "worker_init_fn": init_slowly},
+        is_first=True,
     ),
-    "workers": Cause(Causes(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}),
-    "workers, streams": Cause(StreamOfCauses(60, cpu=0.01), 0.002, 61, WORKERS, {"num_workers": 1}),
-    "storage": Cause(Causes(stall=0.04), 0.002, 80, {"storage"}, {}),
-    "storage, streams": Cause(StreamOfCauses(40, 40, stall=0.04), 0.002, 81, {"storage"}, {}),
-    "collate": Cause(
-        Causes(stall=0.001), 0.001, 40, {"collate"}, {"batch_size": 2, "collate_fn": collate_slowly, "num_workers": 1}
+    "start: first batch": Cause(Unready(), 0.01, 60, "start batch", {"prefetch_factor": 4}, is_first=True),
+    "workers": Cause(Causes(cpu=0.01), 0.002, 60, "workers", {"num_workers": 1}, shares=COMPUTING),
+    "workers, streams": Cause(
+        StreamOfCauses(60, cpu=0.01), 0.002, 61, "workers", {"num_workers": 1}, shares=COMPUTING
     ),
-    "oversubscribed": Cause(
-        Causes(cpu=0.02), 0.001, 40, {"oversubscribed"}, {"num_workers": 8}, functools.partial(one_node, before="")
+    "workers, sleeping": Cause(Causes(stall=0.04), 0.002, 80, "workers", {}, shares=SLEEPING),
+    "workers, sleeping streams": Cause(
+        StreamOfCauses(40, 40, stall=0.04), 0.002, 81, "workers", {}, shares=SLEEPING
     ),
-    "sampler": Cause(Causes(), 0.005, 60, {"sampler"}, {"sampler": SlowSampler(0.02)}),
-    "trainer: receiving": Cause(Parcels(0.01), 0.002, 120, {"trainer"}, {}),
-    "trainer: lock": Cause(Parcels(0.012), 0.02, 60, {"trainer"}, {}, consume=hold_the_lock),
-    "window": Cause(Causes(stall=0.004), 0.004, 50, {"window"}, {"prefetch_factor": 1}, behind(lambda: delayed)),
-    "window, bytes": Cause(
-        Causes(stall=0.03, size=250_000), 0.008, 60, {"window"}, {"num_workers": 8, "max_in_flight_bytes": 2_000_000}
+    "workers, sleeping in collate_fn": Cause(
+        Causes(stall=0.001), 0.001, 40, "workers",
+        {"batch_size": 2, "collate_fn": collate_slowly, "num_workers": 1}, shares=SLEEPING,
     ),
-    "straggler": Cause(
-        Causes(stall=0.01), 0.005, 300, {"straggler"}, {"num_workers": 8, "prefetch_factor": 2}, around=stopped_in_turns
+    "workers, computing in collate_fn": Cause(
+        Causes(), 0.001, 40, "workers", {"batch_size": 2, "collate_fn": collate_hard, "num_workers": 1},
+        shares={"collate_cpu_share": 0.3},
     ),
-    "network": Cause(Causes(size=500_000), 0.01, 25, {"network"}, {}, behind(NarrowLink)),
-    "network, 1 Gb/s": Cause(Causes(size=800_000), 0.008, 50, {"network"}, {}, over_a_gigabit),
-    "node": Cause(Causes(stall=0.03), 0.002, 150, {"node"}, {"num_workers": 8}, a_slow_node),
-}
+    "workers, waiting for a CPU": Cause(
+        Causes(cpu=0.02), 0.001, 40, "workers", {"num_workers": 8}, functools.partial(one_node, before=""),
+        shares={"runqueue_share": 0.5},
+    ),
+    "workers, child processes": Cause(
+        Children(0.02), 0.001, 30, "workers", {"num_workers": 1}, shares={"fetch_cpu_share": 0.25}
+    ),
+    "workers, long tails": Cause(Tails(), 0.004, 150, "workers", {"num_workers": 4, "prefetch_factor": 4}),
+    "trainer: sampler": Cause(Causes(), 0.005, 60, "trainer sampler", {"sampler": SlowSampler(0.02)}),
+    "trainer: receiving": Cause(Parcels(0.01), 0.002, 120, "trainer receiving", {}),
+    "trainer: lock": Cause(Parcels(0.012), 0.02, 60, "trainer lock", {}, consume=hold_the_lock),
+    "setting: prefetch_factor": Cause(
+        Causes(stall=0.004), 0.004, 50, "setting prefetch_factor", {"prefetch_factor": 1}, behind(lambda: delayed)
+    ),
+    "setting: max_in_flight_bytes": Cause(
+        Causes(stall=0.03, size=250_000), 0.008, 60, "setting max_in_flight_bytes",
+        {"num_workers": 8, "max_in_flight_bytes": 2_000_000},
+    ),
+    "node: worker": Cause(
+        Causes(stall=0.01), 0.005, 300, "node worker", {"num_workers": 8, "prefetch_factor": 2},
+        around=stopped_in_turns,
+    ),
+    "node: node": Cause(Causes(stall=0.03), 0.002, 150, "node node", {"num_workers": 8}, a_slow_node),
+    "network": Cause(Causes(size=500_000), 0.01, 25, "network", {}, behind(NarrowLink)),
+    "network, 1 Gb/s": Cause(Causes(size=800_000), 0.008, 50, "network", {}, over_a_gigabit),
+}  # fmt: skip
 
 
 @hurrying()
@@ -255,14 +282,14 @@ def run(cause: Cause, addresses: list[str], speed: float = 1.0) -> tuple[Diagnos
         return loader.diagnosis(), loader
 
 
-# Pools of which more workers are needed. Most wait for storage: of two CPUs, one is left for more workers that compute.
+# Pools of which more workers are needed. Most sleep: of two CPUs, one is left for more workers that compute.
 # After a pause, next itself takes up to 0.5 ms on some machines, which no number of workers changes: so these loops
 # take far longer for a batch.
 POOLS = {
-    "4 workers, 200 ms of storage": Cause(Causes(stall=0.2), 0.02, 150, {"storage"}, {"num_workers": 4}),
-    "4 workers, 120 ms of storage": Cause(Causes(stall=0.12), 0.02, 150, {"storage"}, {"num_workers": 4}),
-    "2 workers, 100 ms of storage": Cause(Causes(stall=0.1), 0.02, 150, {"storage"}, {"num_workers": 2}),
-    "1 worker, 20 ms of CPU": Cause(Causes(cpu=0.02), 0.016, 150, {"workers"}, {"num_workers": 1}),
+    "4 workers, 200 ms of sleep": Cause(Causes(stall=0.2), 0.02, 150, "workers", {"num_workers": 4}),
+    "4 workers, 120 ms of sleep": Cause(Causes(stall=0.12), 0.02, 150, "workers", {"num_workers": 4}),
+    "2 workers, 100 ms of sleep": Cause(Causes(stall=0.1), 0.02, 150, "workers", {"num_workers": 2}),
+    "1 worker, 20 ms of CPU": Cause(Causes(cpu=0.02), 0.016, 150, "workers", {"num_workers": 1}),
 }
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from tests.benchmark.causes import forking
 from tests.integration.waits import CAUSES, run
 
-# One for each bound, but for `device_copy` and `unclear`.
+# One for each bound but `unclear`: the last one of a bound is quoted.
 NAMES = (
-    "none", "start", "workers", "collate", "storage", "oversubscribed", "node", "network", "trainer: receiving",
-    "sampler", "window, bytes", "straggler",
+    "none", "start: worker_init_fn", "workers, sleeping", "workers, waiting for a CPU", "workers", "node: worker",
+    "node: node", "network", "trainer: sampler", "trainer: receiving", "setting: max_in_flight_bytes",
 )  # fmt: skip
 
 # Where a batch is, from the window to its turn, with colours that differ on white and on black.
@@ -25,8 +25,8 @@ STAGES = {
     "window": "#9aa0a6", "send": "#5f6368", "queue": "#c58af9", "fetch": "#4285f4", "collate": "#12b5cb",
     "encode": "#0d9d58", "reply": "#e8a600", "receive": "#f2711c", "decode": "#d93025", "reorder": "#b08968",
 }  # fmt: skip
-PARTS = {"workers": "#4285f4", "network": "#f2711c", "trainer": "#d93025", "window": "#c58af9"}
-_WIDTH, _LEFT, _RIGHT, _ROW = 720, 110, 620, 34
+PARTS = {"workers": "#4285f4", "network": "#f2711c", "receiving": "#d93025", "window": "#c58af9"}
+_WIDTH, _LEFT, _RIGHT, _ROW = 720, 200, 640, 34
 
 
 def record() -> dict[str, Any]:
@@ -38,6 +38,7 @@ def record() -> dict[str, Any]:
                 diagnosis, _loader = run(CAUSES[name], addresses)
             found[name] = {
                 "bound": diagnosis.bound,
+                "part": diagnosis.part,
                 "text": diagnosis.text,
                 "wait_share": diagnosis.wait_share,
                 "demand": diagnosis.demand,
@@ -48,7 +49,7 @@ def record() -> dict[str, Any]:
 
 
 def put_quotes(page: str, found: dict[str, Any]) -> str:
-    """Return the page with what was said of each bound as the quote of its section.
+    """Return the page with what was said last of each bound as the quote of its section.
 
     Raises:
         ValueError: The page has no such section, or one without a quote.
@@ -90,13 +91,13 @@ def legend(colours: dict[str, str], y: float) -> list[str]:
 
 
 def draw_stages(found: dict[str, Any]) -> str:
-    """A bar for each bound: where its batches spend their time."""
+    """A bar for each pass: where its batches spend their time."""
     lines = legend(STAGES, 20)
-    for row, one in enumerate(found.values()):
+    for row, (name, one) in enumerate(found.items()):
         y, x = 38.0 + row * _ROW, float(_LEFT)
         seconds = {stage: one["stages"][stage] for stage in STAGES}
         total = sum(seconds.values())
-        lines.append(label(8, y + 16, one["bound"]))
+        lines.append(label(8, y + 16, name))
         for stage, value in seconds.items():
             width = value / total * (_RIGHT - _LEFT)
             shown = f"{stage}: {1e3 * value:.3g} ms"
@@ -106,12 +107,12 @@ def draw_stages(found: dict[str, Any]) -> str:
             )
             x += width
         lines.append(label(_RIGHT + 8, y + 16, f"{1e3 * total:.3g} ms"))
-    text = "For each bound, the share of the time between sampler and delivery that a batch spends in each stage."
+    text = "For each pass, the share of the time between sampler and delivery that a batch spends in each stage."
     return write("waiting-stages", "Where batches are", text, 38 + _ROW * len(found), lines)
 
 
 def draw_capacities(found: dict[str, Any]) -> str:
-    """A row for each bound: what each part could do, and what the loop would take."""
+    """A row for each pass: what each part could do, and what the loop would take."""
     rates = [rate for one in found.values() for rate in (one["demand"], *one["capacities"].values())]
     low, high = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(rates)))
 
@@ -125,10 +126,10 @@ def draw_capacities(found: dict[str, Any]) -> str:
         lines.append(f'<path d="M{x:.1f} 36 V{bottom}" stroke="currentColor" opacity="0.2"/>')
         lines.append(label(x, bottom + 16, f"{10**power:,}" if power >= 0 else f"{10.0**power:g}", "middle"))
     lines.append(label(8, bottom + 16, "batches/s"))
-    for row, one in enumerate(found.values()):
+    for row, (name, one) in enumerate(found.items()):
         y, x = 56.0 + row * _ROW, at(one["demand"])
         lines += [
-            label(8, y + 4, one["bound"]),
+            label(8, y + 4, name),
             f'<path d="M{x:.1f} {y - 12} v24" stroke="currentColor" stroke-width="3"/>',
         ]
         for part, colour in PARTS.items():
@@ -137,5 +138,5 @@ def draw_capacities(found: dict[str, Any]) -> str:
                 # A ring, for what is behind it: a full pipeline has what the window allows in flight.
                 look = f'fill="none" stroke="{colour}" stroke-width="3"' if part == "window" else f'fill="{colour}"'
                 lines.append(f'<circle cx="{at(rate):.1f}" cy="{y:.1f}" r="6" {look}>{shown}</circle>')
-    text = "For each bound, the capacity of each part in batches per second, and the demand of the loop."
+    text = "For each pass, the capacity of each part in batches per second, and the demand of the loop."
     return write("waiting-capacities", "Capacities against demand", text, bottom + 24, lines)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
+from typing import Any
 
 from rpcdataloader.diagnosis.records import Recorder, Records, Setup
 from rpcdataloader.wire.messages import Stages
 
 FOUR = dict.fromkeys(range(4), "node07")
-TASK = Stages(fetch=0.019, collate=0.001, cpu=0.02)
+TASK = Stages(fetch=0.019, collate=0.001, cpu=0.02, fetch_cpu=0.019)
 
 
-def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, window=None, is_persistent=False) -> Setup:
+def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, window=None, **options) -> Setup:
     window = window or len(workers) * prefetch_factor
-    return Setup(workers, window, prefetch_factor, max_in_flight_bytes, is_persistent=is_persistent)
+    return Setup(workers, window, prefetch_factor, max_in_flight_bytes, **options)
 
 
 def make_recorder(now=0.0, **setup) -> Recorder:
@@ -44,12 +46,16 @@ def record(
     size_bytes=1_000_000,
     stages: Stages | None = TASK,
     slow: dict[int, Stages] | None = None,
+    idle: Collection[int] = (),
+    start: dict[str, Any] | None = None,
     **setup,
 ) -> Recorder:
-    """Deliver batches of one worker, or of all in turn, which are all waited for as long."""
+    """Deliver batches of one worker, or of all in turn but ``idle`` ones, which are all waited for as long."""
     recorder = recorder or make_recorder(**setup)
+    for name, value in (start or {}).items():
+        setattr(recorder.start, name, (lambda seconds=value: seconds) if name == "dataset" else value)
     now = recorder.snapshot().last if now is None else now
-    workers = list(recorder.setup.workers) if worker is None else [worker]
+    workers = [number for number in recorder.setup.workers if number not in idle] if worker is None else [worker]
     for number in range(num_batches):
         worker = workers[number % len(workers)]
         of_worker = (slow or {}).get(worker, stages)

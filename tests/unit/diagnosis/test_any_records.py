@@ -29,6 +29,9 @@ stages = st.builds(
     runqueue=seconds,
     sending=seconds,
     peer_limited=seconds,
+    fetch_cpu=seconds,
+    cpus=seconds,
+    busy_cpus=seconds,
 )
 setups = st.fixed_dictionaries(
     {
@@ -36,6 +39,7 @@ setups = st.fixed_dictionaries(
         "prefetch_factor": st.integers(1, 4),
         "max_in_flight_bytes": counts,
         "is_persistent": st.booleans(),
+        "is_stream": st.booleans(),
     }
 )
 of_all = "consumer", "blocked", "drawn", "own", "ready", "copy", "stalled", "lock", "first_wait", "latency"
@@ -44,10 +48,12 @@ parts = st.fixed_dictionaries(
     {"num_batches": st.integers(0, 30), "stages": st.none() | stages},
     optional={
         "size_bytes": st.just(0) | counts,
+        "start": st.dictionaries(st.sampled_from(["in_iter", "ready", "opened", "init", "dataset"]), seconds),
         "slow": st.dictionaries(st.integers(0, 5), stages, max_size=2),
         **dict.fromkeys(of_all + of_replies, seconds),
     },
 )
+BOUNDS = {name.split()[0] for name in WORDS}
 
 
 @settings(max_examples=1500, deadline=None)
@@ -57,7 +63,8 @@ def test_diagnosis_of_any_records_is_one_that_can_be_read_and_reported(setup, fi
     if later is not None:
         recorder.setup = make_setup(**later)
     diagnosis = diagnose(recorder.snapshot(waiting))
-    assert diagnosis.bound in WORDS
+    assert diagnosis.bound in BOUNDS
+    assert len(diagnosis.short) <= 30
     assert diagnosis.text.endswith(".")
     assert not {"nan", "inf"} & set(diagnosis.text.split())
     assert 0.0 <= diagnosis.wait_share <= 1.0
@@ -66,7 +73,7 @@ def test_diagnosis_of_any_records_is_one_that_can_be_read_and_reported(setup, fi
         if isinstance(value, float):
             assert value >= 0.0, name
             assert value <= 1.0 or not name.endswith("_share"), name
-            assert value < math.inf or name in {"demand_rate", "needed_rate"}, name
+            assert value < math.inf or name in {"demand_rate", "needed_rate", "use"}, name
     assert all(0.0 < rate < math.inf for rate in diagnosis.capacities.values())
     assert all(0.0 <= each < math.inf for stage in diagnosis.stages.values() for each in (stage.mean, stage.p95))
     if diagnosis.more_workers is not None:

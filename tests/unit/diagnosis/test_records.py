@@ -63,7 +63,7 @@ def test_last_pass_is_told_of_until_the_next_one_has_delivered_enough():
     assert recorder.snapshot(waiting=10.0).totals.batches == 9
     record(recorder, now=101.0, num_batches=1)
     assert recorder.snapshot().totals.batches == 10
-    assert recorder.snapshot().begun == 100.0
+    assert recorder.snapshot().start.begun == 100.0
 
 
 def test_pass_that_has_delivered_nothing_is_not_told_of():

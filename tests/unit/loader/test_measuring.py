@@ -51,7 +51,7 @@ def test_exception_has_no_stages():
 
 @pytest.mark.parametrize("message", [reply(b"", b""), reply(b"", STAGES.pack()[1:])], ids=["empty", "short"])
 def test_reply_that_is_too_short_is_refused(message):
-    with pytest.raises(RemoteProtocolError, match="instead of 28"):
+    with pytest.raises(RemoteProtocolError, match="instead of 40"):
         note_reply(Probe(), message)
 
 

@@ -27,7 +27,7 @@ def test_report_says_what_the_diagnosis_says():
 
 def test_report_of_what_has_not_begun():
     status = to_status(diagnose(make_recorder().snapshot(waiting=20.0)), "Images", None)
-    assert (status.bound, status.stages, status.delivered_per_second) == ("start", [], 0)
+    assert (status.bound, status.stages, status.delivered_per_second) == ("unclear", [], 0)
 
 
 def test_report_leaves_out_what_is_infinite_and_cuts_what_is_long():
