@@ -144,10 +144,10 @@ def test_session_serves_all_requests_that_came_at_once(server, certificates, mon
     os.kill(pid, signal.SIGSTOP)
     answers = [session.call(os.getpid) for _ in range(5)]
     [connection] = session.connections()
-    wait_until(lambda: connection._num_queued == 0)
+    wait_until(lambda: not connection._outbox and not connection._is_under_way)
     os.kill(pid, signal.SIGCONT)
     wait_until(lambda: connection.num_pending == 0)
-    assert [answer() for answer in answers] == [pid] * 5
+    assert [answer.wait() for answer in answers] == [pid] * 5
 
 
 # --- refusals
