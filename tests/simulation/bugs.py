@@ -333,8 +333,8 @@ BUGS = [
     Bug(
         "a node that cannot be reached is counted on for ever",
         "crew",
-        "unreached = [node for node in self.roster.pauses if self._sought.get(node) == math.inf]",
-        "unreached: list[N] = []",
+        "unreached = {node for node in self.roster.pauses if self._sought.get(node) == math.inf}",
+        "unreached: set[N] = set()",
     ),
     Bug(
         "a node that has not answered is forgotten with its worker",
@@ -382,8 +382,8 @@ BUGS = [
     Bug(
         "tasks of a worker that cannot begin stay there",
         "engine",
-        "            worker.has_joined = False\n            self._leave(number)\n        self._send_away(worker)",
-        "            worker.has_joined = False\n        self._send_away(worker)",
+        "            worker.has_joined = False\n            self._leave(number)\n        if worker.is_sent_away:",
+        "            worker.has_joined = False\n        if worker.is_sent_away:",
     ),
     Bug(
         "a worker that cannot begin is kept",
