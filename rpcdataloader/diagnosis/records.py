@@ -296,6 +296,8 @@ class Recorder:
                 probe.reorder = max(0.0, self.last - probe.answered)
             if not self.batches:
                 self._first_wait, self.start.first = waited, now
+                seconds = self.start.dataset()
+                self.start.dataset = lambda: seconds  # other passes may build it again
             self.batches += 1
             self.waited += waited
             self.blocked += blocked

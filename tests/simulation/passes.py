@@ -180,6 +180,7 @@ class Pass:
             prefetch_factor=options.prefetch_factor,
             max_in_flight_bytes=options.max_in_flight_bytes,
             persistent_workers=False,
+            partition=SimpleNamespace(rank=1, label=""),  # which logs no diagnosis
         )
         self.begin(payloads, lengths, positions, turn)
         recorder = Recorder(contextlib.nullcontext(), cluster.now)
