@@ -106,5 +106,4 @@ def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(shared_server):
         next(iterator)
     del iterator
     gc.collect()  # the traceback refers to it, and it to pipes
-    with pytest.warns(UserWarning, match="every sample makes a trip of its own"):
-        assert [int(number) for number in DataLoader(dataset)] == list(range(20))
+    assert [int(number) for number in DataLoader(dataset)] == list(range(20))
