@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client.client import close_client
@@ -504,13 +504,6 @@ def test_mistake_is_named(place, mistake):
 def test_another_torch_is_a_warning(place, caplog):
     place.load_as(torch="1.0")
     assert f"{place.same} differs from this client: torch: " in caplog.text
-
-
-def test_dataset_in_a_loader_of_torch_is_a_warning(place):
-    with pytest.warns(
-        UserWarning, match=r"is loaded by torch's own loader, in this process: every sample makes a trip"
-    ):
-        assert len(list(DataLoader(place.dataset()))) == 8
 
 
 def test_two_loaders_of_one_dataset_do_not_disturb_each_other(place):
