@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import rpcdataloader
 
-SECONDS = 15.0  # for each bug
+SECONDS = 60.0  # at most, for each bug
 
 
 class Bug(NamedTuple):

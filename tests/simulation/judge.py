@@ -868,9 +868,10 @@ class Judge:
     def _is_filled(self, number: int, *, or_leaving: bool = True) -> bool:
         """Whether a place has a worker that is not late; perhaps one that leaves, whose end may be waited for."""
         last = self.members.get(self.places[number].worker)
-        return (or_leaving and last is not None and not last.is_late) or any(
-            other.place == number and not (other.is_late or other.sent_away) for other in self.members.values()
-        )
+        if or_leaving and last is not None and not last.is_late:
+            return True
+        members = [member for member in self.members.values() if member.place == number]
+        return any(or_leaving and member.closed if member.sent_away else not member.is_late for member in members)
 
     def _is_at(self, place: int, node: str, late: bool = True) -> bool:
         """Whether a place has a worker at a node, or has asked for one."""
