@@ -263,5 +263,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def ratio(part: float, whole: float, otherwise: float = 0.0) -> float:
-    """Return a quotient; ``otherwise`` for a division by zero."""
-    return part / whole if whole > 0 else otherwise
+    """Return a quotient; ``otherwise`` for a division by zero, or by less than any clock can tell from it."""
+    return part / whole if whole > 1e-12 else otherwise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -16,18 +17,28 @@ def reply(size_bytes):
 
 
 @pytest.fixture
-def outbox():
+def outbox(monkeypatch):
     """One whose sender is stuck in its first message until it is told to go on."""
 
     def send(message):
         goes_on.wait()
+        if is_over.is_set():
+            sys.exit()  # the thread has no other end: a worker's goes with its process
         sent.append(message.size_bytes)
 
-    sent, goes_on = [], threading.Event()
+    sent, goes_on, is_over = [], threading.Event(), threading.Event()
     outbox = Outbox(send, 10)
+    before = set(threading.enumerate())
+    # pytest's takes the end by sys.exit() for a failure.
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     yield outbox, sent, goes_on
     goes_on.set()
     outbox.join()
+    is_over.set()
+    outbox.put(reply(0))
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_one_may_wait_whatever_its_size(outbox):
