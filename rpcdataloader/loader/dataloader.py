@@ -205,12 +205,12 @@ class RPCDataloader(LoaderTools[_T_co]):
             self._pass = iterator if self.persistent_workers else None
         self._saved = None
         self._progress = settings, iterator.progress
-        return iterator if isinstance(iterator, RemoteIterator) else self._timed(iterator)
+        return iterator if isinstance(iterator, RemoteIterator) else self._time(iterator)
 
     def _iterate_here(self) -> Iterator[Any]:
         """torch's own iterator, for ``num_workers=0`` and no workers."""
         iterator, device = super().__iter__(), find_device(self.device)
-        return self._timed(iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator))
+        return self._time(iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator))
 
     @property
     def num_skipped(self) -> int:
@@ -233,7 +233,7 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        here = "_pass", "_shipped", "_memory", "_progress", "_last", "_recorder", "_here", "_trace"
+        here = "_pass", "_shipped", "_memory", "_progress", "_last", "_recorder", "_timed", "_trace"
         return {**self.__dict__, **dict.fromkeys(here)}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:

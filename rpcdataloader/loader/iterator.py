@@ -202,6 +202,7 @@ class RemoteIterator(PassIterator):
                 break
             self._advance(wants_input, began)
         if delivery is None:
+            driver.begun.source.check_end()
             self.progress.finished = True
             # Without the condition: why the loop has waited goes to handlers of the user.
             driver.rest() if self._settings.persistent_workers else driver.close()
@@ -392,6 +393,7 @@ class InlineIterator(PassIterator):
                 self._task = None
                 raise
         if task is None or (self._settings.iterable and answer.stream is None):
+            self._pass.source.check_end()
             self.progress.finished = True
             raise StopIteration
         self.progress.delivered(task, number, answer.stream)

@@ -72,8 +72,7 @@ class TaskSource:
         """The next task.
 
         Raises:
-            StopIteration: The sampler is at its end.
-            RuntimeError: An exception has ended the sampler before.
+            StopIteration: The sampler is at its end, or an exception has ended it before.
             ValueError: The indices are large arrays or tensors.
             SerializationError: They cannot be pickled.
         """
@@ -82,9 +81,7 @@ class TaskSource:
             if not self._drawn:
                 self._draw()
             if not self._drawn:
-                if self._error:
-                    raise RuntimeError(INTERRUPTED.format(self._error))
-                if self.progress is not None:
+                if self.progress is not None and not self._error:
                     self.progress.end = self.number
                 raise StopIteration
             indices = self._drawn[0]
@@ -110,6 +107,11 @@ class TaskSource:
                 return task
             if self.leave_out[task.number] not in (None, digest(indices)):
                 raise ValueError(OTHER_ORDER)
+
+    def check_end(self) -> None:
+        """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
+        if self._error:
+            raise RuntimeError(INTERRUPTED.format(self._error))
 
     def _draw(self) -> None:
         try:

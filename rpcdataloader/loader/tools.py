@@ -44,7 +44,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
-    _here: Here | None = None  # sums of the last pass without workers
+    _timed: TimedBatches[_T_co] | None = None  # the last pass without workers
     _trace: Trace | None = None  # while a block is active
     _where: Where | None
     _saved: Mapping[str, Any] | None
@@ -57,18 +57,20 @@ class LoaderTools(DataLoader[_T_co]):
         until the new one has delivered more than its first window. It takes some milliseconds, in any thread.
         :doc:`waiting` explains each bound. It is ``unclear`` before the first batch.
         """
-        if self._here is not None and self._here.batches:
-            return diagnose_here(self._here)
+        if self._timed is not None and self._timed.sums.batches:
+            return diagnose_here(self._timed.sums)
         if (iterator := self._current) is not None:
             return iterator.driver.diagnosis()
         if self._recorder is None:
             return Diagnosis(0.0, "unclear", NO_PASS, short="no batch yet")
         return diagnose(self._recorder.snapshot())
 
-    def _timed(self, batches: Iterator[_T_co]) -> Iterator[_T_co]:
-        """The batches that this process loads, for :meth:`diagnosis`."""
-        self._here = Here(time.monotonic())
-        return TimedBatches(batches, self._here, PassSettings.of(self).partition)
+    def _time(self, batches: Iterator[_T_co]) -> Iterator[_T_co]:
+        """Take the time of batches that this process loads, for :meth:`diagnosis`."""
+        if self._timed is None or self._timed.batches is not batches:
+            self._timed = TimedBatches(batches, PassSettings.of(self).partition)
+        self._timed.begin()
+        return self._timed
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -204,29 +206,34 @@ class LoaderTools(DataLoader[_T_co]):
 class TimedBatches(Iterator[_T_co]):
     """An iterator that loads in this process, with its sums; otherwise like the iterator itself."""
 
-    def __init__(self, batches: Iterator[_T_co], sums: Here, partition: Partition) -> None:
-        self._batches, self._sums, self._partition = batches, sums, partition
+    def __init__(self, batches: Iterator[_T_co], partition: Partition) -> None:
+        self.batches, self._partition = batches, partition
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass; a persistent iterator has several."""
+        self.sums = Here(time.monotonic())
         self.is_told = False  # as that of a driver
 
     def __next__(self) -> _T_co:
         began = time.monotonic()
         try:
-            batch = next(self._batches)
+            batch = next(self.batches)
         except StopIteration:
-            if self._sums.batches and not self.is_told:
+            if self.sums.batches and not self.is_told:
                 self.is_told = True
-                tell(lambda: diagnose_here(self._sums), self._partition)
+                tell(lambda: diagnose_here(self.sums), self._partition)
             raise
-        self._sums.delivered(began, time.monotonic())
+        self.sums.delivered(began, time.monotonic())
         return batch
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.batches)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # of a copy that is not complete
+        if name == "batches":  # of a copy that is not complete
             raise AttributeError(name)
-        return getattr(self._batches, name)
+        return getattr(self.batches, name)
 
 
 def _copies_of_samplers(loader: DataLoader[Any]) -> dict[str, Any]:

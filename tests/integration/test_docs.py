@@ -68,6 +68,13 @@ NOT_RUN = {
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > status-token)',
     ],
+    "equal-cost.md": ["class CostTrainer(Trainer):"],
+    "waiting-shown.md": [
+        "from tqdm import tqdm",
+        "from lightning.pytorch import Callback",
+        "accelerator.log(loader.diagnosis().metrics(), step=step)",
+        "from transformers import TrainerCallback",
+    ],
     "systemd.md": ["$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/"],
     "pools.md": [
         "import ray",

@@ -98,6 +98,7 @@ def training(server, kind=Stalled):
         for _batch in loader:
             if is_over.is_set():
                 break
+            time.sleep(0.003)  # the training step
 
     thread = threading.Thread(target=train)
     thread.start()

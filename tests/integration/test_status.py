@@ -343,7 +343,8 @@ def wait_for_loop(batches, look_at, server):
     def is_told():
         for _ in range(50):
             next(batches)
-        return [loop for loop in loops_of(look_at(server)) if loop["bound"] == "storage"]
+            time.sleep(0.003)  # the training step
+        return [loop for loop in loops_of(look_at(server)) if loop["bound"] == "workers"]
 
     wait_until(is_told, 30)
 
