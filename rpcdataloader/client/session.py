@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
+from rpcdataloader.client.idle import ROOM_TIMEOUT
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.client.worker import (
     ClientSettings,
@@ -63,6 +65,8 @@ class RemoteSession:
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._present: dict[int, RemoteWorker] = {}  # admitted, and not reported as exited
+        # Until when a worker may have a place that was closed before it was admitted: its end is reported to nobody.
+        self._leaving_until = 0.0
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
@@ -99,7 +103,8 @@ class RemoteSession:
     def is_a_worker_leaving(self) -> bool:
         """Whether a worker of it ends, whose place on the node is free as soon as its process has ended."""
         with self._condition:
-            return not all(worker.is_usable for worker in self._present.values())
+            is_ending = not all(worker.is_usable for worker in self._present.values())
+        return is_ending or time.monotonic() < self._leaving_until
 
     def wait(self, is_wanted: Callable[[], bool] = lambda: True) -> Welcome:
         """Wait until the session is ready.
@@ -226,6 +231,10 @@ class RemoteSession:
         with self._condition:
             if worker.number not in self._exited:
                 self._present[worker.number] = worker
+
+    def left_early(self) -> None:
+        """A worker was closed before it was admitted."""
+        self._leaving_until = time.monotonic() + ROOM_TIMEOUT
 
     def open_worker(self, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True) -> RemoteWorker:
         """Ask for a worker; ``owner`` is told when it is ready or lost.

@@ -286,6 +286,8 @@ class RemoteWorker:
 
     def close(self, error: RPCError | None = None) -> None:
         """End the worker; its requests fail with ``error``, if one is given."""
+        if not self.number:
+            self.session.left_early()
         self.connection.close(error)
         self._wait.cancel()
 
