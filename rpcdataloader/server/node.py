@@ -44,6 +44,9 @@ PROOF_TIMEOUT = 10.0
 PROOF_PATIENCE = 1.0
 MAX_UNPROVED = 128
 
+# Events of a session that are handled before one of its connections.
+MAX_EVENTS = 256
+
 # Seconds between two attempts to send an event to a session that had no room for it.
 RETRY_PAUSE = 0.05
 
@@ -236,10 +239,16 @@ class NodeServer:
             self._fork_gate(connection)
         elif (client := self._clients.find(session_id)) is None:
             self._refuse(connection)
-        elif self._clients.hand_over(client, sock, connection.peer):
-            self._drop(connection, "its session has it")
         else:
-            self._call_after(RETRY_PAUSE, lambda: self._look_at(connection))
+            # Ends of workers make room, which the session has reported before its client could ask. User code may write
+            # to the same link without end.
+            for _ in range(MAX_EVENTS):
+                if not self._on_link(client.process.pid):
+                    break
+            if self._clients.hand_over(client, sock, connection.peer):
+                self._drop(connection, "its session has it")
+            else:
+                self._call_after(RETRY_PAUSE, lambda: self._look_at(connection))
 
     def _refuse(self, connection: Connection) -> None:
         """Tell a peer that its session is unknown, and wait until it has read that: closing now would discard it."""

@@ -378,13 +378,15 @@ class Session:
         worker.stacks.close()
         del self._workers[worker.number]
         row = worker.row
-        if row.began[0]:
-            exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
+        has_begun = bool(row.began[0])
+        exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
+        # First, as the client may ask for the place at once. It frees the row.
+        if worker.place:
+            self._node.send(events.WorkerEnded(worker.number, reason))
+        if has_begun:
             self._channel.send(MessageType.EXITED, payload=exited.encode())
         elif reason.startswith("was killed by SIGALRM"):
             late = f"no handshake within {HANDSHAKE_TIMEOUT:g} s"
             self._node.send(events.Refused(worker.peer, late, logging.INFO))
-        if worker.place:
-            self._node.send(events.WorkerEnded(worker.number, reason))  # which frees the row
         worker.stacks.answer(f"worker {worker.number} has ended")
         self._finish_drain()

@@ -314,7 +314,11 @@ def test_memory_of_this_process_is_where_batches_are_anyway(workers, device):
 @pytest.mark.parametrize("computes", [True, False])
 def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
     device.computes = computes
-    loader = RPCDataloader(Causes(stall=0.04), None, num_workers=1, workers=workers, device=NAME)
+    loader = RPCDataloader(
+        Causes(stall=0.04), None, num_workers=1, workers=workers, device=NAME, persistent_workers=True
+    )
+    next(iter(loader))
+    # A pass of workers that are there: the start of the first one is a wait, too.
     batches = iter(loader)
     for _ in range(30):
         next(batches)

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
+from tests.conftest import wait_until
 from tests.integration import tasks
 from tests.integration.datasets import Fields, FieldStream, StatefulFieldStream
 from tests.integration.quick import quick_server
@@ -141,7 +142,7 @@ session.Session._on_worker_end = notice_late
 
 class Numbers(Dataset):
     def __len__(self):
-        return 6
+        return 12
 
     def __getitem__(self, index):
         return index
@@ -150,8 +151,8 @@ class Numbers(Dataset):
 def test_place_that_a_retired_worker_is_about_to_leave_is_waited_for_in_silence(serve, caplog):
     options = ["--num-workers", "1", "--max-connections", "1", "--max-tasks-per-worker", "4"]
     server = serve(*options, before=ENDS_ARE_NOTICED_WHEN_THE_NEXT_WORKER_WAS_REFUSED)
-    assert [int(batch) for batch in RPCDataloader(Numbers(), num_workers=1, workers=server.address)] == [*range(6)]
-    assert "gets no further worker" in server.log
+    assert [int(batch) for batch in RPCDataloader(Numbers(), num_workers=1, workers=server.address)] == [*range(12)]
+    wait_until(lambda: "gets no further worker" in server.log)
     assert caplog.messages == []
 
 
