@@ -286,7 +286,7 @@ class RemoteWorker:
 
     def close(self, error: RPCError | None = None) -> None:
         """End the worker; its requests fail with ``error``, if one is given."""
-        if not self.number:
+        if not self.number and not self.connection.has_ended:  # one that was refused has no place
             self.session.left_early()
         self.connection.close(error)
         self._wait.cancel()
