@@ -251,9 +251,9 @@ def measure_costs(
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Ranks that measure at the same time replace each other's file by an equal one, in one step.
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npy", delete=False) as file:
-            np.save(file, found)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            np.save(Path(folder, path.name), found)
+            os.replace(Path(folder, path.name), path)
     return found
 
 
