@@ -20,11 +20,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rpcdataloader.errors import RPCError
+from rpcdataloader.host.output import Output
 from rpcdataloader.wire.credentials import load_credentials
 
 # ssh never prompts, and notices a vanished machine within 45 s.
@@ -33,9 +35,8 @@ SSH = ("ssh", "-T", *(f"-o{option}" for option in ("BatchMode=yes", "ServerAlive
 # Seconds between two signs of life. Servers wait 60 s for one.
 HEARTBEAT = 10.0
 
-# Most lines that wait for a terminal that has stopped, and seconds for the last of them.
-MAX_LINES = 10_000
-LAST_OUTPUT_TIMEOUT = 1.0
+# Seconds between two attempts to write to a terminal that has stopped.
+RETRY_PAUSE = 0.5
 
 _READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+$")
 
@@ -94,29 +95,28 @@ def _has(options: Sequence[str], names: Sequence[str]) -> bool:
 
 
 class _Server:
-    """A node server behind an ssh process, whose lines go to ``tell``, and ``None`` once it has ended.
+    """A node server behind an ssh process, with a thread that reports its lines, and ``None`` once it has ended.
 
     Attributes:
         address: Address for clients; None until the server is ready.
     """
 
-    def __init__(self, host: str, command: str, secret: bytes | None, tell: Callable[[_Event], None]) -> None:
+    def __init__(self, host: str, command: str, secret: bytes | None, report: Callable[[_Event], None]) -> None:
         self.host = host
         self.address: str | None = None
         # A session of its own: Ctrl-C and a closed terminal reach only this process, which tells the server.
-        process: Any = subprocess.Popen(
+        self.process: Any = subprocess.Popen(
             [*SSH, host, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        self.process = process
-        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(self.process.stdin.fileno(), False)
         self.send(b"\n" if secret is None else secret + b"\n\n")  # with a first sign of life
-        threading.Thread(target=self._read, args=(tell,), name=f"rpcdl-ssh {host}", daemon=True).start()
+        threading.Thread(target=self._read, args=(report,), name=f"rpcdl-ssh {host}", daemon=True).start()
 
-    def _read(self, tell: Callable[[_Event], None]) -> None:
+    def _read(self, report: Callable[[_Event], None]) -> None:
         for line in self.process.stdout:
-            tell((self, line.rstrip(b"\n")))
+            report((self, line.rstrip(b"\n")))
         self.process.wait()
-        tell((self, None))
+        report((self, None))
 
     def send(self, data: bytes) -> None:
         # The server may have ended, or its connection hang: both are seen elsewhere.
@@ -128,41 +128,14 @@ class _Server:
 _Event = tuple[_Server | None, bytes | None]
 
 
-class _Printer:
-    """Prints lines in a thread of its own, which a stopped terminal may hold; also at the end of the process."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
-        self._thread = threading.Thread(target=self._run, name="rpcdl-ssh print", daemon=True)
-        self._thread.start()
-
-    def say(self, text: str) -> None:
-        with contextlib.suppress(queue.Full):  # the terminal has stopped for long
-            self._lines.put_nowait(text)
-
-    def finish(self) -> None:
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
-            self._thread.join(LAST_OUTPUT_TIMEOUT)
-
-    def _run(self) -> None:
-        while (text := self._lines.get()) is not None:
-            with contextlib.suppress(OSError):
-                rest = f"{text}\n".encode(errors="backslashreplace")
-                while rest:
-                    rest = rest[os.write(self._descriptor, rest) :]
-
-
 class _Pool:
-    """All servers, from their start to their end. Threads and signal handlers only tell the main thread."""
+    """All servers, from their start to their end. The main thread, which handles all events, never waits to write."""
 
     def __init__(self) -> None:
         self._servers: list[_Server] = []
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._output, self._errors = _Printer(1), _Printer(2)
-        self._say = self._errors.say
-        self._ending = threading.Event()
+        self._output, self._errors = Output(1), Output(2)
+        self._is_ending = False
         self._status = 0
 
     def run(self, orders: Sequence[tuple[str, str, bytes | None]]) -> int:
@@ -171,21 +144,20 @@ class _Pool:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda *_: self._events.put((None, None)))
         self._servers = [_Server(*order, self._events.put) for order in orders]
-        beats = threading.Thread(target=self._beat, args=(list(self._servers),), name="rpcdl-ssh beats", daemon=True)
-        beats.start()
+        beat = time.monotonic() + HEARTBEAT
         while self._servers:
-            self._handle(*self._events.get())
+            if (remaining := beat - time.monotonic()) <= 0:
+                beat += HEARTBEAT
+                for server in self._servers if not self._is_ending else ():
+                    server.send(b"\n")
+            pause = RETRY_PAUSE if self._output.is_waiting or self._errors.is_waiting else HEARTBEAT
+            with contextlib.suppress(queue.Empty):
+                self._handle(*self._events.get(timeout=max(0.0, min(remaining, pause))))
+            self._output.flush()
+            self._errors.flush()
         self._output.finish()
         self._errors.finish()
         return self._status
-
-    def _beat(self, servers: Sequence[_Server]) -> None:
-        """Send signs of life until the end, and then let the servers drain."""
-        while not self._ending.wait(HEARTBEAT):
-            for server in servers:
-                server.send(b"\n")
-        for server in servers:
-            server.process.stdin.close()
 
     def _handle(self, server: _Server | None, line: bytes | None) -> None:
         if server is None:
@@ -197,32 +169,40 @@ class _Pool:
         else:
             self._say(f"[{server.host}] {line.decode(errors='replace')}")
 
+    def _say(self, text: str) -> None:
+        self._errors.write(f"{text}\n")
+
+    def _drain(self) -> None:
+        self._is_ending = True
+        for server in self._servers:
+            server.process.stdin.close()
+
     def _on_signal(self) -> None:
-        if self._ending.is_set():
+        if self._is_ending:
             self._say("not waiting any longer: each node server drains and ends within its --grace")
             for server in self._servers:
                 server.process.kill()
             self._servers.clear()
         else:
             self._say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
-            self._ending.set()
+            self._drain()
 
     def _on_ready(self, server: _Server, address: str, num_workers: str) -> None:
         server.address = address
         self._say(f"[{server.host}] ready: {address}, {num_workers} workers")
         addresses = [server.address for server in self._servers if server.address is not None]
-        if len(addresses) == len(self._servers) and not self._ending.is_set():
-            self._output.say(f"RPCDATALOADER_WORKERS={','.join(addresses)}")
+        if len(addresses) == len(self._servers) and not self._is_ending:
+            self._output.write(f"RPCDATALOADER_WORKERS={','.join(addresses)}\n")
 
     def _on_end(self, server: _Server) -> None:
         self._servers.remove(server)
-        if self._ending.is_set():
+        if self._is_ending:
             return
         status = server.process.returncode
         if server.address is None:
             self._status = 1
             self._say(f"error: the node server on {server.host} did not start (exit status {status} of ssh)")
-            self._ending.set()
+            self._drain()
         else:
             self._say(f"[{server.host}] the node server or its connection has ended (exit status {status} of ssh)")
             if not self._servers:
