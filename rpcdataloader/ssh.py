@@ -105,9 +105,10 @@ class _Server:
         self.host = host
         self.address: str | None = None
         # A session of its own: Ctrl-C and a closed terminal reach only this process, which tells the server.
-        self.process: Any = subprocess.Popen(
+        process: Any = subprocess.Popen(
             [*SSH, host, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
+        self.process = process
         os.set_blocking(self.process.stdin.fileno(), False)
         self.send(b"\n" if secret is None else secret + b"\n\n")  # with a first sign of life
         threading.Thread(target=self._read, args=(report,), name=f"rpcdl-ssh {host}", daemon=True).start()

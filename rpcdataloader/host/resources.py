@@ -76,19 +76,17 @@ def read(path: str) -> str:
 
 
 class ProcessUse(NamedTuple):
-    """State and use of a process, or of one of its threads."""
+    """State and use of a process."""
 
-    # Linux's letter for the state of the process's main thread, or of the thread; empty when it has gone.
-    state: str = ""
-    cpu_seconds: float = 0.0  # CPU time of all threads of the process, or of the thread
+    state: str = ""  # Linux's letter for the state of its main thread; empty when it has gone
+    cpu_seconds: float = 0.0  # CPU time of all of its threads
     memory_bytes: int = 0  # resident memory, including shared pages
 
 
-def process_use(pid: int, thread: int | None = None) -> ProcessUse:
-    """The use of a process, or of one of its threads; the default if it has gone."""
-    folder = f"/proc/{pid}" if thread is None else f"/proc/{pid}/task/{thread}"
+def process_use(pid: int) -> ProcessUse:
+    """The use of a process; the default if it has gone."""
     # The name of the program, in parentheses, may hold anything.
-    fields = read(f"{folder}/stat").rpartition(")")[2].split()
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(fields) < 22:
         return ProcessUse()
     ticks = int(fields[11]) + int(fields[12])

@@ -4,9 +4,9 @@ The watcher, a thread of the worker, writes the stacks into a file that it share
 interpreter lock then, so no frame moves. A signal handler holds no lock: it may find half-made frames, and once in some
 hundred times ends the process by SIGSEGV.
 
-But C code may keep the lock. If the watcher has often asked for it without success, while at most one thread ran, a
-signal handler of ``faulthandler`` writes the stacks, in the watcher: frames do not move while that C code runs. A
-stopped process runs no handler; the session then reports the state that the kernel gives.
+But C code may keep the lock. If the watcher has often asked for it without success, a signal handler of
+``faulthandler`` writes the stacks, in the watcher: frames do not move while that C code runs. A stopped process runs no
+handler; the session then reports the state that the kernel gives.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ STACK_TIMEOUT = 1.0
 # 5 ms, as far as the machine lets it run.
 LOCK_TIMEOUT = 0.5
 MIN_ATTEMPTS = 10
-
-# CPU time of a thread that has run meanwhile, and not only waited for the lock. The kernel mostly counts in 10 ms.
-RUN_CPU_SECONDS = 0.015
 
 # Seconds between two looks whether a worker is done, as it may never tell.
 STACK_LOOK_INTERVAL = 0.005
@@ -88,7 +85,6 @@ class WorkerStacks:
         self._is_signalled = False
         self._state = ""
         self._num_attempts = 0
-        self._cpu_seconds: dict[int, float] = {}  # of each thread, at the request
 
     @property
     def is_asked(self) -> bool:
@@ -104,8 +100,7 @@ class WorkerStacks:
         os.ftruncate(self._file, 0)
         self._is_signalled = False
         self._state = _describe(self.pid)
-        self._num_attempts = _num_waits(_watcher_status(self.pid)[1])
-        self._cpu_seconds = {thread: process_use(self.pid, thread).cpu_seconds for thread in _threads(self.pid)}
+        self._num_attempts = _num_waits(self.pid, _watcher(self.pid))
         self._link.offer(WantsStacks())
 
     def finish(self) -> None:
@@ -134,22 +129,18 @@ class WorkerStacks:
             take(text)
 
     def _signal(self) -> bool:
-        """Let the watcher's signal handler write the stacks, if it waits for the lock, and one thread keeps that."""
-        thread, status = _watcher_status(self.pid)
-        if _num_waits(status) < self._num_attempts + MIN_ATTEMPTS:
+        """Let the watcher's signal handler write the stacks, if the watcher has asked for the lock all the time."""
+        watcher = _watcher(self.pid)
+        if _num_waits(self.pid, watcher) < self._num_attempts + MIN_ATTEMPTS:
             return False  # the machine is slow
-        uses = {thread: process_use(self.pid, thread) for thread in _threads(self.pid)}
-        running = [
-            thread
-            for thread, use in uses.items()
-            if use.state == "R" or use.cpu_seconds > self._cpu_seconds.get(thread, 0.0) + RUN_CPU_SECONDS
-        ]
-        if len(running) > 1:
-            return False  # the lock may pass between them
         # Without a handler the signal would end the worker.
-        if not int(status.get("SigCgt", "0"), 16) >> (LOCKED_SIGNAL - 1) & 1:
+        if not int(_status(self.pid, watcher).get("SigCgt", "0"), 16) >> (LOCKED_SIGNAL - 1) & 1:
             return False
-        _send_to_thread(self.pid, thread)
+        if hasattr(_libc, "tgkill"):  # glibc 2.30
+            _libc.tgkill(self.pid, watcher, int(LOCKED_SIGNAL))
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, LOCKED_SIGNAL)
         return True
 
     def close(self) -> None:
@@ -187,22 +178,17 @@ def _explain(letter: str) -> str:
     return f"it did not let another of its threads run within {STACK_TIMEOUT:g} s"
 
 
-def _watcher_status(pid: int) -> tuple[int, dict[str, str]]:
-    """The watcher, the first thread that a worker starts, and what the kernel says of it; nothing when it has gone."""
-    thread = min((thread for thread in _threads(pid) if thread != pid), default=0)
-    return thread, _status(pid, thread)
-
-
-def _threads(pid: int) -> list[int]:
-    """The threads of a process; empty when it has gone."""
+def _watcher(pid: int) -> int:
+    """The first thread that a worker starts; 0 when it has gone."""
+    threads: list[int] = []
     with contextlib.suppress(OSError):
-        return list(map(int, os.listdir(f"/proc/{pid}/task")))
-    return []
+        threads = list(map(int, os.listdir(f"/proc/{pid}/task")))
+    return min((thread for thread in threads if thread != pid), default=0)
 
 
-def _num_waits(status: dict[str, str]) -> int:
+def _num_waits(pid: int, thread: int) -> int:
     """How often a thread has waited for something."""
-    return int(status.get("voluntary_ctxt_switches", "0"))
+    return int(_status(pid, thread).get("voluntary_ctxt_switches", "0"))
 
 
 def _status(pid: int, thread: int) -> dict[str, str]:
@@ -216,14 +202,6 @@ def _describe(pid: int) -> str:
     state = _status(pid, pid).get("State", "gone")
     function = read(f"/proc/{pid}/wchan")
     return state if function in ("", "0") else f"{state} in {function}"
-
-
-def _send_to_thread(pid: int, thread: int) -> None:
-    if hasattr(_libc, "tgkill"):  # glibc 2.30
-        _libc.tgkill(pid, thread, int(LOCKED_SIGNAL))
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, LOCKED_SIGNAL)
 
 
 # Recursion in many threads fills pages; the important part comes first.
