@@ -125,53 +125,34 @@ class Janitor:
 
 
 class Callers:
-    """Threads that run callbacks of the user, which may wait: one thread, and another one while all are busy."""
+    """Runs callbacks of the user, which may wait, in threads of their own."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        # Guarded by the condition:
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._num_idle = 0
-        self._threads: set[threading.Thread] = set()
-        self._closed = False
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()  # guarded by the lock
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` in a thread; never blocks."""
-        with self._condition:
-            self._waiting.append(function)
-            if self._num_idle >= len(self._waiting) or self._closed:
-                self._condition.notify()
-                return
-            thread = threading.Thread(target=self._run, name="rpcdl-call", daemon=True)
+        """Run ``function`` in a thread."""
+        thread = threading.Thread(target=self._run, args=(function,), name="rpcdl-call", daemon=True)
+        with self._lock:
             self._threads.add(thread)
-            thread.start()
+        thread.start()
 
     def close(self, timeout: float) -> None:
-        """Run what waits, and end the threads; a callback that still runs after ``timeout`` seconds is left alone."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
+        """Wait for the threads; a callback that still runs after ``timeout`` seconds is left alone."""
+        with self._lock:
             threads = self._threads - {threading.current_thread()}
         end = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _run(self) -> None:
-        _run_all(self._next, "a callback of a future failed")
-
-    def _next(self) -> Callable[[], None] | None:
-        """Wait for the next callback; None for a thread that is no longer needed."""
-        with self._condition:
-            self._num_idle += 1
-            try:
-                # One idle thread stays.
-                self._condition.wait_for(lambda: self._waiting or self._closed or self._num_idle > 1)
-                if self._waiting:
-                    return self._waiting.popleft()
-                self._threads.discard(threading.current_thread())
-                return None
-            finally:
-                self._num_idle -= 1
+    def _run(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception:
+            logger.exception("a callback of a future failed")
+        with self._lock:
+            self._threads.discard(threading.current_thread())
 
 
 def _run_all(following: Callable[[], Callable[[], None] | None], failure: str) -> None:

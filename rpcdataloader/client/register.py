@@ -19,9 +19,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from rpcdataloader.host import safe_files
 from rpcdataloader.host.resources import machine_id
-from rpcdataloader.host.safe_files import UnsafeFileError
+from rpcdataloader.host.trust import UnsafeFileError, check_file, read_safely
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.messages import printable
 from rpcdataloader.wire.status import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
@@ -175,10 +174,10 @@ class Register(Lookup):
 
     def _take(self, name: str, status: os.stat_result, file: _File) -> Registration:
         try:
-            safe_files.check(status, _OTHERS_WRITE)
+            check_file(status, _OTHERS_WRITE)
             if (registration := file.registration) is None:
                 path = os.path.join(self.directory, name)
-                data = safe_files.read(path, MAX_FILE_BYTES, _OTHERS_WRITE, follow=False)
+                data = read_safely(path, MAX_FILE_BYTES, _OTHERS_WRITE, follow=False)
                 registration = file.registration = Registration.decode(data)
         except UnsafeFileError as exc:
             raise ValueError(f"it {exc}") from None

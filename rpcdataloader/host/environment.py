@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from rpcdataloader.host.safe_paths import find_flaw, identify
+from rpcdataloader.host.trust import find_flaw, identify
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -57,7 +57,7 @@ class Environment:
     directory: str  # working directory; empty if it was deleted
     rank: int = 0  # place among ``world_size`` trainers
     world_size: int = 1
-    identities: Mapping[str, str] = field(default_factory=dict)  # of what leads to these paths; see ``safe_paths``
+    identities: Mapping[str, str] = field(default_factory=dict)  # of what leads to these paths; see ``trust``
 
 
 def collect(rank: int = 0, world_size: int = 1) -> Environment:

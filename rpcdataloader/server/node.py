@@ -25,10 +25,10 @@ from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.clients import Client, Clients
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Link, fork_linked
-from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.listening import accept
 from rpcdataloader.server.logs import LimitedLog
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, Timer, reap_orphans
+from rpcdataloader.server.session import run_gate
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.status import describe_node
 from rpcdataloader.wire.frames import MessageType, encode

@@ -1,5 +1,9 @@
 """A session serves one client on this node: imports its modules, builds its datasets once, forks its workers.
 
+It begins as a gate, which the node server forks for a connection that does not name a session here. A gate reads the
+preamble and authenticates the client; then it becomes a session, or serves the node's status. What arrives before the
+secret is proved is read here, or by a worker, and never in the node server. That ends slow gates.
+
 A session has one thread, so that its forks are safe, and serves its control connection in order. New workers wait while
 it builds, as they need the dataset anyway. It ends with the control connection: at end of file, or killed by the node
 server, which watches the connection even while user code runs here.
@@ -33,11 +37,13 @@ from rpcdataloader.server.logs import forward_warnings, redirect_output, stop_fo
 from rpcdataloader.server.processes import Life, Loop, Process, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, WorkerStacks
+from rpcdataloader.server.status import serve_status
 from rpcdataloader.server.worker import run_worker_process
-from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, recv_preamble
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.handshake import STATUS_ID
 from rpcdataloader.wire.messages import Exited, Log, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
@@ -53,6 +59,28 @@ HANDSHAKE_TIMEOUT = 10.0
 # clear, so a listener on the network can make a session fork. The limit exceeds the workers that a client asks for at
 # once.
 MAX_UNAUTHENTICATED = 256
+
+
+def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext, row: Row) -> None:
+    """Serve a connection; ``row`` is that of the session to come."""
+    name_process("rpcdl-gate")
+    stream = Stream(sock, peer)
+    try:
+        preamble = recv_preamble(stream)
+        if preamble is None:
+            return
+        channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
+    except ConnectionLostError as exc:
+        logger.debug("%s", exc)
+    except RPCError as exc:
+        node.send(context.refusal(peer, exc))
+    else:
+        if preamble.session_id == STATUS_ID:
+            serve_status(channel, node)
+        else:
+            run_session(channel, node, context, row)
+        return
+    stream.linger()
 
 
 def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) -> None:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.host import safe_files
-from rpcdataloader.host.safe_files import UnsafeFileError
+from rpcdataloader.host.trust import UnsafeFileError, read_safely
 from rpcdataloader.wire.address import Address
 
 TOKEN_VARIABLE = "RPCDATALOADER_TOKEN"
@@ -96,7 +95,7 @@ def read_secret(path: str, name: str) -> Credentials:
         raise AuthenticationError(f"{name} is empty; name a file with the secret in it, or leave it out")
     path = os.path.abspath(os.path.expanduser(path))
     try:
-        data = safe_files.read(path, _MAX_TOKEN_BYTES, stat.S_IRWXG | stat.S_IRWXO)
+        data = read_safely(path, _MAX_TOKEN_BYTES, stat.S_IRWXG | stat.S_IRWXO)
     except FileNotFoundError:
         raise AuthenticationError(f"the token file {path} does not exist; {_HOW_TO_CREATE}") from None
     except OSError as error:

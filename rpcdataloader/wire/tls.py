@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
-from rpcdataloader.host import safe_files
-from rpcdataloader.host.safe_files import UnsafeFileError
+from rpcdataloader.host.trust import UnsafeFileError, read_safely
 from rpcdataloader.wire.frames import as_bytes
 from rpcdataloader.wire.handshake import TlsError
 from rpcdataloader.wire.transport import Deadline, Stream, Views
@@ -122,7 +121,7 @@ def client_tls(environ: Mapping[str, str] = os.environ) -> TlsCredentials | None
 
 def _check_key(path: str) -> None:
     try:
-        safe_files.read(path, 0, stat.S_IRWXO, any_owner=True)
+        read_safely(path, 0, stat.S_IRWXO, any_owner=True)
     except OSError as exc:
         raise TlsError(f"the TLS key {path} cannot be used: {exc.strerror}") from exc
     except UnsafeFileError as exc:

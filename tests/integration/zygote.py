@@ -236,7 +236,7 @@ if __name__ == "__main__":
 
     # Most of a node server, but for rpcdataloader.server.node, which tells the package that it runs in one.
     import rpcdataloader.server.clients
-    import rpcdataloader.server.gate  # noqa: F401
+    import rpcdataloader.server.session  # noqa: F401
 
     for module in sys.argv[1:]:
         importlib.import_module(module)

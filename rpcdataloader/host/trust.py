@@ -1,5 +1,8 @@
-"""Paths of the trainer on a node: safe if other users of the node cannot have put modules there, now or later.
+"""Files and paths that other users of a machine cannot have made or changed.
 
+Files, such as secrets, are judged when they are open, since the path could lead to another file by then.
+
+Paths of the trainer are judged on a node: safe if other users of the node cannot have put modules there, now or later.
 A path is judged by all folders and symbolic links that lead to it. Each must belong to this user or root and be
 writable by no other user; or it must be the trainer's own, whose modules the trainer uses itself. A sticky folder, such
 as ``/tmp``, is safe to pass through: other users cannot rename or remove what is in it.
@@ -26,6 +29,50 @@ _SHARED_KINDS = {"nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "wekafs"}
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 _MAX_LINKS = 40  # as in the kernel
+
+
+class UnsafeFileError(Exception):
+    """The file cannot be trusted; the text continues its name: ``"belongs to user 1000"``."""
+
+
+def check_file(status: os.stat_result, forbidden: int, *, any_owner: bool = False) -> None:
+    """Judge a file.
+
+    Args:
+        forbidden: Bits of the mode that must be clear.
+        any_owner: Accept a file of another user than this one or root.
+
+    Raises:
+        UnsafeFileError: The file is not regular, belongs to another user, or is open to other users.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeFileError("is not a regular file")
+    if not any_owner and status.st_uid not in (os.geteuid(), 0):
+        raise UnsafeFileError(f"belongs to user {status.st_uid}")
+    if status.st_mode & forbidden:
+        raise UnsafeFileError(f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): run chmod 600")
+
+
+def read_safely(
+    path: str | os.PathLike[str], max_bytes: int, forbidden: int, *, any_owner: bool = False, follow: bool = True
+) -> bytes:
+    """The content of a file, up to one byte more than ``max_bytes``.
+
+    Args:
+        max_bytes: Longest valid content.
+        follow: Accept a symbolic link as path.
+
+    Raises:
+        UnsafeFileError: See :func:`check_file`.
+        OSError: The file cannot be read.
+    """
+    # Non-blocking: opening a named pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    try:
+        check_file(os.fstat(descriptor), forbidden, any_owner=any_owner)
+        return os.read(descriptor, max_bytes + 1)
+    finally:
+        os.close(descriptor)
 
 
 def identify(paths: Iterable[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rpcdataloader.host.safe_paths import find_flaw, identify
+from rpcdataloader.host.trust import find_flaw, identify
 
 STRANGER = 65534
 
