@@ -365,8 +365,7 @@ class NodeServer:
         try:
             # Without descriptors, there was no room for them here.
             if descriptors:
-                refused = self._strangers.num_refused
-                status = describe_node(self._clients, self._context, self._started, self._is_draining, refused)
+                status = describe_node(self._clients, self._context, self._started, self._strangers.num_refused)
                 os.write(descriptors[0], status.encode() + b"\n")
                 if stacks:
                     self._clients.ask_for_stacks(descriptors)

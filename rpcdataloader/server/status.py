@@ -42,9 +42,7 @@ MAX_REPORT_AGE = 30.0
 # --- the node server
 
 
-def describe_node(
-    clients: Clients, context: ServerContext, started: int, draining: bool, refused_connections: int
-) -> NodeStatus:
+def describe_node(clients: Clients, context: ServerContext, started: int, refused_connections: int) -> NodeStatus:
     """Return the status of the node, without what ``/proc`` says; ``started`` is when the server began."""
     now = time.monotonic_ns()
     described = [_describe_client(client, now) for client in sorted(clients, key=lambda client: client.started)]
@@ -54,7 +52,6 @@ def describe_node(
         host=context.node,
         pid=os.getpid(),
         uptime_seconds=_seconds(now, started),
-        draining=draining,
         num_workers=context.num_workers,
         max_connections=context.max_connections,
         cpus=available_cpus(),
@@ -132,9 +129,9 @@ def _seconds(now: int, then: int) -> float:
 
 
 def serve_status(channel: Channel, node: Link) -> None:
-    """Answer an authenticated status connection until its client has gone."""
+    """Answer the question of an authenticated status connection."""
     try:
-        while (message := channel.recv()) is not None:
+        if (message := channel.recv()) is not None:
             if message.type != MessageType.STATS:
                 raise RemoteProtocolError(f"unexpected message type {message.type} on a status connection")
             status = ask_node(node, stacks=StatusRequest.decode(message.payload).stacks)

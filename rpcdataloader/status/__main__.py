@@ -20,7 +20,7 @@ from rpcdataloader.errors import AuthenticationError, ConnectionLostError, Remot
 from rpcdataloader.status.report import Answer, Tree, make_document
 from rpcdataloader.status.text import as_text
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import Channel, local_identity, open_channel
+from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.handshake import STATUS_ID
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m rpcdataloader.status",
         allow_abbrev=False,
         description="State of node servers: their clients, what these wait for, their workers, and the work done.",
-        epilog="Exit status: 0 if all node servers are ready, 1 if one is unreachable or drains, or if "
+        epilog="Exit status: 0 if all node servers are ready, 1 if one is unreachable, or if "
         "none is found, 2 for a wrong command line, secret, certificate or version, or if the output cannot be "
         "written. Secret and certificates come from the same variables as for a training script: "
         "RPCDATALOADER_TOKEN_FILE and so on.",
@@ -96,13 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nodes = Nodes(options.places, client_tls(), options.timeout)
     except (ValueError, AuthenticationError) as exc:
         parser.error(str(exc))
-    with contextlib.closing(nodes):
-        if options.serve is None:
-            return _show(options, nodes)
-        if options.workers or options.json or options.stacks:
-            parser.error("--serve shows all but stacks: leave --workers, --json and --stacks out")
-        _serve(parser, options, nodes)
-        return 0
+    if options.serve is None:
+        return _show(options, nodes)
+    if options.workers or options.json or options.stacks:
+        parser.error("--serve shows all but stacks: leave --workers, --json and --stacks out")
+    _serve(parser, options, nodes)
+    return 0
 
 
 def _show(options: argparse.Namespace, nodes: Nodes) -> int:
@@ -177,7 +176,7 @@ def _fit(text: str) -> str:
 
 
 class Nodes:
-    """Node servers that are looked at repeatedly, over connections that stay open.
+    """Node servers that are looked at repeatedly.
 
     Args:
         places: Places as in ``workers=``; empty for those of the environment.
@@ -196,7 +195,6 @@ class Nodes:
         self.nowhere: list[str] = []
         self._tls = tls
         self._timeout = timeout
-        self._channels: dict[Address, Channel] = {}  # each used only by its address's thread
         self._places: list[Address | Lookup] = []
         for where in map(find_workers, places) if places else [find_workers(None)]:
             if where is None:
@@ -224,9 +222,6 @@ class Nodes:
 
     def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[Answer]:
         """Ask all node servers, and wait for the slowest."""
-        for address in set(self._channels) - set(addresses):  # they have left their register
-            if (channel := self._channels.pop(address, None)) is not None:
-                channel.stream.close()
         answers: dict[Address, Answer] = {}
 
         def ask(address: Address) -> None:
@@ -246,14 +241,19 @@ class Nodes:
 
     def _ask(self, address: Address, stacks: bool) -> Answer:
         deadline = Deadline(self._timeout)
+        tls = None if address.is_unix else self._tls
+        identity = local_identity("client")
         try:
-            if (channel := self._channels.pop(address, None)) is not None:
-                with contextlib.suppress(ConnectionLostError):  # the server has ended; another one may have its address
-                    return self._question(address, channel, stacks, deadline)
-            tls = None if address.is_unix else self._tls
-            identity = local_identity("client")
             channel = open_channel(address, client_credentials(address), identity, STATUS_ID, deadline, tls=tls)
-            return self._question(address, channel, stacks, deadline)
+            with contextlib.closing(channel.stream):
+                channel.stream.limit(deadline)
+                channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())
+                message = channel.recv()
+            if message is None:
+                raise ConnectionLostError(f"{address} closed the connection without an answer")
+            if message.type != MessageType.STATS:
+                raise RemoteProtocolError(f"{address} answered with message type {message.type} instead of its status")
+            return Answer(str(address), NodeStatus.decode(message.payload), version=channel.peer.rpcdataloader)
         except TimeoutError:  # includes RPCTimeoutError
             return self._late(address)
         except (RPCError, ValueError) as exc:
@@ -262,29 +262,8 @@ class Nodes:
             is_refused = isinstance(exc, (AuthenticationError, RemoteProtocolError, ValueError))
             return Answer(str(address), error=str(exc), is_refused=is_refused)
 
-    def _question(self, address: Address, channel: Channel, stacks: bool, deadline: Deadline) -> Answer:
-        with contextlib.ExitStack() as failed:
-            failed.callback(channel.stream.close)
-            channel.stream.limit(deadline)
-            channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())
-            message = channel.recv()
-            if message is None:
-                raise ConnectionLostError(f"{address} closed the connection without an answer")
-            if message.type != MessageType.STATS:
-                raise RemoteProtocolError(f"{address} answered with message type {message.type} instead of its status")
-            status = NodeStatus.decode(message.payload)
-            failed.pop_all()
-        self._channels[address] = channel
-        return Answer(str(address), status, version=channel.peer.rpcdataloader)
-
     def _late(self, address: Address) -> Answer:
         return Answer(str(address), error=f"{address} did not answer within {self._timeout:g} s")
-
-    def close(self) -> None:
-        """Close the connections."""
-        for channel in self._channels.values():
-            channel.stream.close()
-        self._channels.clear()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rpcdataloader.wire.status import NodeStatus
 SCHEMA = 1
 
 #: States of a node server.
-STATES = ("ready", "draining", "unreachable", "refused")
+STATES = ("ready", "unreachable", "refused")
 
 # A JSON object.
 Tree = dict[str, Any]
@@ -40,7 +40,7 @@ class Answer:
         """One of :data:`STATES`."""
         if self.status is None:
             return "refused" if self.is_refused else "unreachable"
-        return "draining" if self.status.draining else "ready"
+        return "ready"
 
 
 def make_document(time: float, answers: Sequence[Answer], ignored: dict[str, str], before: Tree | None = None) -> Tree:

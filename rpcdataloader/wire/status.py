@@ -146,7 +146,6 @@ class NodeStatus(Work):
     host: str
     pid: int
     uptime_seconds: float  # since it listens
-    draining: bool  # accepts no further clients
     num_workers: int  # workers that it offers
     max_connections: int | None  # cap on workers; None for no cap
     cpus: int  # CPUs that it may use

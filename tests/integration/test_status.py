@@ -40,7 +40,7 @@ from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.status import MAX_SILENCE, StatusRequest
 from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.transport import Deadline
-from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, wait_until
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -114,8 +114,7 @@ def look_at(look):
 
 @pytest.fixture
 def asker():
-    with contextlib.closing(Nodes(["localhost:1"], None, PROMPTLY)) as asker:
-        yield asker
+    return Nodes(["localhost:1"], None, PROMPTLY)
 
 
 def ask(asker, server):
@@ -581,52 +580,6 @@ def test_full_server_answers(serve, look_at):
     node = look_at(server)
     assert (node["max_connections"], len(workers_of(node))) == (1, 1)
     assert "refused" not in server.log
-
-
-def test_open_status_connections_take_nobody_elses_place(serve, asker):
-    """They are authenticated, so neither the limit of time nor the number of gates is for them."""
-    limits = "node.MAX_UNPROVED = 3; node.PROOF_TIMEOUT = 0.5; node.PROOF_PATIENCE = 0.3"
-    server = serve("--max-connections", "1", before=limits)
-    with contextlib.ExitStack() as stack:
-        others = [stack.enter_context(contextlib.closing(Nodes(["localhost:1"], None, PROMPTLY))) for _ in range(3)]
-        assert all(ask(one, server).status for one in others)
-        assert rpc_async(server.address, os.getpid).wait()
-        start = time.monotonic()
-        wait_until(lambda: ask(asker, server).status.uptime_seconds > 1 and time.monotonic() - start > 0.6)
-        gates = [channel.peer.pid for one in others for channel in one._channels.values()]
-        assert len(gates) == 3
-        assert all(ask(one, server).status for one in others)
-        assert [channel.peer.pid for one in others for channel in one._channels.values()] == gates
-    wait_until(lambda: not any(map(is_running, gates)))
-    assert "refused" not in server.log
-
-
-def test_open_status_connection_shows_a_drain_and_does_not_delay_it(serve, asker, fifo, look):
-    server = serve()
-    assert ask(asker, server).status.draining is False
-    running = rpc_async(server.address, read_text, (fifo,))
-    with open(fifo, "w") as file:
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: ask(asker, server).status.draining)
-        status = ask(asker, server).status
-        assert [worker.state for worker in status.workers] == ["running"]
-        wait_until(lambda: ask(asker, server).status.workers[0].draining is False)
-        # Its port is free for the next one.
-        code, document = look(server.address)
-        assert (code, document["nodes"][0]["state"]) == (1, "unreachable")
-        file.write("done")
-    assert running.wait() == "done"
-    assert server.wait() == 0
-    assert "draining: 1 sessions" in server.log
-    assert "connection refused" in ask(asker, server).error
-
-
-def test_server_that_has_left_its_register_is_not_asked(serve, asker):
-    server = serve()
-    assert ask(asker, server).status
-    (gate,) = [channel.peer.pid for channel in asker._channels.values()]
-    assert asker.ask([], stacks=False) == []
-    wait_until(lambda: not is_running(gate), what="the end of its connection")
 
 
 def test_another_server_at_the_same_address_is_asked_anew(serve, asker):

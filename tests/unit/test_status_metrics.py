@@ -42,7 +42,7 @@ def test_node_servers():
         0,
     ]
     states = {state: found[f'node_state{{node="node02:6543",state="{state}"}}'] for state in STATES}
-    assert states == {"ready": 0, "draining": 0, "unreachable": 1, "refused": 0}
+    assert states == {"ready": 0, "unreachable": 1, "refused": 0}
     assert 'batches_total{node="node02:6543"}' not in found
 
 

@@ -15,7 +15,6 @@ from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 WIDTH = 100
 
 READY = Answer("node01:6543", NODE, version="0.1.0")
-DRAINING = Answer("node02:6543", dataclasses.replace(NODE, draining=True))
 GONE = Answer("node03:6543", error="cannot connect to node03:6543: connection refused")
 REFUSED = Answer("node04:6543", error="not the same secret", is_refused=True)
 
@@ -42,7 +41,6 @@ def with_worker(node=NODE, client=None, **worker):
         ([READY, READY], 0),
         ([], 1),
         ([READY, GONE], 1),
-        ([READY, DRAINING], 1),
         ([READY, REFUSED], 2),
         ([GONE, REFUSED], 2),
     ],
@@ -52,12 +50,7 @@ def test_exit_status(answers, status):
 
 
 def test_state_in_one_word():
-    assert [answer.state for answer in (READY, DRAINING, GONE, REFUSED)] == [
-        "ready",
-        "draining",
-        "unreachable",
-        "refused",
-    ]
+    assert [answer.state for answer in (READY, GONE, REFUSED)] == ["ready", "unreachable", "refused"]
 
 
 # --- rates
@@ -284,13 +277,13 @@ def test_text_names_empty_registers_and_files_that_were_ignored():
     assert "ignored /pool/a.json: its server is silent\n" in text
 
 
-def test_text_names_rank_job_cap_and_drain():
+def test_text_names_rank_job_and_cap():
     client = dataclasses.replace(CLIENT, rank=3, job="4711")
-    node = dataclasses.replace(NODE, clients=[client], max_connections=8, draining=True)
+    node = dataclasses.replace(NODE, clients=[client], max_connections=8)
     text = details(Answer("node01:6543", node))
     assert "client gpu01:2304 rank 3 job 4711\n" in text
     assert "1 worker of at most 8," in text
-    assert "node01:6543  draining, up" in text
+    assert "node01:6543  ready, up" in text
 
 
 @pytest.mark.parametrize(

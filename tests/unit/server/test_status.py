@@ -44,9 +44,9 @@ def context():
 
 @pytest.fixture
 def describe(clients, context, monkeypatch):
-    def describe(now=6 * SECOND, draining=False):
+    def describe(now=6 * SECOND):
         monkeypatch.setattr(module.time, "monotonic_ns", lambda: now)
-        status = describe_node(clients, context, SECOND, draining, 3)
+        status = describe_node(clients, context, SECOND, 3)
         assert NodeStatus.decode(status.encode()) == status
         return status
 
@@ -100,7 +100,7 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     rows[1].since[0], rows[1].running[0], rows[1].unanswered[0] = 4 * SECOND, 1, 3
     node = describe()
     assert (node.host, node.pid, node.num_workers, node.max_connections) == ("node01", os.getpid(), 2, 8)
-    assert (node.uptime_seconds, node.draining, node.refused_connections) == (5, False, 3)
+    assert (node.uptime_seconds, node.refused_connections) == (5, 3)
     assert (node.tasks, node.errors, node.sent_bytes, node.ended_workers) == (102, 1, 50, 6)
     assert 0 < node.memory_available_bytes <= node.memory_total_bytes
     assert node.cpus >= 1

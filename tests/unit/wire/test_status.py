@@ -75,7 +75,6 @@ NODE = NodeStatus(
     host="node01",
     pid=100,
     uptime_seconds=100.0,
-    draining=False,
     num_workers=2,
     max_connections=None,
     cpus=2,
