@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,90 +96,61 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[Index, list[memoryview]]:
         if layout[2] is None and size_bytes < MIN_BLOCK_BYTES:  # at the least cost
             content = memoryview(ctypes.string_at(tensor.data_ptr(), size_bytes))
             return Index(1, [layout], [], [[(0, size_bytes, 0, [0])]]), [content]
-    return _Packer().pack(tensors)
+    return _pack(tensors)
 
 
-class _Group:
-    """The tensors of a message that have one layout."""
-
-    __slots__ = ("has_gaps", "layout", "number", "size_bytes", "small")
-
-    def __init__(self, number: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> None:
-        self.number = number
-        self.layout, self.size_bytes, self.has_gaps = _measure(dtype, shape, strides)
-        self.small: list[tuple[int, int]] = []  # address and number of those that lie in slabs
-
-
-class _Packer:
-    def __init__(self) -> None:
-        self._groups: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], _Group] = {}
-
-    def pack(self, tensors: Sequence[torch.Tensor]) -> tuple[Index, list[memoryview]]:
-        large: list[tuple[int, int]] = []
-        buffers: list[memoryview] = []
-        copies: list[torch.Tensor] = []  # kept until their bytes are gathered
-        for number, tensor in enumerate(tensors):
-            group = self._group_of(tensor)
-            if group.has_gaps:
-                tensor = tensor.clone()  # in the order of its memory: a part of a channels-last image is channels-last
-                copies.append(tensor)
-                group = self._group_of(tensor)
-            if group.size_bytes < MIN_BLOCK_BYTES:
-                group.small.append((tensor.data_ptr(), number))
-            else:
-                large.append((number, group.number))
-                buffers.append(_view(tensor, group.size_bytes))
-        slabs = self._fill_slabs()
-        layouts = [group.layout for group in self._groups.values()]
-        index = Index(len(tensors), layouts, large, [slab.runs for slab in slabs])
-        return index, buffers + [slab.gather() for slab in slabs]
-
-    def _group_of(self, tensor: torch.Tensor) -> _Group:
-        key = tensor.dtype, tensor.shape, tensor.stride()
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = _Group(len(self._groups), *key)
-        return group
-
-    def _fill_slabs(self) -> list[_Slab]:
-        slabs: list[_Slab] = []
-        for group in self._groups.values():
-            num_fitting = max(1, MAX_SLAB_BYTES // max(1, group.size_bytes))
-            for first in range(0, len(group.small), num_fitting):
-                members = group.small[first : first + num_fitting]
-                if not slabs or slabs[-1].next_offset + len(members) * group.size_bytes > MAX_SLAB_BYTES:
-                    slabs.append(_Slab())
-                slabs[-1].add(members, group)
-        return slabs
+def _pack(tensors: Sequence[torch.Tensor]) -> tuple[Index, list[memoryview]]:
+    places: dict[Layout, int] = {}
+    large: list[tuple[int, int]] = []
+    buffers: list[memoryview] = []
+    copies: list[torch.Tensor] = []  # kept until their bytes are gathered
+    small: dict[tuple[int, int], list[tuple[int, int]]] = {}  # address and number, by place of the layout and size
+    for number, tensor in enumerate(tensors):
+        layout, size_bytes, has_gaps = _measure(tensor.dtype, tensor.shape, tensor.stride())
+        if has_gaps:
+            tensor = tensor.clone()  # in the order of its memory: a part of a channels-last image is channels-last
+            copies.append(tensor)
+            layout, size_bytes, _ = _measure(tensor.dtype, tensor.shape, tensor.stride())
+        place = places.setdefault(layout, len(places))
+        if size_bytes < MIN_BLOCK_BYTES:
+            small.setdefault((place, size_bytes), []).append((tensor.data_ptr(), number))
+        else:
+            large.append((number, place))
+            buffers.append(_view(tensor, size_bytes))
+    slabs: list[list[Run]] = []
+    for runs, content in _gather(small):
+        slabs.append(runs)
+        buffers.append(content)
+    return Index(len(tensors), list(places), large, slabs), buffers
 
 
-class _Slab:
-    """A slab while it is being filled."""
+def _gather(small: Mapping[tuple[int, int], list[tuple[int, int]]]) -> Iterator[tuple[list[Run], memoryview]]:
+    """Copy small tensors together; yields slabs with their contents."""
+    runs: list[Run] = []
+    moves: list[tuple[int, int, int]] = []  # offset in the slab, address, size in bytes
+    end = 0
+    for (place, size_bytes), members in small.items():
+        num_fitting = max(1, MAX_SLAB_BYTES // max(1, size_bytes))
+        for first in range(0, len(members), num_fitting):
+            run = members[first : first + num_fitting]
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            if runs and offset + len(run) * size_bytes > MAX_SLAB_BYTES:
+                yield runs, _copy_all(moves, end)
+                runs, moves, offset = [], [], 0
+            end = offset + len(run) * size_bytes
+            moves += [(offset + i * size_bytes, address, size_bytes) for i, (address, _) in enumerate(run)]
+            runs.append((offset, size_bytes, place, [number for _, number in run]))
+    if runs:
+        yield runs, _copy_all(moves, end)
 
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-        self._size_bytes = 0
-        self._moves: list[tuple[int, int, int]] = []  # offset in the slab, address, size in bytes
 
-    @property
-    def next_offset(self) -> int:
-        return -(-self._size_bytes // _ALIGNMENT) * _ALIGNMENT
-
-    def add(self, members: list[tuple[int, int]], group: _Group) -> None:
-        first = offset = self.next_offset
-        for address, _ in members:
-            self._moves.append((offset, address, group.size_bytes))
-            offset += group.size_bytes
-        self._size_bytes = offset
-        self.runs.append((first, group.size_bytes, group.number, [number for _, number in members]))
-
-    def gather(self) -> memoryview:
-        # Tensors without elements need some memory, too.
-        memory = bytearray(self._size_bytes or 1)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        for offset, source, size_bytes in self._moves:
-            _memmove(address + offset, source, size_bytes)
-        return memoryview(memory)
+def _copy_all(moves: list[tuple[int, int, int]], size_bytes: int) -> memoryview:
+    # Tensors without elements need some memory, too.
+    memory = bytearray(size_bytes or 1)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for offset, address, size in moves:
+        _memmove(start + offset, address, size)
+    return memoryview(memory)
 
 
 def _view(tensor: torch.Tensor, size_bytes: int) -> memoryview:
