@@ -6,6 +6,7 @@ is made at once in the worker that answers questions, and in all other processes
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy.random  # noqa: F401  # before anything is pickled: cloudpickle names the submodules that are loaded
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.client.client import get_client
@@ -24,6 +26,7 @@ from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, 
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.changes import Change, catch_up, without_overwritten
 from rpcdataloader.host.generators import get_states
+from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copies, copied
 from rpcdataloader.wire.frames import MessageType, digest_blocks
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Build, Encoded
@@ -54,9 +57,10 @@ class RemoteDataset(DatasetRef):
         super().__init__(next(_keys))
         self.name = name
         self.spent = 0.0  # seconds of the longest build on a node in the present pass, with sending
-        self.pickled = pickled
-        # Once for all nodes: the one thread that sends would compute it for each, one after the other.
-        self._digest_of_blocks = digest_blocks(pickled.buffers)
+        self._modules = pickled.modules
+        self.blocks = pickled.blocks
+        self._digest_of_blocks = b""
+        self._digesting = threading.Lock()
         self._shared = shared
         self._generators = get_states()
         self._pid = os.getpid()
@@ -109,7 +113,6 @@ class RemoteDataset(DatasetRef):
         return session in self._sessions
 
     def _build(self, session: RemoteSession) -> None:
-        payload = Build(self.key, self.name, self._shared, self._generators, self.pickled.payload).encode()
         began, name = time.monotonic(), self.name
 
         def warn() -> None:
@@ -117,12 +120,10 @@ class RemoteDataset(DatasetRef):
 
         wait_until_updated = session.update()  # before the build, as the session answers in order
         if not self._shared:
-            session.import_early(self.pickled.modules)
+            session.import_early(self._modules)
         slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
         try:
-            answer = session.submit(MessageType.BUILD, payload, self.pickled.buffers, self._digest_of_blocks)
-            wait_until_updated(None)
-            reply: dict[str, Any] = answer.wait()
+            reply = self._ask_to_build(session, lambda: wait_until_updated(None))
             if reply["shared"]:
                 if not reply["kind"]:
                     raise TypeError(f"{name} made no dataset: it has no __getitem__, and is no IterableDataset")
@@ -140,6 +141,31 @@ class RemoteDataset(DatasetRef):
             self._sessions[session] = 0 if reply["shared"] else None
             if reply["shared"]:
                 self._is_iterable = reply["kind"] == "iterable"
+
+    def _ask_to_build(self, session: RemoteSession, wait_until_updated: Callable[[], None]) -> dict[str, Any]:
+        """Send the recipe, and wait for the answer."""
+
+        def ask(copies: Copies | None) -> dict[str, Any]:
+            payload = Build(self.key, self.name, self._shared, self._generators, copies).encode()
+            blocks, found = ([], b"") if copies else (self.blocks, self._digest())
+            answer = session.submit(MessageType.BUILD, payload, blocks, found)
+            wait_until_updated()
+            reply: dict[str, Any] = answer.wait()
+            return reply
+
+        with contextlib.ExitStack() as stack:
+            copies = None
+            if session.address.is_unix and sum(block.nbytes for block in self.blocks) >= MIN_COPIED_BYTES:
+                with contextlib.suppress(OSError):
+                    copies = stack.enter_context(copied(self.blocks))
+            reply = ask(copies)
+        return ask(None) if "unmapped" in reply else reply
+
+    def _digest(self) -> bytes:
+        """The digest of the blocks, once for all nodes: the one thread that sends would compute it for each."""
+        with self._digesting:
+            self._digest_of_blocks = self._digest_of_blocks or digest_blocks(self.blocks)
+        return self._digest_of_blocks
 
     def _note_length(self, node: str, length: int) -> None:
         """Compare lengths, which may differ after changes.
@@ -312,7 +338,7 @@ def ship(instance: object) -> RemoteDataset:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
     pickled = dumps_named((instance,), {"dataset": instance})
-    found = digest((memoryview(pickled.payload), *pickled.buffers))
+    found = digest(pickled.blocks)
     with _shipped_lock:
         remote = _shipped.get(found)
         if remote is None:

@@ -278,6 +278,6 @@ def _with_progress(batches: RPCDataloader[Any]) -> Iterable[Any]:
 
 def _fingerprint(dataset: Any, cost: Callable[[Any], float]) -> str:
     access = access_of(dataset) if isinstance(dataset, RPCDataset) else dataset
-    recipe = access.pickled if isinstance(access, RemoteDataset) else dumps(access, name="dataset")
-    payloads = [memoryview(recipe.payload), memoryview(dumps(cost, name="cost").payload)]
-    return digest(itertools.chain(payloads, map(as_bytes, recipe.buffers))).hex()[:16]
+    recipe = access if isinstance(access, RemoteDataset) else dumps(access, name="dataset")
+    blocks = [*recipe.blocks, memoryview(dumps(cost, name="cost").payload)]
+    return digest(map(as_bytes, blocks)).hex()[:16]

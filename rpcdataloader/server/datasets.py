@@ -129,7 +129,7 @@ def build(recipe: Build, blocks: Sequence[Block]) -> Any:
     """Build a dataset; raises the constructor's error, or ``SerializationError`` if a module is missing here."""
     # Changes that the constructor makes stay, as if the client had called it.
     set_states(recipe.generators)
-    made = loads(recipe.pickled, blocks, adopt_main=True)
+    made = loads(blocks[0].view, blocks[1:], adopt_main=True)
     if len(made) == 1:
         return made[0]
     factory, args, kwargs = made

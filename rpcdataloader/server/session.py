@@ -40,6 +40,7 @@ from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, WorkerSt
 from rpcdataloader.server.status import serve_status
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, recv_preamble
+from rpcdataloader.wire.copies import Copies, map_copies
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
@@ -257,8 +258,13 @@ class Session:
             self._row.since[0], self._row.running[0] = time.monotonic_ns(), 0
 
     def _build(self, message: Message) -> dict[str, Any]:
-        build = Build.decode(message.payload)
-        dataset, reason = self._datasets.add(build, message.blocks)
+        build, blocks = Build.decode(message.payload), message.blocks
+        if build.copies is not None:
+            try:
+                blocks = map_copies(Copies(*build.copies))
+            except OSError as exc:
+                return {"unmapped": str(exc)}
+        dataset, reason = self._datasets.add(build, blocks)
         if reason is not None:
             logger.warning(
                 "dataset %s is built in every worker instead of once on %s: %s; open files and start threads "

@@ -68,15 +68,23 @@ class Encoded:
         """The size of payload and blocks together."""
         return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
 
+    @property
+    def blocks(self) -> list[memoryview]:
+        """Payload and blocks, as bytes."""
+        return [memoryview(self.payload), *self.buffers]
+
 
 class Build(NamedTuple):
-    """Make a dataset, in the session if ``shared``, else in each worker that needs it."""
+    """Make a dataset, in the session if ``shared``, else in each worker that needs it.
+
+    The first block is a pickle of ``(instance,)`` or ``(callable, args, kwargs)``; the others are those of that pickle.
+    """
 
     key: int  # chosen by the client; the same on all its nodes
     name: str
     shared: bool
     generators: tuple[Any, ...]  # states of the client's random generators, which a constructor may draw from
-    pickled: bytes  # pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's
+    copies: tuple[Any, ...] | None  # where the blocks are, if not in the message: the fields of ``copies.Copies``
 
     def encode(self) -> bytes:
         """The payload."""

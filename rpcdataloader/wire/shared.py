@@ -75,14 +75,14 @@ def create_memory(size_bytes: int) -> int:
     return descriptor
 
 
-def map_memory(descriptor: int, size_bytes: int) -> memoryview:
+def map_memory(descriptor: int, size_bytes: int, flags: int = mmap.MAP_SHARED) -> memoryview:
     """Map memory for as long as the result, or a part of it, is alive; the descriptor may be closed.
 
     Raises:
         OSError: There is no room in the address space, or there are too many mappings.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, size_bytes, access, mmap.MAP_SHARED, descriptor, 0)
+    address = _libc.mmap(None, size_bytes, access, flags, descriptor, 0)
     if address == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

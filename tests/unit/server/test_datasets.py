@@ -9,12 +9,14 @@ import threading
 import weakref
 
 import pytest
+import torch
 
 from rpcdataloader.host.generators import get_states
 from rpcdataloader.server import datasets
 from rpcdataloader.server.datasets import DatasetTable, why_not_shared
 from rpcdataloader.server.processes import open_files
 from rpcdataloader.wire.pickling import Build, dumps
+from rpcdataloader.wire.slabs import Block
 
 
 @pytest.fixture
@@ -44,7 +46,8 @@ def test_threads_that_stay_and_files_are_named(threads, monkeypatch, tmp_path):
 
 def add(table, key, *recipe):
     """Add what ``recipe`` makes."""
-    dataset, _reason = table.add(Build(key, "test", True, get_states(), bytes(dumps(recipe).payload)), ())
+    block = Block(torch.frombuffer(bytearray(dumps(recipe).payload), dtype=torch.uint8))
+    dataset, _reason = table.add(Build(key, "test", True, get_states(), None), [block])
     return dataset
 
 

@@ -79,7 +79,7 @@ def test_garbage_is_refused(payload):
 
 
 def test_build_round_trip():
-    build = Build(3, "ImageFolder", True, ("python", "numpy", b"torch"), b"\x80\x05pickle")
+    build = Build(3, "ImageFolder", True, ("python", "numpy", b"torch"), (1234, 9, 5, (100, 1 << 30)))
     assert Build.decode(memoryview(build.encode())) == build
 
 
