@@ -57,7 +57,7 @@ def test_session_that_does_not_come_to_its_end_is_ended(zygote, serve, tmp_path)
     server = serve(before="clients.END_TIMEOUT = 0.2")
     ended = zygote.start(TRAINING, server.address, tmp_path, 1000, ends_quickly=True).wait(60)
     assert (ended.status, ended.errors) == (0, "")
-    wait_until(lambda: not server.processes(), 2.0, what="the end of the session")
+    wait_until(lambda: not server.processes(), what="the end of the session")
     assert (tmp_path / "lasting").exists()
 
 

@@ -603,7 +603,7 @@ def test_servers_that_do_not_answer_are_an_error_after_the_timeout(tmp_path):
                 started = time.monotonic()
                 with pytest.raises(ConnectError, match=address):
                     use(workers)
-                assert 0.1 < time.monotonic() - started < 10 * TIMEOUT_SCALE
+                assert time.monotonic() - started > 0.1
 
 
 @pytest.mark.usefixtures("impatient")

@@ -184,7 +184,7 @@ def test_nothing_is_left_of_a_trainer_that_ends_in_the_middle_of_a_batch(serve, 
     assert ended.status == -end
     if end == signal.SIGINT:
         assert float(ended.output.split()[-1]) - begun < AT_ONCE
-    wait_until(lambda: gone.nobody_has_it() and not server.processes(), 5)
+    wait_until(lambda: gone.nobody_has_it() and not server.processes())
     assert time.monotonic() - ended.time < AT_ONCE
 
 
@@ -210,7 +210,7 @@ def test_nothing_is_left_of_a_server_that_ends(serve, start, gone, tmp_path, sta
         server.signal(signal.SIGKILL)
     begun = time.monotonic()
     server.wait()
-    wait_until(lambda: gone.nobody_has_it() and not any(map(is_running, processes)), 5)
+    wait_until(lambda: gone.nobody_has_it() and not any(map(is_running, processes)))
     assert time.monotonic() - begun < AT_ONCE
 
 
@@ -278,7 +278,7 @@ def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, start, tmp_pa
         os.kill(int(pid), signal.SIGSTOP)
     (tmp_path / "marker").touch()
     assert_ends_at_once(script)
-    wait_until(lambda: not server.processes(), 1.9, what="workers of a trainer that has ended")
+    wait_until(lambda: not server.processes(), what="workers of a trainer that has ended")
 
 
 @pytest.mark.usefixtures("clean_client")

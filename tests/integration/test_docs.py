@@ -292,7 +292,7 @@ class Desk:
         return self._zygote.start(f"import os, sys, tempfile; {change}{source}", ends_quickly=True)
 
     def check_nothing_is_left(self) -> None:
-        wait_until(lambda: not self._processes(), 5, "processes of a snippet are left")
+        wait_until(lambda: not self._processes(), what="processes of a snippet are left")
         left = [name for name in os.listdir(self._temporary) if name.startswith("rpcdataloader")]
         assert not left, "folders of a snippet are left"
 

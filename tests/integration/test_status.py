@@ -664,9 +664,7 @@ def test_worker_of_a_session_that_stands_still_is_listed(serve, look_at):
 def test_stacks_without_workers(serve, look_at):
     server = serve()
     session_on(server).wait()
-    start = time.monotonic()
     assert workers_of(look_at(server, "--stacks")) == []
-    assert time.monotonic() - start < 2 * TIMEOUT_SCALE
 
 
 # --- again and again

@@ -99,7 +99,7 @@ def test_its_command_serves_and_drains(tmp_path):
             below = descendants(process.pid)
             process.send_signal(signal.SIGTERM)
             assert process.wait(20 * TIMEOUT_SCALE) == 0
-            wait_until(lambda: not any(map(is_running, below)), 5)
+            wait_until(lambda: not any(map(is_running, below)))
         finally:
             process.kill()
             process.wait()

@@ -31,20 +31,22 @@ class Report:
         return f"{simulated}: {num_violations} violations"
 
 
-def simulate(seconds: float, seed: int = 0) -> Report:
+def simulate(seconds: float, seed: int = 0, num_seeds: int | None = None) -> Report:
     """Simulate for some time.
 
     Args:
         seconds: How long, in seconds that this process has one core for itself: others on the machine do not count.
         seed: The first one.
+        num_seeds: How many at most; not limited if None.
     """
     report = Report()
+    end = None if num_seeds is None else seed + num_seeds
     began = time.process_time()
     gc.collect()
     gc.freeze()
     gc.disable()  # the cycles of one run are few, and are collected after some of them
     try:
-        while report.seconds < seconds:
+        while report.seconds < seconds and seed != end:
             outcome = run(choose_scenario(seed))
             report.counts += outcome.counts
             report.num_passes += outcome.num_passes

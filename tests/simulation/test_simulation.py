@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 
 import pytest
 
 from tests.simulation.__main__ import explain
-from tests.simulation.bugs import BUGS, plant, replaced
+from tests.simulation.bugs import BUGS, plant
 from tests.simulation.campaign import simulate
 from tests.simulation.scenarios import choose_scenario
 from tests.simulation.simulator import run
+
+# As many for each, however busy the machine is: a few seconds.
+NUM_SEEDS = 200
 
 
 # In parts: pytest prints all stacks of a test that takes a minute, and seconds of a core may take long to get.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1_000_000, 2_000_000])
 def test_nothing_that_goes_wrong_breaks_a_pass(seed):
-    report = simulate(5.0, seed)
+    report = simulate(math.inf, seed, NUM_SEEDS)
     assert report.failed_seed is None, explain(report.failed_seed)
     assert report.num_faults > 3_000
 
@@ -28,15 +32,10 @@ def test_a_seed_is_always_the_same_run():
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_bug_can_be_planted(bug):
-    assert replaced(bug)
-
-
 def find_and_explain(name: str) -> str:
     """Plant a bug, for good."""
     plant(next(bug for bug in BUGS if bug.name == name))
-    report = importlib.import_module("tests.simulation.campaign").simulate(15.0)
+    report = importlib.import_module("tests.simulation.campaign").simulate(600.0)
     assert report.failed_seed is not None
     text: str = importlib.import_module("tests.simulation.__main__").explain(report.failed_seed)
     return text

@@ -18,8 +18,3 @@ def test_table_is_that_of_the_command(table, header, names):
     rows = read_table(table)
     assert [list(row) for row in rows] == [header] * len(names)
     assert [row[header[0]] for row in rows] == list(names)
-
-
-# As the page says.
-def test_every_verdict_of_the_table_is_right():
-    assert "wrong" not in str(read_table("waiting-causes"))

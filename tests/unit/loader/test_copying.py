@@ -177,7 +177,7 @@ def test_device_with_one_stream_is_copied_to_in_order():
     copies.wait()
     assert [(memory.device.type, memory.nbytes) for memory in copies.memory] == [("meta", 3), ("meta", 5)]
     seconds, stalled = copies.times()
-    assert 0 < seconds < 1
+    assert seconds > 0
     assert stalled == 0
 
 

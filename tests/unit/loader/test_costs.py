@@ -6,7 +6,6 @@ import collections
 import copy
 import itertools
 import json
-import time
 
 import hypothesis.strategies as st
 import numpy as np
@@ -184,11 +183,9 @@ def test_samples_meet_others_in_the_next_epoch():
     assert again <= 2 * expected
 
 
-def test_a_million_lengths_are_planned_in_time():
-    began = time.process_time()
+def test_a_million_lengths_are_planned():
     (sampler,) = ranks(lengths(1_000_000), 1)
     assert len(sampler) > 10_000
-    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

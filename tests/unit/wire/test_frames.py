@@ -479,15 +479,6 @@ def test_wrong_fields_are_protocol_errors_or_too_short(changes, table, rest, ste
         assert isinstance(received.type, MessageType)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 10_000), st.binary(min_size=1, max_size=8), st.booleans())
-def test_damaged_stream_is_a_protocol_error_or_too_short(position, damage, sealed):
-    data = bytearray(b"".join(sealed_stream(3)))
-    position %= len(data)
-    data[position : position + len(damage)] = damage
-    decode_garbage(bytes(data), sealer=Sealer(KEY) if sealed else None)
-
-
 def test_other_protocol_is_named_by_its_first_bytes():
     decoder = Decoder(refuse_to_allocate)
     with pytest.raises(RemoteProtocolError, match="b'GET '"):
