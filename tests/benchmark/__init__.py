@@ -8,7 +8,6 @@
     python -m tests.benchmark --workloads float32 --loaders torch,ours-tcp,bare --rounds 5 --json figures.json
     python -m tests.benchmark.startup                # how passes begin, and what idle workers occupy
     python -m tests.benchmark.scale                  # how costs grow with workers, epochs and indices
-    python -m tests.benchmark.rooms                  # how many calls of the package one batch costs
 
 It measures and prints, and asserts nothing, but with ``--check``: see ``recorded.py``. Progress goes to standard error,
 Markdown tables to standard output.

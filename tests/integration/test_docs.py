@@ -96,8 +96,7 @@ NOT_RUN = {
     ],
     "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
-    "waiting-measured.md": ["$ python -m tests.benchmark.notes"],
-    "waiting-verdicts.md": ["$ python -m tests.benchmark.causes --runs 4"],
+    "waiting-verdicts.md": ["$ python -m pytest -m slow tests/integration/test_diagnosis.py"],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",
         "$ py-spy dump --pid 4712",

@@ -6,13 +6,19 @@ light or dark.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
+import secrets
+import tempfile
 import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tests.benchmark.causes import forking
 from tests.integration.waits import CAUSES, run
+from tests.integration.zygote import Zygote
 
 # One for each bound but `unclear`: the last one of a bound is quoted.
 NAMES = (
@@ -27,6 +33,18 @@ STAGES = {
 }  # fmt: skip
 PARTS = {"workers": "#4285f4", "network": "#f2711c", "receiving": "#d93025", "window": "#c58af9"}
 _WIDTH, _LEFT, _RIGHT, _ROW = 720, 200, 640, 34
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[Zygote]:
+    """A process that node servers are forked from."""
+    with tempfile.TemporaryDirectory(prefix="rpcdl-waiting-") as name:
+        token = Path(name) / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_urlsafe(32))
+        os.environ["RPCDATALOADER_TOKEN_FILE"] = str(token)
+        with contextlib.closing(Zygote(Path(name))) as zygote:
+            yield zygote
 
 
 def record() -> dict[str, Any]:

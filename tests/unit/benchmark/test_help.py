@@ -8,9 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(
-    "name", ["__main__", "startup", "scale", "rooms", "link", "gpu", "notes", "causes", "pictures.__main__"]
-)
+@pytest.mark.parametrize("name", ["__main__", "startup", "scale", "link", "gpu", "pictures.__main__"])
 def test_help_is_printed(name, monkeypatch, capsys):
     program = importlib.import_module(f"tests.benchmark.{name}")
     monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])
