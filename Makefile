@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-second test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check figures lint docs dist clean
+.PHONY: help demo test test-first test-second test-rest test-pythons test-engines simulate simulate-bugs mutants chaos slurm study bench bench-check figures lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-engines  run the tests on Ray and Dask, which are installed into an environment of their own"
 	@echo "make simulate  try to break the decisions of a pass, in simulated clusters: make simulate SECONDS=600"
 	@echo "make simulate-bugs  plant bugs into these decisions, and see that the simulation finds each"
+	@echo "make mutants  change lines of the package, and count the changes that tests notice: make mutants ROOMS=plan"
 	@echo "make chaos  run the tests in which everything is killed, stopped and cut off"
 	@echo "make slurm  run the job scripts on a Slurm of its own, as root on Debian"
 	@echo "make study  run the tests that train and measure examples as their pages say"
@@ -68,6 +69,12 @@ simulate: .venv/ready
 simulate-bugs: .venv/ready
 	$(BIN)/python -m tests.simulation.bugs
 
+# Rooms of the package and options: make mutants ROOMS="plan wire --mutants 20"
+ROOMS :=
+
+mutants: .venv-mutants/ready
+	.venv-mutants/bin/python -m tests.mutants $(ROOMS)
+
 chaos: .venv/ready
 	$(PYTEST) -m chaos --timeout 120
 
@@ -115,12 +122,16 @@ dist: .venv/ready
 	$(PIP) --no-build-isolation --editable ".[formats]"
 	touch $@
 
-.venv-engines/ready: .venv/ready
-	$(PYTHON) -m venv .venv-engines
-	below=`$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`; cd .venv-engines/lib/python*/site-packages \
+# Environments that see what .venv has, and have more.
+.venv-engines/ready .venv-mutants/ready: .venv/ready
+	$(PYTHON) -m venv $(@D)
+	below=`$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`; cd $(@D)/lib/python*/site-packages \
 		&& echo "import site; site.addsitedir('$$below')" > below.pth
-	$(subst $(BIN),.venv-engines/bin,$(PIP)) --no-build-isolation --editable ".[ray,dask]"
+	$(subst $(BIN),$(@D)/bin,$(PIP)) $(BROUGHT)
 	touch $@
 
+.venv-engines/ready: BROUGHT := --no-build-isolation --editable ".[ray,dask]"
+.venv-mutants/ready: BROUGHT := --requirement tests/mutants/requirements.txt
+
 clean:
-	rm -rf .venv .venv-engines dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-engines .venv-mutants dist docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,163 @@
+"""``make mutants``: which small changes of the package does no test notice?
+
+::
+
+    python -m tests.mutants                            # 60 mutants of each room: hours
+    python -m tests.mutants plan wire --mutants 20     # some rooms, fewer mutants
+    python -m tests.mutants fetch --without tests/unit/fetch/test_seeding.py
+
+A mutant has one operator, number or word of one line replaced, by Cosmic Ray's operators. Places are drawn by a fixed
+seed, and annotations are left out. Each mutant runs in a copy of the working tree, in a process forked from this one,
+which has imported torch. A test that fails, or a run that takes too long, has killed it. Survivors are listed: some of
+them change nothing that can be seen.
+"""
+
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch  # noqa: F401  # once for all mutants
+from cosmic_ray.ast import ast_nodes, get_ast_from_path  # type: ignore[import-not-found]
+from cosmic_ray.mutating import mutate_code  # type: ignore[import-not-found]
+from cosmic_ray.plugins import get_operator, operator_names  # type: ignore[import-not-found]
+
+ROOT = Path(__file__).parents[2]
+
+# By room of the package: the tests that hold what it does, the quick ones first.
+TESTS = {
+    "plan": "unit/plan simulation/test_simulation.py",
+    "diagnosis": "unit/diagnosis simulation/test_diagnosis.py integration/test_diagnosis.py",
+    "wire": "unit/wire integration/test_batches.py integration/test_exceptions.py integration/test_attacks.py",
+    "fetch": "unit/fetch integration/test_bad_samples.py integration/test_determinism.py integration/test_iterable.py",
+    "client": "unit/client integration/test_rpc.py integration/test_dataset.py integration/test_recovery.py",
+    "server": "unit/server integration/test_server.py integration/test_launch.py integration/test_stacks.py",
+    "loader": "unit/loader integration/test_loader.py integration/test_differential.py integration/test_resume.py",
+}
+OUTPUT = "output of tests"
+OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not chaos", "--timeout", "60"]
+
+
+class Mutant(NamedTuple):
+    """One replacement, the ``occurrence``-th that an operator can make in a file."""
+
+    path: str
+    line: int
+    operator: str
+    occurrence: int
+
+
+def annotated_lines(source: str) -> Iterator[tuple[int, int]]:
+    """Line and column of every character where a change of an annotation would begin, which changes nothing."""
+    for node in ast.walk(ast.parse(source)):
+        for name in ("annotation", "returns"):
+            if (found := getattr(node, name, None)) is not None and found.lineno == found.end_lineno:
+                yield from ((found.lineno, column) for column in range(found.col_offset, found.end_col_offset))
+
+
+def draw(room: str, number: int, seed: int) -> list[Mutant]:
+    """Draw places of a room's files, and one change for each."""
+    places: dict[tuple[str, int, int], list[Mutant]] = {}
+    for path in sorted((ROOT / "rpcdataloader" / room).glob("*.py")):
+        tree, left_out = get_ast_from_path(path), set(annotated_lines(path.read_text()))
+        for name in operator_names():
+            operator_class = get_operator(name)
+            if operator_class.arguments():
+                continue
+            positions = (start for node in ast_nodes(tree) for start, _ in operator_class().mutation_positions(node))
+            for occurrence, start in enumerate(positions):
+                if start not in left_out:
+                    mutant = Mutant(str(path.relative_to(ROOT)), start[0], name, occurrence)
+                    places.setdefault((mutant.path, *start), []).append(mutant)
+    chance = random.Random(f"{seed} {room}")
+    drawn = chance.sample(sorted(places), min(number, len(places)))
+    return [chance.choice(places[place]) for place in drawn]
+
+
+def run_pytest(folder: Path, tests: list[str]) -> None:
+    """Run tests in this process, and end it."""
+    os.setsid()
+    os.chdir(folder)
+    output = os.open(OUTPUT, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    for descriptor in range(3):
+        os.dup2(output, descriptor)
+    sys.path.insert(0, str(folder))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("rpcdataloader", "tests")]:
+        del sys.modules[name]
+    os._exit(pytest.main([*OPTIONS, *tests]))
+
+
+def passes(folder: Path, tests: list[str], seconds: float) -> bool:
+    """Whether the tests pass in a folder, and within this time."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            run_pytest(folder, tests)
+        os._exit(1)
+    deadline = time.monotonic() + seconds
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return False
+        time.sleep(0.02)
+    return found[1] == 0
+
+
+def survivors(mutants: list[Mutant], folder: Path, tests: list[str]) -> Iterator[Mutant]:
+    """Those that no test notices."""
+    began = time.monotonic()
+    if not passes(folder, tests, 1800.0):
+        sys.exit(f"these fail without any mutant: {' '.join(tests)}\n{(folder / OUTPUT).read_text()[-3000:]}")
+    limit = 30.0 + 3 * (time.monotonic() - began)
+    for mutant in mutants:
+        path = folder / mutant.path
+        source = path.read_text()
+        changed = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
+        path.write_text(changed)
+        if passes(folder, tests, limit):
+            yield mutant
+        path.write_text(source)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"of {', '.join(TESTS)} (default: all)")
+    parser.add_argument("--mutants", type=int, default=60, help="how many of each room (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, help="draw others (default: 0)")
+    parser.add_argument("--without", nargs="+", default=[], help="files of tests that are left out")
+    args = parser.parse_args()
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    with tempfile.TemporaryDirectory(prefix="rpcdl-mutants-") as name:
+        tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+        for path in filter(None, tracked):
+            if (ROOT / path).exists() and path not in args.without:
+                (Path(name) / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / path, Path(name) / path)
+        for room in args.rooms or TESTS:
+            mutants = draw(room, args.mutants, args.seed)
+            tests = [f"tests/{path}" for path in TESTS[room].split()]
+            alive = list(survivors(mutants, Path(name), tests))
+            share = 1 - len(alive) / len(mutants)
+            print(f"| {room} | {len(mutants)} | {share:.0%} |", *alive, sep="\n    ", flush=True)
+
+
+if __name__ == "__main__":
+    main()
