@@ -9,75 +9,66 @@ import pytest
 
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.table import Table
-from tests.unit.plan.simulation import Simulation
 
 
-def count_calls(num_workers, num_tasks, **options) -> float:
-    """Calls of functions per batch, of Python and C, the driver's included."""
-    num_calls = 0
+def run(num_workers, num_tasks, **options) -> None:
+    """Workers answer in turn, each task in a second, and the consumer takes at once."""
+    is_iterable = options.get("is_iterable", False)
+    table = Table(PlanOptions(num_workers, **options))
+    for worker in range(num_workers):
+        table.worker_joined(worker, 0.0, **({"place": worker} if is_iterable else {}))
+    in_flight: deque[tuple[int, int]] = deque()
+    num_delivered = 0
+    for turn in range(num_tasks):
+        now = turn / num_workers
+        while table.wants_input:
+            table.add_task(None)
+        while (assigned := table.assign(now)) is not None:
+            in_flight.append(assigned)
+        assert table.replied(*in_flight.popleft(), size_bytes=1, task_seconds=1.0, now=now + 1.0)
+        while table.pop_deliverable() is not None:
+            num_delivered += 1
+    assert num_delivered > num_tasks // 2
 
-    def count(_frame, event, _argument):
-        nonlocal num_calls
-        num_calls += event in ("call", "c_call")
 
-    simulation = Simulation(num_workers, lambda _worker, _now: 1.0, **options)
-    before = sys.getprofile()
-    sys.setprofile(count)
+def count(events: tuple[str, ...], setter, function, *arguments, **options) -> int:
+    """What the interpreter tells a profiler or tracer of a call."""
+    number = 0
+
+    def note(_frame, event, _argument):
+        nonlocal number
+        number += event in events
+        return note
+
+    setter(note)
     try:
-        simulation.run(1e9, num_tasks)
+        function(*arguments, **options)
     finally:
-        sys.setprofile(before)
-    assert len(simulation.delivered) == num_tasks
-    return num_calls / num_tasks
+        setter(None)
+    return number
 
 
-def count_lines(function) -> int:
-    """Lines of Python that a function runs: what loops without calling anything shows here."""
-    num_lines = 0
-
-    def trace(_frame, event, _argument):
-        nonlocal num_lines
-        num_lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return num_lines
+def calls_per_task(num_workers, num_tasks, **options) -> float:
+    """Calls of functions of Python and C."""
+    return count(("call", "c_call"), sys.setprofile, run, num_workers, num_tasks, **options) / num_tasks
 
 
 @pytest.mark.parametrize("options", [{}, {"in_order": False}, {"max_in_flight_bytes": 20}])
 def test_batch_costs_the_same_with_many_workers_as_with_few(options):
-    few = count_calls(8, 1500, **options)
+    few = calls_per_task(8, 1500, **options)
     # The first tasks of a pass are given out while all workers have room, and nothing is known of any.
-    assert count_calls(256, 1500, **options) < 1.5 * few
+    assert calls_per_task(256, 1500, **options) < 1.5 * few
 
 
 def test_batch_costs_the_same_in_a_long_epoch_as_in_a_short_one():
-    assert count_calls(8, 8000) < 1.1 * count_calls(8, 500)
-
-
-def run_streams(num_streams, num_tasks, in_order) -> None:
-    """Every stream answers in turn, and the consumer takes at once."""
-    table = Table(PlanOptions(num_streams, is_iterable=True, in_order=in_order))
-    for stream in range(num_streams):
-        table.worker_joined(stream, place=stream)
-    in_flight: deque[tuple[int, int]] = deque()
-    num_delivered = 0
-    while num_delivered < num_tasks:
-        while table.wants_input:
-            table.add_task(None)
-        while (assigned := table.assign(0.0)) is not None:
-            in_flight.append(assigned)
-        assert table.replied(*in_flight.popleft(), size_bytes=1)
-        assert table.pop_deliverable() is not None
-        num_delivered += 1
+    assert calls_per_task(8, 8000) < 1.1 * calls_per_task(8, 500)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_batch_costs_the_same_with_many_streams_as_with_few(in_order):
-    few = count_lines(lambda: run_streams(4, 600, in_order))
-    assert count_lines(lambda: run_streams(128, 600, in_order)) < 2 * few
+    """In lines: what loops without calling anything shows here."""
+    few, many = (
+        count(("line",), sys.settrace, run, num_streams, 600, in_order=in_order, is_iterable=True)
+        for num_streams in (4, 128)
+    )
+    assert many < 2 * few
