@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import logging
-import mmap
 import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,7 +18,7 @@ import torch
 
 from rpcdataloader.server import processes
 from rpcdataloader.server.processes import describe_exit, fork, reap_orphans
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, stat_of, wait_until
+from tests.conftest import TIMEOUT_SCALE, is_running, stat_of, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -106,46 +102,6 @@ def test_every_status_has_words(status, text):
     assert describe_exit(status) == text
 
 
-@pytest.mark.usefixtures("every_way")
-def test_kill_gives_its_reason_and_not_a_guess():
-    process = fork(sleep)
-    assert process.reap() is None
-    process.kill("no handshake in time")
-    process.kill("another reason")
-    assert wait_for(process) == "was ended: no handshake in time"
-    process.kill("too late")
-    assert process.reap() == "was ended: no handshake in time"
-
-
-def test_killed_child_that_had_ended_already_keeps_its_own_reason():
-    process = fork(lambda: os._exit(4))
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    process.kill("too late")
-    assert wait_for(process) == "exited with status 4"
-
-
-def test_reap_can_wait():
-    process = fork(lambda: None)
-    assert process.reap(wait=30.0) == "exited with status 0"
-
-
-def test_exit_status_that_somebody_else_took_is_no_error():
-    """run_worker shares its process with a caller, who may wait for all children."""
-    process = fork(lambda: None)
-    assert os.waitpid(process.pid, 0)[0] == process.pid
-    assert process.reap() == "ended"
-
-
-def test_error_in_a_child_is_logged_and_never_returns(caplog, capfd):
-    def run():
-        logging.getLogger().addHandler(logging.StreamHandler(os.fdopen(os.dup(2), "w")))
-        raise LookupError("in the child")
-
-    assert wait_for(fork(run)) == "exited with status 1"
-    assert "LookupError: in the child" in capfd.readouterr().err
-    assert caplog.records == []
-
-
 def test_child_dies_with_its_parent(pipe):
     """A grandchild, whose parent is killed."""
 
@@ -226,15 +182,6 @@ def test_standard_input_of_a_child_is_empty_and_inherited_by_programs(pipe):
     assert answer(run, pipe) == "b''b''b'typed'"
 
 
-def test_standard_input_that_was_closed_is_made(pipe):
-    def run():
-        os.close(0)
-        processes._empty_stdin()
-        return f"{os.readlink('/proc/self/fd/0')} {os.get_inheritable(0)}"
-
-    assert answer(run, pipe) == "/dev/null True"
-
-
 def test_what_the_parent_has_printed_is_not_printed_again(pipe, tmp_path):
     """Standard output that is a file or a pipe is buffered, and a fork copies the buffer."""
 
@@ -262,29 +209,6 @@ def test_children_draw_different_random_numbers_and_use_one_thread(pipe):
 
 
 # --- a system without room
-
-
-def test_fork_that_fails_leaves_nothing(monkeypatch, every_way):  # noqa: ARG001
-    def fail():
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(os, "fork", fail)
-    before = set(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    with pytest.raises(BlockingIOError):
-        fork(lambda: None)
-    assert (set(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, [])) == before
-
-
-def test_child_for_which_there_is_no_pidfd_is_watched_by_its_pipe(monkeypatch):
-    def fail(_pid):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(processes, "_pidfd_open", fail)
-    before = descendants(os.getpid()), num_zombies()
-    process = fork(sleep)
-    process.kill("the test is over")
-    assert wait_for(process) == "was ended: the test is over"
-    assert (descendants(os.getpid()), num_zombies()) == before
 
 
 def test_orphans_are_collected_and_nobody_else(pipe):
@@ -318,63 +242,3 @@ def test_workers_go_first_when_memory_runs_out(pipe):
         return Path("/proc/self/oom_score_adj").read_text().strip()
 
     assert answer(run, pipe) == str(processes.WORKER_OOM_SCORE)
-
-
-def test_memory_of_its_own_is_seen_and_that_of_files_is_not(tmp_path):
-    size = 32 << 20
-    path = tmp_path / "file"
-    path.write_bytes(bytes(size))
-    before = processes.memory_of_its_own()
-    with open(path) as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        assert sum(mapped[:: mmap.PAGESIZE]) == 0
-        assert abs(processes.memory_of_its_own() - before) < size / 2
-        memory = bytes(1) * size
-        assert abs(processes.memory_of_its_own() - before - size) < size / 2
-        del memory
-
-
-def test_open_files_are_seen(tmp_path):
-    before = processes.open_files()
-    with open(tmp_path / "file", "w"):
-        assert len(processes.open_files() - before) == 1
-    assert processes.open_files() == before
-
-
-def test_threads_are_seen():
-    def count():
-        """Before a thread, beside it, and after it."""
-        before = processes.num_threads()
-        stop = threading.Event()
-        thread = threading.Thread(target=stop.wait)
-        thread.start()
-        beside = processes.num_threads()
-        stop.set()
-        thread.join()
-        return before, beside, processes.num_threads()
-
-    # Threads of tests before may be about to end.
-    wait_until(lambda: (counts := count())[0] == counts[1] - 1 == counts[2])
-
-
-def test_thread_of_progress_bars_is_not_counted():
-    import tqdm
-
-    class Bar(tqdm.tqdm):
-        monitor = None  # of its own: there may be one
-
-    def not_counted():
-        return len(os.listdir("/proc/self/task")) - processes.num_threads()
-
-    before = not_counted()
-    list(Bar([1], disable=True))
-    assert Bar.monitor.is_alive()
-    # Threads of tests before may be about to end.
-    wait_until(lambda: not_counted() == before + 1)
-    Bar.monitor.exit()
-
-
-def test_shared_memory_is_no_open_file():
-    before = processes.open_files()
-    shared = torch.zeros(1).share_memory_()
-    assert processes.open_files() == before
-    assert shared.is_shared()
