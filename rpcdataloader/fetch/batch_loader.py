@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.collate import TensorCollator
+from rpcdataloader.fetch.collate import Rows, TensorCollator
 from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
@@ -180,6 +180,8 @@ class BatchLoader:
         except BaseException as error:
             self._name(error, f"collating {self._describe(indices, batch_number)}")
             raise
+        if self._collate_tensors.rows is not None:
+            self._collate_tensors.rows.begin(0)
         return (fetched - start, time.perf_counter() - fetched), batch, lacks, self._state()
 
     def _skipped(self, samples: Any) -> Skipped | None:
@@ -211,6 +213,7 @@ class BatchLoader:
         getitems = getattr(dataset, "__getitems__", None) if auto_collation else None
         is_one_call = getitems or not auto_collation
         steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
+        rows = None if is_one_call or not isinstance(indices, Sized) else self._begin_rows(len(indices))
         samples: list[Any] = []
         for at, wanted in steps:
             whereabouts.sample[0] = ALL if getitems else at
@@ -219,7 +222,8 @@ class BatchLoader:
                 self._begin_sample(at)
                 try:
                     try:
-                        samples.append(getitems(wanted) if getitems else dataset[wanted])
+                        sample = getitems(wanted) if getitems else dataset[wanted]
+                        samples.append(sample if rows is None else rows.place(sample, len(samples)))
                     except StopIteration as stop:
                         method = "__getitems__" if getitems else "__getitem__"
                         raise stopped(f"{type(dataset).__name__}.{method}({describe_indices(wanted)})") from stop
@@ -237,6 +241,14 @@ class BatchLoader:
             # A list of our own, as the dataset may keep the one that it returns.
             return samples[0].copy() if getitems and type(samples[0]) is list else samples[0]
         return samples
+
+    def _begin_rows(self, num_samples: int) -> Rows | None:
+        """The rows of a batch; None where a function of the user collates, which may keep or change samples."""
+        rows = self._collate_tensors.rows
+        if rows is None or self._collate is not default_collate or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
+            return None
+        rows.begin(num_samples)
+        return rows
 
     def _skip(self, indices: Sequence[Any], error: BaseException) -> bool:
         """Whether samples are left out because of an exception; if so, leave them out."""

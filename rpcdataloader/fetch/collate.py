@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,68 @@ from rpcdataloader.wire.slabs import Allocator
 # and malloc reuses their memory without page faults.
 MIN_RECYCLED_BYTES = 1 << 16
 
+# Least size of a sample's tensor that is copied to its row before the next sample is fetched.
+_MIN_ROW_BYTES = 1 << 14
+
+
+class Rows:
+    """Copies the tensors of samples to their rows of the batch, each sample before the next one is fetched.
+
+    It is in the processor's cache then, and its memory is used again for the next one. With all samples of a batch
+    fetched first, the first ones are no longer in the cache.
+
+    Args:
+        allocator: Recycled memory.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self._num_samples = 0
+        # By the tensor's place in its sample: the tensor of the batch, and its rows so far.
+        self._columns: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def begin(self, num_samples: int) -> None:
+        """Begin a batch, and let go of the one before."""
+        self._num_samples, self._columns = num_samples, {}
+
+    def place(self, sample: Any, number: int) -> Any:
+        """The sample with rows of the batch in place of its large tensors; numbers count from 0."""
+        kind = type(sample)
+        if kind is torch.Tensor:
+            return self._place(sample, None, number)
+        if kind is tuple or kind is list:
+            return kind([self._place(value, key, number) for key, value in enumerate(sample)])
+        if kind is dict:
+            return {key: self._place(value, key, number) for key, value in sample.items()}
+        return sample
+
+    def _place(self, value: Any, key: Any, number: int) -> Any:
+        if type(value) is not torch.Tensor:
+            return value
+        column = self._columns.get(key)
+        if column is None:
+            if number or not is_plain(value) or value.nbytes < _MIN_ROW_BYTES:
+                return value
+            size_bytes = value.nbytes * self._num_samples
+            if size_bytes < MIN_RECYCLED_BYTES:
+                return value
+            flat = self._allocator.allocate(size_bytes).tensor
+            column = flat.view(value.dtype).view(self._num_samples, *value.shape), []
+            self._columns[key] = column
+        whole, rows = column
+        # The collate function raises the error for a tensor of another shape.
+        if len(rows) != number or not are_alike((whole[number], value)):
+            return value
+        rows.append(whole[number].copy_(value))
+        return rows[-1]
+
+    def find(self, batch: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The tensor of the batch that has these rows; None without one."""
+        for whole, rows in self._columns.values():
+            if len(rows) == len(batch) and all(map(operator.is_, rows, batch)):
+                return whole if len(rows) == self._num_samples else whole[: len(rows)]
+        return None
+
 
 class TensorCollator:
     """Stacks the tensors of a batch, replacing torch's function of the default collate.
@@ -26,10 +89,14 @@ class TensorCollator:
 
     Args:
         allocator: Recycled memory; None for fresh memory.
+
+    Attributes:
+        rows: Rows of the present batch; None without recycled memory.
     """
 
     def __init__(self, allocator: Allocator | None) -> None:
         self._allocator = allocator
+        self.rows = None if allocator is None else Rows(allocator)
 
     def install(self) -> None:
         """Replace torch's function, so that a user's function that calls ``default_collate`` gains too.
@@ -42,6 +109,8 @@ class TensorCollator:
 
     def __call__(self, batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
         """Stack the tensors along a new first dimension."""
+        if self.rows is not None and (whole := self.rows.find(batch)) is not None:
+            return whole
         if _is_strided(first := batch[0]):
             memory, size_bytes = None, first.nbytes * len(batch)
             # torch.stack(out=) converts different dtypes silently, and refuses tensors that require grad.
@@ -63,14 +132,12 @@ def _is_strided(value: Any) -> bool:
     return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
 
 
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether this is an ordinary tensor on the CPU, without grad."""
+    return _is_strided(value) and value.is_cpu and not (value.requires_grad or value.is_quantized)
+
+
 def are_alike(batch: Sequence[torch.Tensor]) -> bool:
     """Whether all tensors are plain ones on the CPU, without grad, of one dtype and shape."""
     dtype, shape = batch[0].dtype, batch[0].shape
-    return all(
-        _is_strided(value)
-        and value.is_cpu
-        and value.dtype == dtype
-        and value.shape == shape
-        and not (value.requires_grad or value.is_quantized)
-        for value in batch
-    )
+    return all(is_plain(value) and value.dtype == dtype and value.shape == shape for value in batch)

@@ -143,9 +143,10 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._poll.register(self._drain_read, select.POLLIN)
+        self._broken: RPCError | None = None  # error of a look
         self._lender: Lender | None = None
         if channel.stream.is_local:
-            self._lender = Lender(self._announce)
+            self._lender = Lender(self._announce, self._look)
             share_batches(self._lender)
 
     def run(self) -> None:
@@ -182,6 +183,8 @@ class Worker:
 
     def _receive(self) -> None:
         """Receive what has arrived; wait only while there is nothing to do."""
+        if self._broken is not None:
+            raise self._broken
         stream = self._channel.stream
         now = time.monotonic_ns()
         if self._inbox and (now < self._next_look or self._is_full()):
@@ -219,12 +222,24 @@ class Worker:
 
     def _begin_drain(self, life: Life) -> None:
         """Begin to drain: receive what has arrived, since the client is told the last request that gets an answer."""
-        stream = self._channel.stream
-        while not self._is_full() and (stream.has_unread or stream.has_input()):
-            self._take()
+        self._take_all()
         self._life = life
         self._row.draining[0] = 1
         self._poll.unregister(self._drain_read)
+
+    def _take_all(self) -> None:
+        """Receive what has arrived."""
+        stream = self._channel.stream
+        while not self._is_full() and (stream.has_unread or stream.has_input()):
+            self._take()
+
+    def _look(self) -> None:
+        """Receive what has arrived in the middle of a task: perhaps memory that the client has returned."""
+        if threading.current_thread() is threading.main_thread() and self._broken is None:
+            try:
+                self._take_all()
+            except RPCError as error:
+                self._broken = error  # of the connection, and not of the task
 
     def _take(self) -> None:
         message = self._channel.recv()

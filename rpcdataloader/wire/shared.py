@@ -42,7 +42,7 @@ _MAPPING_BYTES = 1 << 28
 
 # Free memory kept for reuse, and how many leases may pass without its use; see ``slabs.py``.
 _MAX_KEPT_BYTES = 1 << 30
-_MAX_UNUSED_LEASES = 256
+_MAX_UNUSED_LEASES = 64
 
 # Every dtype's alignment. Pages are the unit of the worker.
 _ALIGNMENT = 64
@@ -169,10 +169,13 @@ class Lender:
 
     Args:
         announce: Function that sends the trainer the number and the descriptor of a mapping.
+        look: Function that calls :meth:`mapped` and :meth:`returned` for what the trainer has sent. So a block that
+            came back while samples were fetched serves the batch made of them.
     """
 
-    def __init__(self, announce: Callable[[int, int], None]) -> None:
+    def __init__(self, announce: Callable[[int, int], None], look: Callable[[], None] = lambda: None) -> None:
         self._announce = announce
+        self._look = look
         self._start_empty()
         _lenders.add(self)
 
@@ -197,9 +200,13 @@ class Lender:
 
     def allocate(self, size_bytes: int) -> Block:
         """Lend a block of exactly ``size_bytes`` uninitialised bytes to this process."""
-        part = self._take(size_bytes) if self._can_share and size_bytes >= MIN_SHARED_BYTES else None
+        part = None
+        if self._can_share and size_bytes >= MIN_SHARED_BYTES:
+            self._look()
+            part = self._take(size_bytes)
         if part is None:
             return self._pool.allocate(size_bytes)
+        self._introduce(part.mapping)
         lease = part.mapping.memory[part.offset : part.offset + size_bytes]
         part.lease = weakref.ref(lease)
         weakref.finalize(lease, self._ended.append, part).atexit = False
@@ -281,7 +288,15 @@ class Lender:
         return None if part is None or part.is_lent else part
 
     def _is_mapped(self, mapping: _Mapping) -> bool:
-        """Whether the trainer has mapped it; if it does not know of it yet, it is told."""
+        """Whether the trainer has mapped it."""
+        if not mapping.is_mapped:
+            self._look()
+        return mapping.is_mapped
+
+    def _introduce(self, mapping: _Mapping) -> None:
+        """Tell the trainer of a new mapping: it maps that while the block is filled."""
+        if mapping.descriptor < 0:
+            return
         with self._lock:
             descriptor, mapping.descriptor = mapping.descriptor, -1
         if descriptor >= 0:
@@ -289,7 +304,6 @@ class Lender:
                 self._announce(mapping.number, descriptor)
             finally:
                 os.close(descriptor)
-        return mapping.is_mapped
 
     def mapped(self, number: int) -> None:
         """Note that the trainer has mapped a mapping."""

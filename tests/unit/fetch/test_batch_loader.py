@@ -6,6 +6,7 @@ import random
 import re
 import time
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -431,10 +432,44 @@ def test_what_cannot_be_stacked_as_it_is_asks_for_no_memory(name):
     allocator = CountingAllocator()
     samples = {**SAMPLES, **FAULTY_SAMPLES}[name]
     try:
-        load(samples, range(len(samples)), allocator=allocator)
+        load(samples, range(len(samples)), allocator=allocator, collate_fn=lambda samples: default_collate(samples))
     except RuntimeError:
         assert name == "large shapes"
     assert allocator.sizes == []
+
+
+class Fresh(Dataset):
+    """Sees which of its samples are alive."""
+
+    def __init__(self, make):
+        self.make, self.alive = make, weakref.WeakSet()
+
+    def __getitem__(self, index):
+        assert len(self.alive) <= 1
+        image = torch.full((3, 96, 96), index, dtype=torch.uint8)
+        self.alive.add(image)
+        return self.make(image, index)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda image, _index: image,
+        lambda image, index: (image, index),
+        lambda image, index: [str(index), image],
+        lambda image, index: {"image": image, "index": index},
+    ],
+)
+def test_sample_is_copied_to_the_batch_before_the_next_one_is_fetched(make):
+    allocator = CountingAllocator()
+    expected = default_collate([make(torch.full((3, 96, 96), i, dtype=torch.uint8), i) for i in range(8)])
+    assert_same(load(Fresh(make), range(8), allocator=allocator), expected)
+    assert allocator.sizes == [8 * 3 * 96 * 96]
+
+
+def test_function_of_the_user_gets_the_samples_themselves():
+    samples = [floats(200, 200), floats(200, 200)]
+    assert load(samples, range(2), allocator=CountingAllocator(), collate_fn=list)[1] is samples[1]
 
 
 def test_user_function_that_calls_the_default_collate_uses_the_allocator_too():

@@ -95,6 +95,32 @@ def test_nothing_is_shared_before_the_trainer_has_mapped_it():
     assert announced == [1]
 
 
+def test_first_block_is_shared_if_its_mapping_was_taken_meanwhile():
+    trainer, news, taken = Borrower(), [], []
+
+    def look():
+        taken.extend(worker.mapped(number) for number, descriptor in news if trainer.map(number, descriptor))
+        news.clear()
+
+    worker = Lender(lambda number, descriptor: news.append((number, os.dup(descriptor))), look)
+    block = worker.allocate(LARGE)
+    assert len(news) == 1
+    block.tensor.fill_(7)
+    buffers = [block.view]
+    del block
+    worker.lend(buffers)
+    assert len(taken) == 1
+    assert values(trainer.borrow(buffers[0])) == [7]
+
+
+def test_block_that_came_back_since_the_last_look_is_used(machine):
+    first = machine.lend(1)
+    kept = machine.trainer.borrow(first)
+    del kept
+    machine.worker._look = machine.give_back
+    assert machine.lend(2) == first
+
+
 def test_memory_that_the_worker_keeps_is_sent_while_there_is_none_to_copy_it_to(machine):
     size_bytes = 200 * MIB  # another one takes another mapping
     block = machine.worker.allocate(size_bytes)
