@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -120,20 +121,25 @@ def passes(folder: Path, tests: list[str], seconds: float) -> bool:
     return found[1] == 0
 
 
-def survivors(mutants: list[Mutant], folder: Path, tests: list[str]) -> Iterator[Mutant]:
-    """Those that no test notices."""
+def try_out(mutants: list[Mutant], folder: Path, tests: list[str], minutes: float) -> tuple[int, int]:
+    """Return how many were tried, and how many of them no test noticed."""
     began = time.monotonic()
     if not passes(folder, tests, 1800.0):
         sys.exit(f"these fail without any mutant: {' '.join(tests)}\n{(folder / OUTPUT).read_text()[-3000:]}")
     limit = 30.0 + 3 * (time.monotonic() - began)
+    num_tried = num_alive = 0
     for mutant in mutants:
+        if time.monotonic() > began + 60 * minutes:
+            break
         path = folder / mutant.path
         source = path.read_text()
-        changed = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
-        path.write_text(changed)
+        path.write_text(mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence))
         if passes(folder, tests, limit):
-            yield mutant
+            num_alive += 1
+            print(f"{mutant.path}:{mutant.line} {mutant.operator} ({mutant.occurrence})", flush=True)
         path.write_text(source)
+        num_tried += 1
+    return num_tried, num_alive
 
 
 def main() -> None:
@@ -141,6 +147,7 @@ def main() -> None:
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"of {', '.join(TESTS)} (default: all)")
     parser.add_argument("--mutants", type=int, default=60, help="how many of each room (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="draw others (default: 0)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no further mutant of a room after them")
     parser.add_argument("--without", nargs="+", default=[], help="files of tests that are left out")
     args = parser.parse_args()
     sys.dont_write_bytecode = True
@@ -154,9 +161,9 @@ def main() -> None:
         for room in args.rooms or TESTS:
             mutants = draw(room, args.mutants, args.seed)
             tests = [f"tests/{path}" for path in TESTS[room].split()]
-            alive = list(survivors(mutants, Path(name), tests))
-            share = 1 - len(alive) / len(mutants)
-            print(f"| {room} | {len(mutants)} | {share:.0%} |", *alive, sep="\n    ", flush=True)
+            num_tried, num_alive = try_out(mutants, Path(name), tests, args.minutes)
+            killed = (num_tried - num_alive) / max(1, num_tried)
+            print(f"| {room} | {num_tried} | {killed:.0%} |", flush=True)
 
 
 if __name__ == "__main__":

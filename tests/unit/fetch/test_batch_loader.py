@@ -14,20 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    Subset,
     default_collate,
-    default_convert,
     get_worker_info,
 )
-from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.collate import TensorCollator
-from rpcdataloader.wire.exceptions import loads_exception
 from tests.unit.fetch.loading import (
     Augmented,
     Bad,
@@ -47,45 +40,6 @@ pytestmark = pytest.mark.usefixtures("_process_restored")
 
 def test_batch_is_fetched_and_collated():
     assert_same(load(Squares(), [3, 1, 2]), torch.tensor([9, 1, 4]))
-
-
-def test_metrics_are_seconds_per_stage():
-    class Slow(Squares):
-        def __getitem__(self, index):
-            time.sleep(0.1)
-            return index
-
-    (fetch_seconds, collate_seconds), *_rest = make_loader(Slow()).load([1], 0, 0)
-    assert fetch_seconds >= 0.1 > collate_seconds > 0
-
-
-@pytest.mark.parametrize("value", [np.arange(3), {"a": np.float32(2)}, (1, np.int64(2)), "text", 4, torch.ones(2)])
-def test_single_index_without_automatic_collation(value):
-    dataset = {"key": value}
-    _metrics, sample, *_rest = make_loader(dataset, auto_collation=False).load("key", 0, 0)
-    assert_same(sample, default_convert(value))
-
-
-def test_getitems_is_used_when_there():
-    class Batched:
-        def __getitem__(self, index):
-            raise AssertionError
-
-        def __getitems__(self, indices):
-            assert indices == [4, 2]
-            return [index * 10 for index in indices]
-
-    assert_same(load(Batched(), [4, 2]), torch.tensor([40, 20]))
-
-
-def test_getitems_of_none_is_not_used():
-    dataset = Squares()
-    dataset.__getitems__ = None
-    assert_same(load(dataset, [2]), torch.tensor([4]))
-
-
-def test_subset_of_a_dataset():
-    assert_same(load(Subset(Squares(), [5, 6, 7]), [0, 2]), torch.tensor([25, 49]))
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), StopIteration("x"), GeneratorExit(), SystemExit(3)])
@@ -145,40 +99,10 @@ def rows(batches) -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("num_workers", [2, 5])
-def test_batches_do_not_depend_on_the_number_of_workers(num_workers):
-    assert_same(make_epoch(num_workers), make_epoch(1))
-
-
-def test_samples_do_not_depend_on_the_batch_size_or_what_the_process_did_before():
-    random.seed(1)
-    assert rows(make_epoch(batch_size=4)) == rows(make_epoch(batch_size=6))
-
-
-def test_inline_loads_what_workers_load():
-    assert_same(make_epoch(inline=True), make_epoch())
-
-
 def test_repeated_indices_repeat_no_augmentation():
     drawn = rows(make_epoch(indices=[7] * 24))
     for column in zip(*drawn, strict=True):
         assert len(set(column)) == 24
-
-
-def test_epochs_ranks_and_base_seeds_draw_differently():
-    drawn = [
-        *rows(make_epoch()),
-        *rows(make_epoch(epoch=1)),
-        *rows(make_epoch(base_seed=6)),
-        *rows(make_epoch(base_seed=7, rank=0, world_size=2)),
-        *rows(make_epoch(base_seed=7, rank=1, world_size=2)),
-    ]
-    for column in zip(*drawn, strict=True):
-        assert len(set(column)) == 5 * 24
-
-
-def test_epoch_can_come_with_the_spec():
-    assert_same(load(Augmented(), epoch=3), make_epoch(epoch=3, batch_size=3, indices=range(3))[0])
 
 
 def test_global_position_is_position_times_world_size_plus_rank():
@@ -224,88 +148,6 @@ def test_collate_is_seeded_by_the_batch_and_unlike_any_sample():
 
 
 # Worker info and the init function
-
-
-def test_worker_info_is_what_torch_gives():
-    class Informed:
-        def __getitem__(self, index):
-            return get_worker_info()
-
-    dataset = Informed()
-    infos = load(
-        dataset, base_seed=100, worker_id=3, num_workers=5, collate_fn=lambda samples: [*samples, get_worker_info()]
-    )
-    for info in infos:
-        assert (info.id, info.num_workers, info.seed) == (3, 5, 103)
-        assert info.dataset is dataset
-    assert get_worker_info() is infos[0]  # also for threads of the dataset, between batches
-
-
-def test_init_function_runs_once_with_worker_info_and_seeds():
-    seen = []
-    expected = []
-
-    def init(worker_id):
-        seen.append((worker_id, get_worker_info().id, random.random(), np.random.rand(), torch.rand(1).item()))
-
-    loader = make_loader(Squares(), worker_init_fn=init, worker_id=2, num_workers=3, base_seed=50)
-    for number in range(3):
-        loader.load([1], number, number)
-    loader.start_epoch(1, 0)
-    loader.load([1], 0, 0)
-    seeding.set_random_seeds(50, 2)
-    expected.append((2, 2, random.random(), np.random.rand(), torch.rand(1).item()))
-    assert seen == expected
-
-
-def test_init_function_may_change_the_dataset():
-    def init(worker_id):
-        get_worker_info().dataset["key"] = worker_id
-
-    dataset: dict[str, int] = {}
-    assert load(dataset, ["key"], worker_init_fn=init, worker_id=7, num_workers=8).item() == 7
-
-
-def test_without_workers_there_is_no_worker_info_and_no_init_function():
-    def init(_worker_id):
-        raise AssertionError
-
-    class Informed:
-        def __getitem__(self, index):
-            assert get_worker_info() is None
-            return index
-
-    load(Informed(), worker_init_fn=init, num_workers=0, inline=True)
-
-
-def test_inline_has_worker_info_while_it_loads():
-    class Informed:
-        def __getitem__(self, index):
-            return get_worker_info().id
-
-    assert load(Informed(), worker_id=4, num_workers=5, inline=True).tolist() == [4, 4, 4]
-    assert get_worker_info() is None
-
-
-def test_inline_leaves_the_trainer_as_it_was():
-    def init(_worker_id):
-        assert get_worker_info() is not None
-
-    def collate(samples):
-        assert isinstance(default_collate_fn_map[torch.Tensor], TensorCollator)
-        return default_collate(samples)
-
-    outer_info = object()
-    torch_worker._worker_info = outer_info  # a loader inside a worker of torch
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    loader = make_loader(Augmented(), inline=True, worker_init_fn=init, collate_fn=collate)
-    loader.load([1, 2], 0, 0)
-    assert random.getstate() == states[0]
-    for actual, expected in zip(np.random.get_state(), states[1], strict=True):
-        np.testing.assert_array_equal(actual, expected)
-    assert torch.equal(torch.default_generator.get_state(), states[2])
-    assert torch_worker._worker_info is outer_info
-    assert default_collate_fn_map[torch.Tensor] is collate_tensor_fn
 
 
 # The default collate
@@ -363,15 +205,6 @@ SAMPLES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*np.bool_:DeprecationWarning")  # of torch with numpy 1
-@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES.keys())
-@pytest.mark.parametrize("pooled", [True, False])
-def test_default_collate_is_torchs(samples, pooled):
-    expected = default_collate(samples)
-    actual = load(samples, range(len(samples)), allocator=CountingAllocator() if pooled else None)
-    assert_same(actual, expected)
-
-
 def test_large_batches_are_contiguous_as_from_torchs_workers():
     # The one difference between torch with and without workers that shows in what torch.stack returns.
     samples = [floats(2, 3, 64, 64).to(memory_format=torch.channels_last)] * 2
@@ -399,16 +232,6 @@ FAULTY_SAMPLES = {
     "meta": [floats(200, 200), torch.empty(200, 200, device="meta")],
     "no samples": [],
 }
-
-
-@pytest.mark.parametrize("samples", FAULTY_SAMPLES.values(), ids=FAULTY_SAMPLES.keys())
-def test_default_collate_fails_like_torchs(samples):
-    with pytest.raises(Exception) as expected:  # noqa: PT011  whatever torch raises
-        default_collate(samples)
-    with pytest.raises(Exception) as actual:  # noqa: PT011
-        load(samples, range(len(samples)), allocator=CountingAllocator())
-    assert type(actual.value) is type(expected.value)
-    assert str(actual.value) == str(expected.value)
 
 
 def test_large_results_are_in_memory_of_the_allocator_and_small_ones_are_not():
@@ -484,15 +307,6 @@ def test_user_function_that_calls_the_default_collate_uses_the_allocator_too():
     assert len(allocator.sizes) == 1
 
 
-def test_worker_info_is_there_again_after_torchs_own_function():
-    def collate(samples):
-        return default_collate(samples), get_worker_info()
-
-    batch, info = load([floats(3).as_subclass(Tagged)] * 2, range(2), collate_fn=collate)
-    assert_same(batch, torch.stack([floats(3).as_subclass(Tagged)] * 2))
-    assert info is not None
-
-
 def test_tensors_on_a_device_stay_there():
     batch = load([torch.empty(200, 200, device="meta")] * 2, range(2), allocator=CountingAllocator())
     assert (batch.device.type, batch.shape) == ("meta", (2, 200, 200))
@@ -520,38 +334,6 @@ def test_function_that_the_user_registered_for_a_type_is_used(monkeypatch):
 
     monkeypatch.setitem(default_collate_fn_map, Box, lambda batch, **_options: f"{len(batch)} boxes")
     assert load([Box(), Box()], range(2)) == "2 boxes"
-
-
-@pytest.mark.parametrize("default", [default_collate, default_convert])
-def test_defaults_of_torch_may_be_given_explicitly(default):
-    allocator = CountingAllocator()
-    samples = [floats(200, 200)] * 2
-    expected = default(samples)
-    assert_same(load(samples, range(2), allocator=allocator, collate_fn=default), expected)
-    assert len(allocator.sizes) == (default is default_collate)
-
-
-def test_falsy_collate_function_is_called():
-    class Collate:
-        def __len__(self):
-            return 0
-
-        def __call__(self, _samples):
-            return "called"
-
-    assert load(Squares(), collate_fn=Collate()) == "called"
-
-
-def test_whole_epoch_is_that_of_torchs_loader():
-    class Mixed(Dataset):
-        def __len__(self):
-            return 10
-
-        def __getitem__(self, index):
-            return {"image": np.full((3, 64, 64), index, np.uint8), "label": index, "box": Point(index * 0.5, [index])}
-
-    expected = list(DataLoader(Mixed(), batch_size=4))
-    assert_same(make_epoch(dataset=Mixed(), indices=range(10), allocator=CountingAllocator()), expected)
 
 
 class Reusing:
@@ -583,58 +365,10 @@ def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way
 # Skipping
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_samples_that_raise_are_left_out_and_change_no_others(inline):
-    def of(*bad):
-        return make_loader(Bad(*bad), skips=True, inline=inline).load([3, 1, 2, 5], 8, 2)[1:3]
-
-    (whole, nothing), (batch, lacks) = of(), of(1, 5)
-    assert nothing is None
-    assert (lacks.num_samples, lacks.text, lacks.is_whole) == (2, "2 samples (indices 1, 5): ValueError: bad 1", False)
-    assert loads_exception(lacks.error).args == ("bad 5",)
-    assert_same(batch, [part[[0, 2]] for part in whole])
-
-
-def test_nothing_is_skipped_unless_asked_for():
-    with pytest.raises(ValueError, match="bad 1"):
-        load(Bad(1))
-
-
-def test_next_batch_knows_nothing_of_the_skipped_ones():
-    loader = make_loader(Bad(1, 4), skips=True)
-    loader.load([1], 0, 0)
-    with pytest.raises(KeyboardInterrupt):
-        make_interrupted(loader).load([4, 9], 1, 1)
-    _metrics, batch, *_rest = loader.load([2], 3, 2)
-    assert batch[0].tolist() == [2]
-
-
-def make_interrupted(loader):
-    """A bad sample, and then one that is none of ours."""
-    inner = loader._dataset.__class__.__getitem__
-
-    class Interrupted(Bad):
-        def __getitem__(self, index):
-            if index == 9:
-                raise KeyboardInterrupt
-            return inner(self, index)
-
-    loader._dataset.__class__ = Interrupted
-    return loader
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, RPCError, ConnectionLostError])
 def test_what_is_no_fault_of_a_sample_is_raised(error):
     with pytest.raises(error):
         load(Bad(1, error=error), skips=True)
-
-
-def test_exceptions_of_the_collate_function_are_raised():
-    def collate(samples):
-        raise ValueError(len(samples))
-
-    with pytest.raises(ValueError, match="2"):
-        load(Bad(1), skips=True, collate_fn=collate)
 
 
 def test_a_batch_without_samples_is_not_collated():
@@ -642,24 +376,6 @@ def test_a_batch_without_samples_is_not_collated():
         [1, 2], 0, 0
     )
     assert (lacks.is_whole, batch, lacks.num_samples) == (True, None, 2)
-
-
-def test_questions_for_a_whole_batch_are_skipped_as_a_whole():
-    class Batched(Bad):
-        def __getitems__(self, indices):
-            return [self[index] for index in indices]
-
-    loader = make_loader(Batched(3), skips=True)
-    _metrics, batch, lacks, _state = loader.load([1, 3], 0, 0)
-    assert (batch, lacks.is_whole, lacks.text) == (None, True, "2 samples (indices 1, 3): ValueError: bad 3")
-    assert loader.load([1, 2], 2, 1)[1][0].tolist() == [1, 2]
-
-
-def test_single_samples_are_skipped():
-    loader = make_loader(Bad(3), skips=True, auto_collation=False)
-    _metrics, batch, lacks, _state = loader.load(3, 0, 0)
-    assert (batch, lacks.is_whole, lacks.text) == (None, True, "1 sample (indices 3): ValueError: bad 3")
-    assert loader.load(2, 1, 1)[1][0] == 2
 
 
 class Passing(Augmented):

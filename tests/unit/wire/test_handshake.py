@@ -100,32 +100,6 @@ def refusal(side):
 # ---------------------------------------------------------------------------------------------------- agreement
 
 
-def test_both_sides_establish_in_the_documented_order():
-    one, two, hello = start()
-    assert hello.type == MessageType.HELLO
-
-    assert two.data_to_send() == b""
-    two.receive(hello)
-    answer = decode_one(two.data_to_send())
-    assert answer.type == MessageType.HELLO
-
-    one.receive(answer)
-    proof = decode_one(one.data_to_send())
-    assert proof.type == MessageType.AUTH
-    assert one.established is None
-    assert two.established is None
-
-    two.receive(proof)
-    assert two.established.peer == CLIENT
-    counter_proof = decode_one(two.data_to_send())
-    assert counter_proof.type == MessageType.AUTH
-
-    one.receive(counter_proof)
-    assert one.established.peer == SERVER
-    assert one.data_to_send() == two.data_to_send() == b""
-    assert one.established.differences == two.established.differences == []
-
-
 def establish(client_options=None, server_options=None):
     one, two, hello = start(client_options, server_options)
     two.receive(hello)
@@ -133,15 +107,6 @@ def establish(client_options=None, server_options=None):
     two.receive(decode_one(one.data_to_send()))
     one.receive(decode_one(two.data_to_send()))
     return one.established, two.established
-
-
-def test_keys_fit_together_and_differ_by_direction_and_connection():
-    one, two = establish()
-    other, _ = establish()
-    header = b"header"
-    macs = [one.send.seal(header), two.send.seal(header), other.send.seal(header), other.receive.seal(header)]
-    assert len(set(macs)) == 4
-    assert [two.receive.seal(header), one.receive.seal(header)] == macs[:2]
 
 
 def test_golden_handshake():
@@ -234,14 +199,6 @@ def test_server_with_a_wrong_secret_is_refused_by_the_client():
     assert refusal(one)[1]["code"] == "authentication"
 
 
-def test_proof_sent_back_to_the_client_is_refused():
-    one, two, hello = start()
-    two.receive(hello)
-    one.receive(decode_one(two.data_to_send()))
-    with pytest.raises(AuthenticationError):
-        one.receive(decode_one(one.data_to_send()))
-
-
 def test_peer_that_echoes_everything_is_refused():
     one, _, hello = start()
     with pytest.raises(RemoteProtocolError, match="sending messages back"):
@@ -253,28 +210,6 @@ def test_peer_that_echoes_everything_is_refused():
         two.receive(decode_one(two.data_to_send()))
 
 
-def test_server_identity_made_from_the_clients_own_nonce_proves_nothing():
-    # A reflection that is repaired as far as somebody without the secret can repair it.
-    one, _, hello = start()
-    one.receive(altered(hello, identity=dataclasses.asdict(SERVER)))
-    with pytest.raises(AuthenticationError):
-        one.receive(decode_one(one.data_to_send()))
-
-
-def test_client_cannot_be_used_to_answer_a_servers_challenge_for_another_client():
-    # The attacker hands the server's nonce to a client under a HELLO of its own.
-    _, two, hello = start()
-    two.receive(hello)
-    challenge = decode_one(two.data_to_send())
-    victim, _, _ = start({"host": "trainer2"})
-    victim.receive(altered(challenge, identity=dataclasses.asdict(SERVER)))
-    with pytest.raises(AuthenticationError):
-        two.receive(decode_one(victim.data_to_send()))
-
-
-# ---------------------------------------------------------------------------------------------------- replays
-
-
 def record():
     """What both sides said in a good handshake."""
     one, two, hello = start()
@@ -284,50 +219,6 @@ def record():
     proof = decode_one(one.data_to_send())
     two.receive(proof)
     return hello, answer, proof, decode_one(two.data_to_send())
-
-
-def test_replayed_client_is_refused_by_a_new_server():
-    hello, _, proof, _ = record()
-    two = server()
-    two.receive(hello)
-    with pytest.raises(AuthenticationError):
-        two.receive(proof)
-
-
-def test_replayed_server_is_refused_by_a_new_client():
-    _, answer, _, counter_proof = record()
-    one = client()
-    one.receive(answer)
-    with pytest.raises(AuthenticationError):
-        one.receive(counter_proof)
-
-
-@pytest.mark.parametrize("changes", [{"session_id": bytes(16)}, {"version": 4}], ids=str)
-def test_preamble_is_part_of_what_is_proved(changes):
-    one = client()
-    hello = decode_one(one.data_to_send()[PREAMBLE_SIZE:])
-    two = Handshake(SECRET, SERVER, dataclasses.replace(Preamble(SESSION_ID), **changes))
-    two.receive(hello)
-    one.receive(decode_one(two.data_to_send()))
-    with pytest.raises(AuthenticationError):
-        two.receive(decode_one(one.data_to_send()))
-
-
-@pytest.mark.parametrize("name", ["host", "pid", "rank", "python_version", "torch", "cloudpickle", "machine"])
-def test_identities_cannot_be_changed_on_the_way(name):
-    value = {"pid": 99, "rank": 99, "python_version": "3.11.0"}.get(name, "other")
-    one, two, hello = start()
-    two.receive(altered(hello, identity=dataclasses.asdict(dataclasses.replace(CLIENT, **{name: value}))))
-    one.receive(decode_one(two.data_to_send()))
-    with pytest.raises(AuthenticationError):
-        two.receive(decode_one(one.data_to_send()))
-
-    one, two, hello = start()
-    two.receive(hello)
-    identity = dataclasses.asdict(dataclasses.replace(SERVER, **{name: value}))
-    one.receive(altered(decode_one(two.data_to_send()), identity=identity))
-    with pytest.raises(AuthenticationError):
-        two.receive(decode_one(one.data_to_send()))
 
 
 # ---------------------------------------------------------------------------------------------------- versions
@@ -626,88 +517,6 @@ def test_garbage_is_refused_and_never_establishes(garbage):
         except (AuthenticationError, RemoteProtocolError):
             decode(side.data_to_send().removeprefix(Preamble(SESSION_ID).encode()))
         assert side.established is None
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2000), st.integers(0, 40), st.binary(max_size=40))
-        # One character in the place of another: what is still a message.
-        | st.tuples(st.integers(0, 2000), st.just(1), st.sampled_from([b"1", b"a"])),
-        min_size=1,
-        max_size=3,
-    )
-)
-def test_damaged_stream_of_a_client_is_refused_or_too_short_and_never_establishes(damages):
-    """Everything that a client says, with parts cut out, put in, or written over, as the server's side reads it."""
-    nonce = b"\x01" * 32
-    one, two = client(nonce=bytes(32)), server(nonce=nonce)
-    said = one.data_to_send()
-    two.receive(decode_one(said[PREAMBLE_SIZE:]))
-    one.receive(decode_one(two.data_to_send()))
-    said += one.data_to_send()
-    damaged = bytearray(said)
-    for position, size, piece in damages:
-        place = position % (len(damaged) + 1)
-        damaged[place : place + size] = piece
-    read, established = read_as_server(bytes(damaged), nonce)
-    # Bytes that are reserved in the preamble, and what comes after the proof, are of no account.
-    unchanged = damaged[:10] == said[:10] and damaged[16 : len(said)] == said[16:]
-    assert established == (unchanged and read >= len(said))
-
-
-def read_as_server(data, nonce):
-    """How many bytes were read, and whether the handshake was completed."""
-    try:
-        side = Handshake(SECRET, SERVER, Preamble.decode(data[:PREAMBLE_SIZE]), nonce)
-        rest = bytearray(data[PREAMBLE_SIZE:])
-        decoder, fill = make_decoder(), fill_from(rest)
-        while side.established is None and (message := decoder.read(fill)) is not None:
-            side.receive(message)
-    except EOFError:
-        return len(data), False
-    except (AuthenticationError, RemoteProtocolError):
-        return 0, False
-    return len(data) - len(rest), side.established is not None
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.sampled_from(["preamble", "hello", "answer", "proof"]), st.integers(0, 10_000), st.integers(1, 255))
-def test_handshake_with_one_altered_byte_establishes_nowhere(victim, position, change):
-    """Somebody on the path changes one byte and repairs the digest of the message."""
-
-    def pass_on(name, data):
-        changed = bytearray(data)
-        if name == victim:
-            changed[position % len(changed)] ^= change
-        return bytes(changed)
-
-    one = client()
-    opening = one.data_to_send()
-    preamble = pass_on("preamble", opening[:PREAMBLE_SIZE])
-    hello = decode_one(opening[PREAMBLE_SIZE:])
-    try:
-        two = Handshake(SECRET, SERVER, Preamble.decode(preamble))
-        two.receive(Message(MessageType.HELLO, payload=pass_on("hello", hello.payload)))
-        answer = decode_one(two.data_to_send())
-        one.receive(Message(MessageType.HELLO, payload=pass_on("answer", answer.payload)))
-        proof = decode_one(one.data_to_send())
-        two.receive(Message(MessageType.AUTH, payload=pass_on("proof", proof.payload)))
-    except (AuthenticationError, RemoteProtocolError):
-        established = False
-    else:
-        established = True
-    # What may change without a trace has no meaning: reserved bytes, blanks and the case of digits around a proof.
-    harmless = {
-        # But for the flag of TLS, on which both sides have to agree.
-        "preamble": 10 <= (place := position % PREAMBLE_SIZE) < 16 and not (place == 10 and change & 1),
-        "proof": victim == "proof" and established and _same_proof(pass_on("proof", proof.payload), proof.payload),
-    }
-    assert established == harmless.get(victim, False)
-
-
-def _same_proof(*payloads):
-    return len({bytes.fromhex(json.loads(bytes(payload))["proof"]) for payload in payloads}) == 1
 
 
 # ---------------------------------------------------------------------------------------------------- arguments

@@ -8,21 +8,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
 import struct
 import sys
 import threading
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
 
-from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
+from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError
 from rpcdataloader.server.listening import accept, listen_tcp, listen_unix
-from rpcdataloader.wire import connecting, transport
+from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.transport import Deadline, Stream
@@ -83,107 +81,6 @@ def test_pieces_arrive_in_order_whatever_their_number_and_kind(pair):
     sending.result(FOREVER)
 
 
-def test_partial_sends_go_on_where_the_kernel_stopped(pair):
-    ours, theirs = pair
-    traffic = ours._traffic
-    ours._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    pieces = [bytes([number % 251]) * (number * 37 % 3000 + 1) for number in range(500)]
-    sending = in_thread(ours.send, pieces)
-    expected = b"".join(pieces)
-    received = b""
-    while len(received) < len(expected):
-        received += read(theirs, min(1000, len(expected) - len(received)))
-    assert received == expected
-    sending.result(FOREVER)
-    assert traffic == [0, len(expected)]
-
-
-def test_send_that_must_not_wait_keeps_the_rest(pair):
-    ours, theirs = pair
-    traffic = ours._traffic
-    pieces = [bytes([number % 251]) * 1000 for number in range(3 * transport.MAX_PIECES)]
-    assert not ours.send_now(pieces)
-    assert not ours.send_now([b"more"])
-    received = traffic[1]
-    assert read(theirs, received) == b"".join(pieces)[:received]
-    expected = (b"".join(pieces) + b"more")[received:]
-    rest = in_thread(read, theirs, len(expected))
-    while not ours.send_now():
-        select.select([], [ours], [])
-    assert rest.result(FOREVER) == expected
-    assert traffic[1] == received + len(expected)
-    assert ours.send_now([b"again"])
-    assert read(theirs, 5) == b"again"
-    theirs.close()
-    with pytest.raises(ConnectionLostError, match="lost while sending"):
-        ours.send_now([b"too late"])
-
-
-def test_what_the_peer_may_have_is_counted_and_what_was_not_sent_is_not(pair):
-    class Watched:
-        def sendmsg(self, pieces, *_flags):
-            seen.append(list(ours._traffic))
-            if len(seen) > 1:
-                raise ConnectionResetError(errno.ECONNRESET, "reset")
-            return sum(map(len, pieces))
-
-    (ours, _theirs), seen = pair, []
-    sock, ours._sock = ours._sock, Watched()
-    ours.send([b"abc", b"de"])
-    with pytest.raises(ConnectionLostError):
-        ours.send([b"more"])
-    ours._sock = sock
-    assert seen == [[0, 5], [0, 9]]
-    assert ours._traffic == [0, 5]
-
-
-def test_pieces_are_not_copied(pair):
-    class Recorder:
-        def __init__(self, sock):
-            self.sock, self.seen = sock, []
-
-        def sendmsg(self, pieces, *flags):
-            self.seen += pieces
-            return self.sock.sendmsg(pieces, *flags)
-
-    ours, theirs = pair
-    sock, ours._sock = ours._sock, Recorder(ours._sock)
-    pieces = [b"header", memoryview(bytearray(100_000))]
-    ours.send(pieces)
-    assert all(seen is piece for seen, piece in zip(ours._sock.seen, pieces, strict=True))
-    ours._sock = sock
-    read(theirs, 100_006)
-
-
-def test_receive_fills_several_views_and_waits_for_all_of_them(pair):
-    ours, theirs = pair
-    views = [memoryview(bytearray(size)) for size in (3, 5, 100_000)]
-    receiving = in_thread(theirs.recv_into, views)
-    for _ in range(10):
-        ours.send([b"abc" * 3_334])
-    ours.send([b"x" * 10_000])
-    assert receiving.result(FOREVER) == 100_008
-    assert b"".join(views)[:9] == b"abcabcabc"
-
-
-def test_end_of_file_reads_as_0_and_cuts_a_receive_short(pair):
-    ours, theirs = pair
-    ours.send([b"abc"])
-    ours.finish()
-    assert theirs.recv_into([memoryview(bytearray(10))]) == 3
-    assert theirs.recv_into([memoryview(bytearray(10))]) == 0
-
-
-def test_read_ahead_gives_the_same_bytes(pair):
-    ours, theirs = pair
-    theirs.read_ahead()
-    data = os.urandom(300_000)
-    sending = in_thread(lambda: [ours.send([data]), ours.finish()])
-    received = [read(theirs, size) for size in (1, 80, 7, 70_000, 3, 200_000, 100, 50_000)]
-    assert b"".join(received) == data
-    sending.result(FOREVER)
-
-
 MIB = 1 << 20
 
 
@@ -229,16 +126,6 @@ def test_receiver_of_a_large_block_sleeps_until_much_has_come(tcp_pair):
     assert receiving.result(FOREVER) == MIB - 1
 
 
-def test_shutdown_wakes_a_receiver_and_a_sender(pair):
-    ours, _theirs = pair
-    receiving = in_thread(ours.recv_into, [memoryview(bytearray(10))])
-    sending = in_thread(ours.send, [bytes(50_000_000)])
-    ours.shutdown()
-    assert receiving.result(FOREVER) == 0
-    with pytest.raises(ConnectionLostError, match="connection to node07:6543 lost while sending"):
-        sending.result(FOREVER)
-
-
 def test_reset_is_a_lost_connection_with_its_cause(tcp_pair):
     ours, theirs = tcp_pair
     theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -246,22 +133,6 @@ def test_reset_is_a_lost_connection_with_its_cause(tcp_pair):
     with pytest.raises(ConnectionLostError, match="connection to node07:6543 lost: Connection reset by peer") as raised:
         ours.recv_into([memoryview(bytearray(10))])
     assert isinstance(raised.value.__cause__, ConnectionResetError)
-
-
-def test_writing_to_a_closed_peer_is_a_lost_connection(pair):
-    ours, theirs = pair
-    theirs.close()
-    with pytest.raises(ConnectionLostError, match="connection to node07:6543 lost while sending: Broken pipe"):
-        ours.send([b"x"])
-
-
-def test_limit_bounds_receives_and_sends(pair):
-    ours, _theirs = pair
-    ours.limit(Deadline(0.01))
-    with pytest.raises(RPCTimeoutError, match="timed out receiving from node07:6543"):
-        ours.recv_into([memoryview(bytearray(10))])
-    with pytest.raises(RPCTimeoutError, match="timed out sending to node07:6543"):
-        ours.send([bytes(50_000_000)])
 
 
 @pytest.mark.parametrize("name", ["recv_into", "sendmsg"])
@@ -275,97 +146,6 @@ def test_host_that_keep_alive_finds_gone_is_a_lost_connection(pair, name):
 
 
 @pytest.mark.parametrize(
-    ("num_repeated", "num_probes", "since_data", "since_answer", "expected"),
-    [
-        (3, 0, 25_000, 25_000, True),
-        (0, 3, 25_000, 25_000, True),
-        (2, 1, 99_000, 25_000, True),  # data that came while probes were under way
-        (3, 0, 24_999, 99_000, False),
-        (3, 0, 99_000, 24_999, False),
-        (1, 1, 99_000, 99_000, False),  # a machine that has slept may have to repeat something
-        (0, 0, 99_000, 99_000, False),  # probes of a closed window are answered, but come in longer and longer pauses
-    ],
-)
-def test_cut_off_is_who_leaves_unanswered_what_was_repeated(
-    num_repeated, num_probes, since_data, since_answer, expected
-):
-    info = struct.pack("=2xBB48xII", num_repeated, num_probes, since_data, since_answer)
-    assert transport.is_cut_off(Mock(**{"getsockopt.return_value": info})) is expected
-
-
-def test_connection_that_is_local_or_closed_is_not_cut_off(pair, tcp_pair):
-    assert not pair[0].is_cut_off()
-    assert not tcp_pair[0].is_cut_off()
-    tcp_pair[0].close()
-    assert not tcp_pair[0].is_cut_off()
-
-
-def test_wait_for_a_connection_is_ended_by_cancelling_its_deadline():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        # The queue is full with one: the kernel answers nobody else.
-        with socket.create_connection(listener.getsockname()):
-            deadline = Deadline(None)
-            waiting = in_thread(lambda: connect(Address("127.0.0.1", listener.getsockname()[1]), deadline))
-            wait_until(lambda: is_connecting(listener.getsockname()[1]), what="a connection under way")
-            deadline.cancel()
-            with pytest.raises(ConnectError):
-                waiting.result(FOREVER)
-
-
-def is_connecting(port):
-    with open("/proc/net/tcp") as file:
-        return any(line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "02" for line in file)
-
-
-def test_limit_that_has_passed_is_an_error_at_once(pair):
-    deadline = Deadline(None)
-    deadline.cancel()
-    with pytest.raises(RPCTimeoutError, match="no answer from node07:6543 in time"):
-        pair[0].limit(deadline)
-
-
-def test_limit_can_be_taken_away(pair):
-    ours, _theirs = pair
-    ours.limit(Deadline(0.01))
-    ours.limit(Deadline(None))
-    assert ours._sock.gettimeout() is None
-
-
-def test_lingering_saves_the_last_words_from_unread_input(tcp_pair):
-    """Without, the kernel resets the connection of a socket that is closed with input, and the peer reads an error."""
-    ours, theirs = tcp_pair
-    theirs.send([b"nobody reads this" * 1000])
-    ours.send([b"refused"])
-    lingering = in_thread(ours.linger)
-    assert read(theirs, 100) == b"refused"
-    theirs.send([b"nor this"])
-    theirs.close()
-    lingering.result(FOREVER)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_fork_does_not_keep_a_connection_open(pair):
-    """multiprocessing in a trainer or in a worker: the peer must see the end although the fork lives on."""
-    ours, theirs = pair
-    done_read, done_write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(done_write)
-        os.read(done_read, 1)
-        os._exit(0)
-    os.close(done_read)
-    try:
-        ours.close()
-        theirs.limit(Deadline(FOREVER))
-        assert theirs.recv_into([memoryview(bytearray(1))]) == 0
-    finally:
-        os.close(done_write)
-        os.waitpid(pid, 0)
-
-
-@pytest.mark.parametrize(
     ("uid", "euid", "allowed"), [(1000, 1000, True), (0, 1000, True), (1001, 1000, False), (1000, 0, False)]
 )
 def test_only_the_same_user_may_connect_without_a_secret(pair, monkeypatch, uid, euid, allowed):
@@ -376,11 +156,6 @@ def test_only_the_same_user_may_connect_without_a_secret(pair, monkeypatch, uid,
     else:
         with pytest.raises(AuthenticationError, match=f"belongs to user id {uid} and this process to {euid}"):
             pair[0].require_same_user()
-
-
-def test_kernel_knows_the_peer_of_a_unix_socket(pair, tcp_pair):
-    assert transport.peer_uid(pair[0]._sock) == os.getuid()
-    tcp_pair[0].require_same_user()  # nothing is known there
 
 
 # --- connecting
@@ -430,15 +205,6 @@ def test_nothing_is_said_of_a_wait_that_the_user_knows_of(tmp_path, caplog):
     with pytest.raises(ConnectError, match="No such file"):
         waiting.result(FOREVER)
     assert "still waiting" not in caplog.text
-
-
-def test_connection_that_is_reset_at_once_is_tried_again(tmp_path, monkeypatch):
-    """By the backlog of a server that ends, for example."""
-    tune = Mock(side_effect=[OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN)), None])
-    monkeypatch.setattr(connecting, "tune", tune)
-    with listen_unix(str(tmp_path / "socket")):
-        connect(Address(path=str(tmp_path / "socket")), Impatient(FOREVER), retry=True).close()
-    assert tune.call_count == 2
 
 
 def test_waiting_ends_at_the_deadline_and_when_it_is_cancelled(tmp_path):
@@ -520,36 +286,3 @@ def test_tcp_options():
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * transport.SAME_HOST_SEND_BYTES
     stream.close()
     sock.close()
-
-
-def test_bytes_that_wait_in_the_kernel_are_counted(pair):
-    ours, theirs = pair
-    assert theirs.count_waiting() == 0
-    ours.send([b"12345"])
-    assert theirs.count_waiting() == 5
-    read(theirs, 3)
-    assert theirs.count_waiting() == 2
-
-
-def test_time_with_a_full_window_of_the_peer_is_part_of_the_time_with_unacknowledged_data(tcp_pair):
-    ours, theirs = tcp_pair
-    assert ours.sending_times() == (0.0, 0.0)
-    size = 20_000_000  # more than the buffers of both sides
-    sending = in_thread(ours.send, [bytes(size)])
-    wait_until(lambda: ours.sending_times()[1] > 0.05, what="a window that stays full")
-    busy, full = ours.sending_times()
-    assert full <= busy < 30
-    read(theirs, size)
-    sending.result(FOREVER)
-
-
-def test_times_are_where_the_kernel_writes_them(tcp_pair, monkeypatch):
-    """tcpi_busy_time and tcpi_rwnd_limited, as include/uapi/linux/tcp.h has them."""
-    kernel = types.SimpleNamespace(getsockopt=lambda *_arguments: bytes(168) + struct.pack("=QQ", 3_000_000, 1_500_000))
-    with monkeypatch.context() as patch:
-        patch.setattr(tcp_pair[0], "_sock", kernel)
-        assert tcp_pair[0].sending_times() == (3.0, 1.5)
-
-
-def test_unix_socket_has_no_times(pair):
-    assert pair[0].sending_times() == (0.0, 0.0)
