@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    Dataset,
     default_collate,
     get_worker_info,
 )
