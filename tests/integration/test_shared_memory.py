@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from rpcdataloader import RPCDataloader, rpc_async
+from rpcdataloader.errors import ConnectionLostError, RPCError
 from tests.conftest import leased_bytes, wait_until
 from tests.integration.crew import workers_of
 
@@ -151,6 +153,66 @@ def test_worker_killed_in_the_middle_of_a_batch(workers, tmp_path):
     assert [first_bytes(batch) for batch in kept] == [expected(number) for number in range(10)]
 
 
+@pytest.mark.parametrize("sample_bytes", [1, 1 << 14, 1 << 16])
+def test_batches_of_any_size(workers, sample_bytes):
+    batches = list(RPCDataloader(Images(sample_bytes=sample_bytes), BATCH_SIZE, workers=workers))
+    assert [batch[:, 0].tolist() for batch in batches] == [expected(number) for number in range(6)]
+    assert {batch.shape for batch in batches} == {(BATCH_SIZE, sample_bytes)}
+
+
+class Expanded(Dataset):
+    """One byte of memory for a sample of gigabytes."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.tensor([index + 1], dtype=torch.uint8).expand(3 << 30)
+
+
+@pytest.mark.slow
+def test_batch_of_gigabytes(workers):
+    for number, batch in enumerate(RPCDataloader(Expanded(), 1, workers=workers, num_workers=1, prefetch_factor=1)):
+        assert batch.shape == (1, 3 << 30)
+        assert batch[0, :: 1 << 20].unique().tolist() == [number + 1]
+        del batch
+
+
+def twice(samples):
+    batch = default_collate(samples)
+    return [batch, batch, batch[:2]]
+
+
+def test_one_tensor_twice_in_a_batch(workers):
+    for number, (one, other, part) in enumerate(RPCDataloader(Images(), BATCH_SIZE, workers=workers, collate_fn=twice)):
+        assert one is other
+        part.fill_(9)
+        assert first_bytes(one) == expected(number)
+        one.fill_(8)
+        assert part.unique().tolist() == [9]
+
+
+LIES = {
+    "which it never gave": "lie = lambda _mapping, offset, size: block(9, offset, size)",
+    "which has 268435456": "lie = lambda mapping, _offset, size: block(mapping, 1 << 40, size)",
+    "which are in use": "lie = lambda mapping, _offset, size: block(mapping, 0, size)",
+    "not sealed against shrinking": "shared._SEALS = 0",
+}
+
+
+@pytest.mark.parametrize("error", LIES)
+def test_connection_to_a_hostile_worker_ends_with_an_error_that_names_the_lie(serve, tmp_path, caplog, error):
+    source = f"from rpcdataloader.wire import shared\nblock = lie = shared.SharedBlock\n{LIES[error]}\n"
+    source += "shared.SharedBlock = lie"
+    server = serve("--host", f"unix:{tmp_path}/socket", before=source)
+    told = []
+    try:  # other workers take its place, up to a limit
+        list(RPCDataloader(Images(200), BATCH_SIZE, workers=server.address))
+    except RPCError as exc:
+        told.append(str(exc))
+    assert error in "".join([*told, caplog.text])
+
+
 TRAINING = """
 import sys, time
 from rpcdataloader import RPCDataloader
@@ -188,17 +250,20 @@ def maps_shared_memory(pid):
         return False
 
 
-def test_thousands_of_kept_batches_with_few_descriptors(workers):
-    """The soft limit of descriptors is 256, and each batch is a block of its own."""
+@pytest.mark.parametrize("size", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_thousands_of_kept_batches_with_few_descriptors(serve, tmp_path, size):
+    """The soft limit of descriptors is 256, and each batch is a block of its own, of 64 KiB."""
+    less = "from rpcdataloader.wire import shared\nshared.MIN_SHARED_BYTES = 1 << 16"
+    server = serve("--host", f"unix:{tmp_path}/socket", before=less)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     try:
-        kept = list(RPCDataloader(Images(2000), 1, workers=workers))
+        kept = list(RPCDataloader(Images(size, 1 << 16), 1, workers=server.address))
         assert sum(map(is_shared, kept[-10:])) == 10
         assert num_mappings() < 20
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert [first_bytes(batch) for batch in kept] == [expected(number, 1) for number in range(2000)]
+    assert [first_bytes(batch) for batch in kept] == [expected(number, 1) for number in range(size)]
 
 
 def test_batches_dropped_in_other_threads(workers):
@@ -239,19 +304,41 @@ def test_child_of_the_trainer_keeps_the_batches_that_it_inherits(workers):
         end.close()
 
 
-def test_epochs_leave_nothing(workers):
-    """Processes, mappings and descriptors of a trainer that makes workers for each epoch, or keeps them."""
-    for persistent_workers in (False, True):
-        loader = RPCDataloader(Images(), BATCH_SIZE, workers=workers, persistent_workers=persistent_workers)
-        for epoch in range(30):
-            assert sum(len(batch) for batch in loader) == 24
-            if epoch == 10:
-                before = num_mappings(), len(os.listdir("/proc/self/fd"))
-        wait_until(
-            lambda before=before: num_mappings() <= max(2, before[0]) and len(os.listdir("/proc/self/fd")) <= before[1],
-            what="as many mappings and descriptors as after ten epochs",
-        )
-    assert leased_bytes_of_client() == 0
+@pytest.mark.parametrize(
+    ("persistent_workers", "num_epochs"), [(False, 30), (True, 100), pytest.param(True, 1000, marks=pytest.mark.slow)]
+)
+def test_epochs_leave_nothing(workers, persistent_workers, num_epochs):
+    """Mappings, descriptors and memory of a trainer, and of workers that it keeps, do not grow."""
+    loader = RPCDataloader(Images(40), BATCH_SIZE, workers=workers, persistent_workers=persistent_workers)
+    for epoch in range(num_epochs):
+        iterator = iter(loader)
+        assert sum(len(batch) for batch in iterator) == 40
+        if epoch == 10:
+            before = num_mappings(), num_descriptors(), private_bytes()
+    assert private_bytes() < before[2] + 30 * MIB
+    if persistent_workers:
+        for worker in workers_of(iterator):
+            assert shared_bytes(worker.pid) < 12 * MIB  # those in flight, and some that are free
+    wait_until(
+        lambda: num_mappings() <= max(2, before[0]) and num_descriptors() <= before[1],
+        what="as many mappings and descriptors as after ten epochs",
+    )
+    wait_until(lambda: leased_bytes_of_client() == 0, what="the end of all batches")
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def private_bytes():
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def shared_bytes(pid):
+    """The memory behind a worker's mappings, as the kernel counts it."""
+    found = re.findall(r"memfd:rpcdataloader.*?^Rss: +(\d+)", Path(f"/proc/{pid}/smaps").read_text(), re.M | re.S)
+    assert found
+    return 1024 * sum(map(int, found))
 
 
 def leased_bytes_of_client():
@@ -272,6 +359,50 @@ def test_pool_of_local_and_other_workers_gives_the_same_batches(shared_server, u
         loader = RPCDataloader(Images(), workers=workers, generator=torch.Generator().manual_seed(3), **options)
         runs.append([first_bytes(batch) for batch in loader])
     assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.fixture
+def memory_group():
+    """A new memory cgroup: its folder, and the name of its limit."""
+    groups = Path("/proc/self/cgroup").read_text()
+    own = dict(re.findall(r"^\d+:([\w,]*):(.*)$", groups, re.M))
+    root = Path("/sys/fs/cgroup")
+    old = root / "memory" / own["memory"].strip("/") if "memory" in own else None
+    folder = (old or root / own.get("", "/").strip("/")) / f"rpcdl-test-{os.getpid()}"
+    limit = "memory.limit_in_bytes" if old else "memory.max"
+    if len(Path("/proc/swaps").read_text().splitlines()) > 1:
+        pytest.skip("this machine swaps")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a cgroup: {error}")
+    if not (folder / limit).exists():
+        folder.rmdir()
+        pytest.skip("this cgroup cannot limit memory")
+    yield folder, limit
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            (folder.parent / "cgroup.procs").write_text(pid)
+    wait_until(lambda: not (folder / "cgroup.procs").read_text(), what="the end of the processes of the cgroup")
+    folder.rmdir()
+
+
+@pytest.mark.slow
+def test_workers_at_the_limit_of_their_memory_cgroup(serve, tmp_path, memory_group):
+    """The kernel kills them, and what starts others. The loop hears of it, and what it has taken stays whole."""
+    folder, limit = memory_group
+    server = serve("--host", f"unix:{tmp_path}/socket")
+    loader = RPCDataloader(Images(4000), BATCH_SIZE, workers=server.address, reconnect_timeout=1)
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(10)]
+    for pid in [server.pid, *server.processes()]:
+        with contextlib.suppress(ProcessLookupError):
+            (folder / "cgroup.procs").write_text(str(pid))
+    (folder / limit).write_text(str(200 * MIB))
+    with pytest.raises(ConnectionLostError):
+        kept.extend(iterator)
+    assert sum(map(is_shared, kept)) > 50
+    assert [first_bytes(batch) for batch in kept] == [expected(number) for number in range(len(kept))]
 
 
 def test_without_shared_memory_batches_are_sent(serve, tmp_path):
