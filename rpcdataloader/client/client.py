@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from rpcdataloader.client.background import Alarm, Callers, Janitor
 from rpcdataloader.client.discovery import Local, Remote
 from rpcdataloader.client.node import LocalServer, Node
-from rpcdataloader.client.register import Lookup
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.messages import printable
+from rpcdataloader.wire.register import Lookup
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.status import LoopStatus, Report
 from rpcdataloader.wire.tls import client_tls

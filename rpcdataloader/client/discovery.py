@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rpcdataloader.client.register import Lookup, Names, Register
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.register import Lookup, Register
+
+logger = logging.getLogger("rpcdataloader.client")
 
 WORKERS_VARIABLE = "RPCDATALOADER_WORKERS"
 
@@ -18,6 +24,49 @@ _FORMS = (
 )
 
 _DNS = "dns://"
+
+
+# The name does not exist, or has no address. Other errors are the resolver's.
+_NOTHING = (socket.EAI_NONAME, socket.EAI_NODATA)
+
+
+class Names(Lookup):
+    """The node servers behind a DNS name, such as a headless service of Kubernetes.
+
+    Args:
+        name: Host, and the port of all of them.
+    """
+
+    pause = 2.0
+
+    def __init__(self, name: Address) -> None:
+        self._name = name
+        self.place = f"behind the name {name.host}"
+        self.advice = "does it exist, and are the node servers ready?"
+        self.problems: dict[str, str] = {}
+        self._found: dict[Address, str] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Names, (self._name,)
+
+    def __str__(self) -> str:
+        return f"dns://{self._name}"
+
+    def look(self) -> dict[Address, str]:
+        """The current servers, in the order of their addresses."""
+        try:
+            infos = socket.getaddrinfo(self._name.host, self._name.port, type=socket.SOCK_STREAM)
+        except OSError as exc:  # a resolver's error says nothing about the servers
+            self.problems = {self._name.host: exc.strerror or str(exc)}
+            if exc.errno in _NOTHING:
+                self._found = {}
+            logger.debug("cannot resolve %s: %s", self._name.host, exc)
+            return self._found
+        # With addresses of both families, each server has one of each.
+        hosts = {str(info[4][0]) for info in infos if info[0] == infos[0][0]}
+        self.problems = {}
+        self._found = {Address(host, self._name.port): "" for host in sorted(hosts, key=ipaddress.ip_address)}
+        return self._found
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
-from rpcdataloader.client.register import Lookup
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
+from rpcdataloader.wire.register import Lookup
 
 logger = logging.getLogger("rpcdataloader.pools")
 

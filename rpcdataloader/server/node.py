@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
 from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
-from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.clients import Client, Clients
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Link, fork_linked
@@ -33,7 +32,7 @@ from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.status import describe_node
 from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble
-from rpcdataloader.wire.status import RENEWAL_PERIOD
+from rpcdataloader.wire.register import RENEWAL_PERIOD, Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -115,7 +114,7 @@ class NodeServer:
 
     Attributes:
         signals: A first one drains the server, and a second one ends it; heard while the caller says so.
-        announcement: File by which clients find the server, renewed here and ended by a drain; None without one.
+        registration: File by which clients find the server, renewed here and ended by a drain; None without one.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class NodeServer:
         self._clients = Clients(context, self._loop, log, self._strangers)
         self._lifeline = lifeline
         self._silence: Timer | None = None  # of the owner
-        self.announcement: Announcement | None = None
+        self.registration: Registration | None = None
         self._unproved: set[Connection] = set()
         self._children: dict[int, Child] = {}  # by process id
         self._started = time.monotonic_ns()
@@ -150,7 +149,7 @@ class NodeServer:
         self._loop.watch(self.signals.fileno(), self._on_signals)
         if self._lifeline is not None:
             self._loop.watch(self._lifeline, self._on_lifeline)
-        if self.announcement is not None:
+        if self.registration is not None:
             self._call_after(RENEWAL_PERIOD, self._renew)
         self._accept_again()
         try:
@@ -426,8 +425,8 @@ class NodeServer:
             return
         self._is_draining = True
         grace = self._context.settings.grace
-        if self.announcement is not None:
-            self.announcement.close()
+        if self.registration is not None:
+            self.registration.close()
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
         # Readers of this line may start another server at the same address.
@@ -447,8 +446,8 @@ class NodeServer:
             child.process.kill(reason)
 
     def _renew(self) -> None:
-        if self.announcement is not None and not self._is_draining:
-            self.announcement.renew()
+        if self.registration is not None and not self._is_draining:
+            self.registration.renew()
             self._call_after(RENEWAL_PERIOD, self._renew)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.output import Output
 from rpcdataloader.host.resources import machine_id
-from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.listening import listen_tcp, listen_unix, resolve
 from rpcdataloader.server.node import NodeServer
 from rpcdataloader.server.processes import num_threads
@@ -21,7 +20,7 @@ from rpcdataloader.server.settings import DEFAULT_PORT, ServerContext, ServerSet
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.credentials import Credentials, load_credentials
-from rpcdataloader.wire.status import Registration
+from rpcdataloader.wire.register import Entry, Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -92,9 +91,9 @@ def run_server(
             server = NodeServer(listener, context, log=log, lifeline=lifeline)
             stack.enter_context(server.signals.heard())
             if settings.register:
-                registration = Registration(address, context.num_workers, context.node, os.getpid(), machine_id())
-                announcement = Announcement(settings.register_directory, registration)
-                server.announcement = stack.enter_context(contextlib.closing(announcement))
+                entry = Entry(address, context.num_workers, context.node, os.getpid(), machine_id())
+                registration = Registration(settings.register_directory, entry)
+                server.registration = stack.enter_context(contextlib.closing(registration))
             if credentials.insecure and tls is None and not settings.is_unix:
                 logger.warning(
                     "no secret is required: every user who reaches %s, other users of this machine included, can run "

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rpcdataloader.client.discovery import Inline, Local, find_workers
-from rpcdataloader.client.register import Lookup, Register
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.status.report import Answer, Tree, make_document
 from rpcdataloader.status.text import as_text
@@ -24,6 +23,7 @@ from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.handshake import STATUS_ID
+from rpcdataloader.wire.register import Lookup, Register
 from rpcdataloader.wire.status import NodeStatus, StatusRequest
 from rpcdataloader.wire.tls import TlsCredentials, client_tls
 from rpcdataloader.wire.transport import Deadline

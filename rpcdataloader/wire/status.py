@@ -1,23 +1,16 @@
-"""A node server's self-descriptions: on a status connection, and in a file where clients look for it. Pure.
+"""A node server's description of itself, on a status connection. Pure.
 
-Status is plain numbers and names, as JSON. Counters only grow while a node server lives: the work of ended workers and
+It is plain numbers and names, as JSON. Counters only grow while a node server lives: the work of ended workers and
 clients stays in the totals of those above them. Times are seconds that have passed, so that the clocks of machines need
 not agree.
-
-A file's name is used once, and its content is final: the server only renews its time, while it accepts clients.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import ipaddress
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.messages import Json, from_json, read_json
+from rpcdataloader.wire.messages import Json
 
 # Size of a client's report: its evidence takes 2.5 KB for each loop.
 MAX_REPORT_BYTES = 8192
@@ -161,75 +154,3 @@ class NodeStatus(Work):
     def workers(self) -> list[WorkerStatus]:
         """Workers of all clients."""
         return [worker for client in self.clients for worker in client.workers]
-
-
-#: End of such files' names; a name that begins with a dot belongs to a file being written.
-SUFFIX = ".server.json"
-
-#: Longer files are no registrations.
-MAX_FILE_BYTES = 4096
-
-#: Seconds after which a server renews the time of its file.
-RENEWAL_PERIOD = 10.0
-
-#: Seconds without a renewal after which a server is gone. An NFS client may show a time that is 60 s old (acregmax).
-MAX_SILENCE = 90.0
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """A node server that clients can find."""
-
-    address: Address
-    num_workers: int
-    host: str
-    pid: int
-    machine: str  # its identity (:func:`~rpcdataloader.host.resources.machine_id`)
-    started: float = 0.0  # time of registration, in seconds of the file system's clock
-
-    def __post_init__(self) -> None:
-        if self.num_workers < 1 or self.pid < 1:
-            raise ValueError(f"num_workers {self.num_workers} and pid {self.pid} must be at least 1")
-        if not self.host.isprintable() or not self.machine.isprintable():
-            raise ValueError("host and machine must be printable")
-        if not abs(self.started) < MAX_NUMBER:
-            raise ValueError("started is out of range")
-
-    @property
-    def is_for_its_machine_alone(self) -> bool:
-        """Whether the address is local to its machine: a loopback address or a Unix socket."""
-        if self.address.is_unix or self.address.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.address.host).is_loopback
-        except ValueError:
-            return False
-
-    def file_name(self, unique: str) -> str:
-        """A name for its file, for users to recognise.
-
-        Args:
-            unique: Text that sets it apart from all others: process ids are used again.
-        """
-        host = re.sub(r"[^A-Za-z0-9_-]", "_", self.host)
-        port = "unix" if self.address.is_unix else self.address.port
-        return f"{host}-{port}-{self.pid}-{unique}{SUFFIX}"
-
-    def encode(self) -> bytes:
-        """The content of its file."""
-        return json.dumps({**dataclasses.asdict(self), "address": str(self.address)}, indent=1).encode() + b"\n"
-
-    @classmethod
-    def decode(cls, data: bytes) -> Registration:
-        """Read the content of a file; ignores unknown fields.
-
-        Raises:
-            ValueError: The content is malformed or incomplete.
-        """
-        if not data:
-            raise ValueError("it is empty")
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        fields = read_json(data)
-        address = fields.get("address")
-        return from_json(cls, fields | {"address": Address.parse(address) if isinstance(address, str) else None})

@@ -18,7 +18,7 @@ from tests.conftest import TIMEOUT_SCALE
 SCRIPT = """
 import itertools, os, socket, subprocess, sys, threading
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client.register import Names
+from rpcdataloader.client.discovery import Names
 from rpcdataloader.errors import ConnectError
 
 Names.pause = 0.1

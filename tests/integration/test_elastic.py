@@ -16,7 +16,7 @@ from tests.integration.test_recovery import Hosted, loader_of, samples_of, take
 @pytest.fixture
 def register(serve, tmp_path, monkeypatch):
     """Start a server that registers; clients look for those more often than usual."""
-    monkeypatch.setattr("rpcdataloader.client.register.Register.pause", 0.05)
+    monkeypatch.setattr("rpcdataloader.wire.register.Register.pause", 0.05)
     directory = str(tmp_path / "register")
 
     def start(*options):

@@ -18,8 +18,7 @@ import pytest
 import yaml
 
 from rpcdataloader import launch, rpc_async
-from rpcdataloader.client.discovery import Remote, find_workers
-from rpcdataloader.client.register import Names
+from rpcdataloader.client.discovery import Names, Remote, find_workers
 from rpcdataloader.wire.address import Address
 from tests.conftest import READY_LINE, TIMEOUT_SCALE
 

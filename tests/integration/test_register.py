@@ -16,7 +16,7 @@ from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.check.__main__ import main as check
 from rpcdataloader.client.client import close_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError
-from rpcdataloader.wire.status import Registration
+from rpcdataloader.wire.register import Entry
 from tests.conftest import AT_ONCE, wait_until
 from tests.integration import datasets
 
@@ -69,7 +69,7 @@ def servers_of(loader):
 
 def test_file_is_there_with_the_ready_line_and_says_the_same(register):
     server, path = register()
-    said = Registration.decode(path.read_bytes())
+    said = Entry.decode(path.read_bytes())
     assert (str(said.address), said.num_workers, said.pid) == (server.address, server.num_workers, server.pid)
     assert said.host == socket.gethostname()
 
@@ -77,7 +77,7 @@ def test_file_is_there_with_the_ready_line_and_says_the_same(register):
 def test_advertised_address_is_registered(register):
     server, path = register("--host", "127.0.0.1", "--port", "0", "--advertise", "localhost")
     assert server.address.startswith("localhost:")
-    assert str(Registration.decode(path.read_bytes()).address) == server.address
+    assert str(Entry.decode(path.read_bytes()).address) == server.address
 
 
 def test_file_goes_when_the_drain_begins(register, fifo):

@@ -37,7 +37,8 @@ from rpcdataloader.wire.frames import MessageType, Sealer, encode
 from rpcdataloader.wire.handshake import STATUS_ID, Preamble
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
-from rpcdataloader.wire.status import MAX_SILENCE, StatusRequest
+from rpcdataloader.wire.register import MAX_SILENCE
+from rpcdataloader.wire.status import StatusRequest
 from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, wait_until

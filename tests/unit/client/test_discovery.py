@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Remote, find_workers
-from rpcdataloader.client.register import Names, Register
+from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Names, Remote, find_workers
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.register import Register
 
 NODE = Address("node01", 6543)
 V6 = Address("fe80::1", 7000)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rpcdataloader.client.register import Names
+from rpcdataloader.client.discovery import Names
 from rpcdataloader.wire.address import Address
 
 

@@ -9,9 +9,9 @@ import re
 import pytest
 
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.status import Registration
+from rpcdataloader.wire.register import Entry
 
-NODE = Registration(Address("node01", 6543), 32, "node01", 4711, "the machine", 1795264940.5)
+NODE = Entry(Address("node01", 6543), 32, "node01", 4711, "the machine", 1795264940.5)
 
 CONTENT = b"""{
  "address": "node01:6543",
@@ -26,19 +26,19 @@ CONTENT = b"""{
 
 def test_content_of_a_file():
     assert NODE.encode() == CONTENT
-    assert Registration.decode(CONTENT) == NODE
+    assert Entry.decode(CONTENT) == NODE
 
 
 @pytest.mark.parametrize("address", [Address("::1", 1), Address(path="/run/a pool"), Address("10.0.0.1", 65535)])
 def test_every_kind_of_address(address):
-    registration = dataclasses.replace(NODE, address=address)
-    assert Registration.decode(registration.encode()) == registration
+    entry = dataclasses.replace(NODE, address=address)
+    assert Entry.decode(entry.encode()) == entry
 
 
 def test_part_of_a_file_is_refused_wherever_it_ends():
     for size in range(len(CONTENT) - 1):
         with pytest.raises(ValueError, match=r"\w"):
-            Registration.decode(CONTENT[:size])
+            Entry.decode(CONTENT[:size])
 
 
 def changed(**fields):
@@ -46,7 +46,7 @@ def changed(**fields):
 
 
 def test_fields_of_later_versions_are_left_alone():
-    assert Registration.decode(changed(more=[1, 2])) == NODE
+    assert Entry.decode(changed(more=[1, 2])) == NODE
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_fields_of_later_versions_are_left_alone():
 )
 def test_anything_else_is_refused(content, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
-        Registration.decode(content)
+        Entry.decode(content)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader.client import register as module
-from rpcdataloader.client.register import PATIENCE, Register
 from rpcdataloader.host.resources import machine_id
+from rpcdataloader.wire import register as module
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.status import MAX_SILENCE, Registration
+from rpcdataloader.wire.register import MAX_SILENCE, PATIENCE, Entry, Register
 
 
 def server(name, started=1.0, **fields):
     address = fields.pop("address", Address(name, 6543))
-    return dataclasses.replace(Registration(address, 2, name, 4711, "the machine", started), **fields)
+    return dataclasses.replace(Entry(address, 2, name, 4711, "the machine", started), **fields)
 
 
 def write(folder, registration, unique="0"):
@@ -41,7 +40,7 @@ def register(tmp_path):
 
 def found(register):
     """The registrations of the servers that are found, in their order."""
-    return tuple(Registration.decode(Path(register.directory, name).read_bytes()) for name in register.look().values())
+    return tuple(Entry.decode(Path(register.directory, name).read_bytes()) for name in register.look().values())
 
 
 # --- silence

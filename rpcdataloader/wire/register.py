@@ -1,0 +1,340 @@
+"""A directory in which node servers register, and clients look for them: both sides.
+
+Each server has a file, which appears whole and under a name of its own, so that servers need no lock and touch no other
+file. Its content is final: the server only renews its time, while it accepts clients.
+
+Clients write nothing, and the clocks of the machines need not agree: a server lives while the time of its file changes.
+Passes look again every second, because the kernel's notifications for directories do not cross an NFS server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import ipaddress
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import stat
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.host.resources import machine_id
+from rpcdataloader.host.trust import UnsafeFileError, check_file, read_safely
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.messages import from_json, printable, read_json
+from rpcdataloader.wire.status import MAX_NUMBER
+
+client_logger = logging.getLogger("rpcdataloader.client")
+server_logger = logging.getLogger("rpcdataloader.server")
+
+#: End of such files' names; a name that begins with a dot belongs to a file being written.
+SUFFIX = ".server.json"
+
+#: Longer files are no registrations.
+MAX_FILE_BYTES = 4096
+
+#: Seconds after which a server renews the time of its file.
+RENEWAL_PERIOD = 10.0
+
+#: Seconds without a renewal after which a server is gone. An NFS client may show a time that is 60 s old (acregmax).
+MAX_SILENCE = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A node server that clients can find: the content of its file."""
+
+    address: Address
+    num_workers: int
+    host: str
+    pid: int
+    machine: str  # its identity (:func:`~rpcdataloader.host.resources.machine_id`)
+    started: float = 0.0  # time of registration, in seconds of the file system's clock
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.pid < 1:
+            raise ValueError(f"num_workers {self.num_workers} and pid {self.pid} must be at least 1")
+        if not self.host.isprintable() or not self.machine.isprintable():
+            raise ValueError("host and machine must be printable")
+        if not abs(self.started) < MAX_NUMBER:
+            raise ValueError("started is out of range")
+
+    @property
+    def is_for_its_machine_alone(self) -> bool:
+        """Whether the address is local to its machine: a loopback address or a Unix socket."""
+        if self.address.is_unix or self.address.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.address.host).is_loopback
+        except ValueError:
+            return False
+
+    def file_name(self, unique: str) -> str:
+        """A name for its file, for users to recognise.
+
+        Args:
+            unique: Text that sets it apart from all others: process ids are used again.
+        """
+        host = re.sub(r"[^A-Za-z0-9_-]", "_", self.host)
+        port = "unix" if self.address.is_unix else self.address.port
+        return f"{host}-{port}-{self.pid}-{unique}{SUFFIX}"
+
+    def encode(self) -> bytes:
+        """The content of its file."""
+        return json.dumps({**dataclasses.asdict(self), "address": str(self.address)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> Entry:
+        """Read the content of a file; ignores unknown fields.
+
+        Raises:
+            ValueError: The content is malformed or incomplete.
+        """
+        if not data:
+            raise ValueError("it is empty")
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+        fields = read_json(data)
+        address = fields.get("address")
+        return from_json(cls, fields | {"address": Address.parse(address) if isinstance(address, str) else None})
+
+
+class Registration:
+    """The file of a server in ``directory``, from the beginning until it is closed.
+
+    Args:
+        directory: Absolute path; created if it is missing, for its owner alone.
+        entry: Content of the file; its time is replaced by that of the file system.
+
+    Raises:
+        ConnectError: The directory cannot be written.
+    """
+
+    def __init__(self, directory: str, entry: Entry) -> None:
+        self._directory = directory
+        self._entry = entry
+        self._path = os.path.join(directory, entry.file_name(secrets.token_hex(4)))
+        self._has_failed = False
+        self._is_closed = False
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+            self._write(is_first=True)
+        except OSError as exc:
+            raise ConnectError(f"cannot register in {directory}: {exc.strerror or exc}") from exc
+        server_logger.info("registered as %s", self._path)
+
+    def renew(self) -> None:
+        """Show that the server still lives; call this every ``RENEWAL_PERIOD``. Logs problems."""
+        try:
+            try:
+                os.utime(self._path)  # the clock of the file server
+            except FileNotFoundError:
+                server_logger.warning("%s was removed by another process: registered again", self._path)
+                self._write()
+            self._has_failed = False
+        except OSError as exc:
+            if not self._has_failed:
+                server_logger.warning("cannot renew %s: %s", self._path, exc.strerror or exc)
+            self._has_failed = True
+
+    def close(self) -> None:
+        """Tell clients that the server is leaving; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            os.unlink(self._path)
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            server_logger.warning("cannot remove %s: %s", self._path, exc.strerror or exc)
+
+    def _write(self, is_first: bool = False) -> None:
+        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self._directory)  # of mode 0600
+        try:
+            with open(descriptor, "wb") as file:
+                if is_first:
+                    # Time of the file server: all clients must see the servers in the order of their coming.
+                    started = os.fstat(descriptor).st_mtime
+                    self._entry = dataclasses.replace(self._entry, started=started)
+                file.write(self._entry.encode())
+                file.flush()
+                os.fsync(descriptor)
+            os.rename(temporary, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+# After being unusable this many times in a row, a file is not merely being written: one warning.
+PATIENCE = 3
+
+
+class Lookup(ABC):
+    """A place where node servers come and go, as this process has seen them so far. Thread-safe.
+
+    Lookups are equal if they are made with the same arguments.
+
+    Attributes:
+        pause: Seconds between two looks.
+        place: Origin of the servers, in words.
+        advice: Hint for a user who finds no servers.
+        problems: Reasons why entries were not used at the last look, by their names.
+    """
+
+    pause: float
+    place: str
+    advice: str
+    problems: dict[str, str]
+
+    @abstractmethod
+    def look(self) -> dict[Address, str]:
+        """The current servers, in an order that is the same for every client.
+
+        The text of an address changes when another server takes it; it is empty where that cannot be told.
+        """
+
+    @abstractmethod
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The class and its arguments: a copy has seen nothing yet."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lookup) and self.__reduce__() == other.__reduce__()
+
+    def __hash__(self) -> int:
+        return hash(self.__reduce__())
+
+    def open(self) -> Lookup:
+        """The same lookup, for one use in this process."""
+        return copy.copy(self)
+
+
+@dataclass(slots=True)
+class _File:
+    """A file in a register, as it was seen last."""
+
+    changed: float = math.nan  # its modification time, on the clock of its file system
+    silence: float = 0.0  # seconds since that changed
+    entry: Entry | None = None
+    num_failures: int = 0  # number of looks in a row at which it was unusable
+
+
+class Register(Lookup):
+    """The node servers registered in a directory; problems are those of the directory and its files.
+
+    Args:
+        directory: Absolute path.
+    """
+
+    pause = 1.0
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.place = f"registered in {directory}"
+        self.advice = f"start some with: python -m rpcdataloader.launch --register {directory}"
+        self.problems: dict[str, str] = {}
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._last_look = time.monotonic()
+        self._files: dict[str, _File] | None = None  # before the first look
+        self._found: dict[Address, str] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Register, (self.directory,)
+
+    def __str__(self) -> str:
+        return f"@{self.directory}"
+
+    def look(self) -> dict[Address, str]:
+        """The current servers, in the order in which they registered, with the names of their files."""
+        with self._lock:
+            # Without the look itself: a file server that hangs stops all renewals.
+            elapsed = time.monotonic() - self._last_look
+            try:
+                self._found = self._look(elapsed)
+            except OSError as exc:
+                # A problem of the file system says nothing about the servers.
+                self.problems = {self.directory: exc.strerror or str(exc)}
+                client_logger.debug("cannot read %s: %s", self.directory, exc)
+            self._last_look = time.monotonic()
+            return self._found
+
+    def _look(self, elapsed: float) -> dict[Address, str]:
+        statuses = self._list()
+        known, self._files = self._files, {}
+        problems: dict[str, str] = {}
+        usable: dict[str, Entry] = {}
+        for name, status in statuses.items():
+            file = self._files[name] = (known or {}).get(name) or _File()
+            if known is None:
+                # A wrong clock of this machine makes servers seem silent for one renewal.
+                file.silence = abs(time.time() - status.st_mtime)
+            else:
+                file.silence = file.silence + elapsed if status.st_mtime == file.changed else 0.0
+            file.changed = status.st_mtime
+            if file.silence > MAX_SILENCE:
+                problems[name] = "its server is silent"
+                continue
+            try:
+                usable[name] = self._take(name, status, file)
+                file.num_failures = 0
+            except (OSError, ValueError) as exc:
+                problems[name] = str((isinstance(exc, OSError) and exc.strerror) or exc)
+                file.num_failures += 1
+                level = logging.WARNING if file.num_failures == PATIENCE else logging.DEBUG
+                # Other users may have chosen the name, if they can write to the directory.
+                path = os.path.join(self.directory, name)
+                client_logger.log(level, "%s", printable(f"{path} is not used: {problems[name]}"))
+        found: dict[Address, str] = {}
+        # The newest file at an address counts: a server that was killed may have a successor there.
+        for name in sorted(usable, key=lambda name: (usable[name].started, name)):
+            if (older := found.pop(usable[name].address, None)) is not None:
+                problems[older] = f"{name} is newer and has the same address"
+            found[usable[name].address] = name
+        self.problems = problems
+        return found
+
+    def _list(self) -> dict[str, os.stat_result]:
+        statuses = {}
+        try:
+            with os.scandir(self.directory) as entries:
+                for entry in entries:
+                    # Hidden ones are being written, or are what NFS leaves of open files that were removed.
+                    if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+                        try:
+                            statuses[entry.name] = entry.stat(follow_symlinks=False)
+                        except OSError as exc:
+                            client_logger.debug("%s has gone: %s", entry.path, exc)
+        except FileNotFoundError:
+            client_logger.debug("there is no directory %s yet", self.directory)
+        return statuses
+
+    def _take(self, name: str, status: os.stat_result, file: _File) -> Entry:
+        try:
+            check_file(status, _OTHERS_WRITE)
+            if (entry := file.entry) is None:
+                path = os.path.join(self.directory, name)
+                data = read_safely(path, MAX_FILE_BYTES, _OTHERS_WRITE, follow=False)
+                entry = file.entry = Entry.decode(data)
+        except UnsafeFileError as exc:
+            raise ValueError(f"it {exc}") from None
+        if entry.is_for_its_machine_alone and entry.machine != machine_id():
+            raise ValueError(
+                f"{entry.address} cannot be reached from outside {entry.host}; start that server with a "
+                "--host that other machines can reach"
+            )
+        return entry
