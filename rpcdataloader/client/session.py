@@ -23,7 +23,7 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.environment import Additions, apply, begin, collect, import_modules, set_rank
+from rpcdataloader.host.environment import Additions, add, collect, import_modules, install, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
@@ -73,8 +73,8 @@ class RemoteSession:
         self.connection = Connection(self.name, self._open, self, settings.allocator, settings.sender)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
-        # What the session was told last, and its answers since it was told of these additions.
-        self._told: tuple[Additions, Partition] | None = None
+        # What the session was sent last, and its answers since it got these additions.
+        self._sent: tuple[Additions, Partition] | None = None
         self._answers: list[PendingReply] = []
         self._imported: set[str] = set()
         self.connection.start()
@@ -136,11 +136,11 @@ class RemoteSession:
             as many seconds as its argument.
         """
         additions, partition = self._settings.additions.current, current_partition()
-        if self._told is None or additions is not self._told[0]:
-            self._answers = [self.call(apply, additions, partition.rank, partition.world_size)]
-        elif partition != self._told[1]:
+        if self._sent is None or additions is not self._sent[0]:
+            self._answers = [self.call(add, additions)]
+        if self._sent is None or partition != self._sent[1]:
             self._answers.append(self.call(set_rank, partition.rank, partition.world_size))
-        self._told = additions, partition
+        self._sent = additions, partition
         return self._wait_until_updated
 
     def _wait_until_updated(self, timeout: float | None) -> None:
@@ -150,7 +150,7 @@ class RemoteSession:
         except (ConnectionLostError, RPCTimeoutError):
             raise
         except Exception:
-            self._told = None  # for another loader that wants the same
+            self._sent = None  # for another loader that wants the same
             raise
 
     def import_early(self, modules: Set[str]) -> None:
@@ -280,8 +280,8 @@ class RemoteSession:
         additions = self._settings.additions.current
         environment = collect(self._partition.rank, self._partition.world_size)
         # First, so that all later requests find the modules of the training script.
-        self._answers = [self.call(begin, environment, additions)]
-        self._told = additions, self._partition
+        self._answers = [self.call(install, environment), self.call(add, additions)]
+        self._sent = additions, self._partition
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()

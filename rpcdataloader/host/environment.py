@@ -287,18 +287,6 @@ def prepare_session(folder: str, forward_output: Callable[[], object]) -> None:
     _folder, _forward_output = folder, forward_output
 
 
-def begin(environment: Environment, additions: Additions) -> None:
-    """First step of a session: see :func:`install` and :func:`add`."""
-    install(environment)
-    add(additions)
-
-
-def apply(additions: Additions, rank: int, world_size: int) -> None:
-    """Apply what has changed since the session began: see :func:`set_rank` and :func:`add`."""
-    set_rank(rank, world_size)
-    add(additions)
-
-
 def add(additions: Additions) -> None:
     """Apply them to this session, and to its later workers. Modules come before all others of the same name.
 
