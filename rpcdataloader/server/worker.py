@@ -161,8 +161,16 @@ class Worker:
                 if self._outbox.num_waiting:
                     self._outbox.wait()
                 self._receive()
-                if self._inbox:
-                    self._serve(*self._inbox.popleft())
+                if not self._inbox:
+                    continue
+                message, size_bytes = self._inbox.popleft()
+                if message.type == MessageType.RELEASE:
+                    self._handles.release(unpack_handles(message.payload))
+                else:
+                    self._call(message)
+                    self._num_calls -= 1
+                    self._waiting_bytes -= size_bytes
+                del message  # this frame must not keep it while it waits
             goaway = Goaway(self._last_request, self._life is Life.RETIRING)
             self._outbox.put(Outgoing(MessageType.GOAWAY, payload=goaway.encode()))
             self._outbox.join()
@@ -288,16 +296,6 @@ class Worker:
             os._exit(1)
 
     # --- requests
-
-    def _serve(self, message: Message, size_bytes: int) -> None:
-        if message.type == MessageType.RELEASE:
-            self._handles.release(unpack_handles(message.payload))
-            return
-        try:
-            self._call(message)
-        finally:
-            self._num_calls -= 1
-            self._waiting_bytes -= size_bytes
 
     def _call(self, message: Message) -> None:
         """Run a call, and reply."""

@@ -253,13 +253,17 @@ def encode(
     """
     if not isinstance(payload, bytes):
         payload = as_bytes(payload)
-    blocks = [as_bytes(buffer) for buffer in buffers if not isinstance(buffer, SharedBlock)]
+    blocks: list[memoryview] = []
+    sizes: list[int] = []
+    if buffers:
+        blocks = [as_bytes(buffer) for buffer in buffers if not isinstance(buffer, SharedBlock)]
+        sizes = [each.size_bytes if isinstance(each, SharedBlock) else memoryview(each).nbytes for each in buffers]
     if len(blocks) < len(buffers):
         flags |= _SHARED
-    sizes = [buffer.size_bytes if isinstance(buffer, SharedBlock) else memoryview(buffer).nbytes for buffer in buffers]
-    excess = limits.find_excess(len(payload), len(sizes), sizes)
-    if excess is not None:
-        raise LocalProtocolError(f"this cannot be sent: {excess}; send it in parts")
+    if sizes or len(payload) > limits.payload_size_bytes:
+        excess = limits.find_excess(len(payload), len(sizes), sizes)
+        if excess is not None:
+            raise LocalProtocolError(f"this cannot be sent: {excess}; send it in parts")
     table = b""
     if sizes:
         if flags & _SHARED:
@@ -376,7 +380,8 @@ class Decoder:
             )
         if (type := _MESSAGE_TYPES.get(code)) is None:
             raise RemoteProtocolError(f"the peer sent a message of the unknown type {code}")
-        if (excess := self._limits.find_excess(payload_size, num_blocks)) is not None:
+        is_usual = not num_blocks and payload_size <= self._limits.payload_size_bytes
+        if not is_usual and (excess := self._limits.find_excess(payload_size, num_blocks)) is not None:
             raise _too_much(excess)
         return Message(type, flags, request_id), payload_size, num_blocks, digest
 

@@ -209,11 +209,12 @@ class TlsStream(Stream):
             if not self._receive(0):
                 raise ConnectionLostError(f"{self.name} closed the connection during the handshake of TLS")
 
-    def send(self, pieces: Views) -> None:
+    def send(self, pieces: Views, flags: int = 0) -> Views:
         """Encrypt and send all of ``pieces`` in order; one thread at a time."""
         self._plain.extend(pieces)
         while encrypted := self._encrypt():
-            super().send([encrypted])
+            super().send([encrypted], flags)
+        return ()
 
     def send_now(self, pieces: Views = ()) -> bool:
         """Encrypt and send what the kernel takes without a wait; see :meth:`Stream.send_now`."""

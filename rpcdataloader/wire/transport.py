@@ -112,28 +112,15 @@ class Stream:
             raise RPCTimeoutError(f"no answer from {self.name} in time")
         self._sock.settimeout(remaining)
 
-    def send(self, pieces: Views) -> None:
+    def send(self, pieces: Views, flags: int = 0) -> Views:
         """Send all of ``pieces`` in order, without joining or copying them.
 
-        Raises:
-            ConnectionLostError: The peer is gone.
-        """
-        self._send(pieces, 0)
-
-    def send_now(self, pieces: Views = ()) -> bool:
-        """Send what the kernel takes without a wait, of the rest of earlier calls and then of ``pieces``.
-
         Returns:
-            True if that is all; False if a rest is kept for the next call, to be made when the descriptor is writable.
+            Pieces that the kernel did not take, which under ``MSG_DONTWAIT`` may be some.
 
         Raises:
             ConnectionLostError: The peer is gone.
         """
-        self._rest = self._send([*self._rest, *pieces] if self._rest else pieces, socket.MSG_DONTWAIT)
-        return not self._rest
-
-    def _send(self, pieces: Views, flags: int) -> Views:
-        """Send ``pieces``; returns those that the kernel did not take, which under ``MSG_DONTWAIT`` may be some."""
         size = 0
         try:
             while pieces:
@@ -155,6 +142,18 @@ class Stream:
                 raise RPCTimeoutError(f"timed out sending to {self.name}") from exc
             raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
         return pieces
+
+    def send_now(self, pieces: Views = ()) -> bool:
+        """Send what the kernel takes without a wait, of the rest of earlier calls and then of ``pieces``.
+
+        Returns:
+            True if that is all; False if a rest is kept for the next call, to be made when the descriptor is writable.
+
+        Raises:
+            ConnectionLostError: The peer is gone.
+        """
+        self._rest = Stream.send(self, [*self._rest, *pieces] if self._rest else pieces, socket.MSG_DONTWAIT)
+        return not self._rest
 
     def send_descriptor(self, piece: bytes | memoryview, descriptor: int) -> None:
         """Send a small piece over a Unix socket, and a descriptor with its first byte (``SCM_RIGHTS``, unix(7)).
