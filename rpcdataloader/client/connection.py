@@ -211,7 +211,7 @@ class Connection:
 
     def is_cut_off(self) -> bool:
         """Whether the server's host has vanished; see :func:`~rpcdataloader.wire.transport.is_cut_off`."""
-        return self._channel is not None and self._channel.stream.is_cut_off()
+        return self._channel is not None and self._channel.transport.is_cut_off()
 
     @property
     def num_pending(self) -> int:
@@ -227,7 +227,7 @@ class Connection:
             self.error = error or ConnectionLostError(f"connection to {self.name} was closed by this process")
             channel = self._channel
         if channel is not None:
-            channel.stream.shutdown()
+            channel.transport.shutdown()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread of a closed connection, at most ``timeout`` seconds; not for the caller's own."""
@@ -245,9 +245,9 @@ class Connection:
             try:
                 self._serve(channel)
             finally:
-                channel.stream.shutdown()
+                channel.transport.shutdown()
                 with self._sending:
-                    channel.stream.close()
+                    channel.transport.close()
                 self._sender.wake(self)  # which may wait for room
             error = ConnectionLostError(f"{self.name} closed the connection")
         except RPCError as exc:
@@ -264,10 +264,10 @@ class Connection:
                 return
             self._channel = channel
         channel.allocate_with(self._allocate)
-        if channel.stream.is_local:
+        if channel.transport.is_local:
             self._borrower = Borrower()
             channel.borrow_with(self._borrow)
-        channel.stream.read_ahead()
+        channel.transport.read_ahead()
         self._sender.start()
         self._listener.ready()
         self._sender.wake(self)  # for earlier requests
@@ -295,7 +295,7 @@ class Connection:
 
     def _map(self, payload: Buffer, channel: Channel) -> None:
         """Take memory that the worker wants to share; it is told when this has succeeded."""
-        descriptor = channel.stream.take_descriptor()
+        descriptor = channel.transport.take_descriptor()
         if self._borrower is None or descriptor < 0:  # lost on the way: behind a forwarded socket, or at the limit
             return
         if self._borrower.map(int.from_bytes(payload, "little"), descriptor):
@@ -362,10 +362,10 @@ class Connection:
                         message.digest_of_blocks,
                     )
         except RPCError:
-            channel.stream.shutdown()  # the receiver sees the same error and reports it
+            channel.transport.shutdown()  # the receiver sees the same error and reports it
         except BaseException:
             logger.exception("sending to %s failed", self.name)
-            channel.stream.shutdown()
+            channel.transport.shutdown()
         return True
 
     def _next_message(self) -> Outgoing | None:

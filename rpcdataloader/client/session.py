@@ -295,7 +295,7 @@ class RemoteSession:
         if self.connection.is_cut_off():
             self.connection.close(ConnectionLostError(f"connection to {self.name} lost: its host no longer answers"))
         else:
-            self._settings.alarm.call_after(transport.LOOK_INTERVAL, self._look)
+            self._settings.alarm.call_after(transport.CUT_OFF_PERIOD, self._look)
 
     def received(self, message: Message) -> None:
         if message.type == MessageType.EXITED:

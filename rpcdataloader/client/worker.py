@@ -78,17 +78,17 @@ class BusyError(Exception):
 def read_welcome(channel: Channel, deadline: Deadline) -> Welcome:
     """Read the server's first message; closes the connection unless a welcome comes in time."""
     try:
-        channel.stream.limit(deadline)
+        channel.transport.limit(deadline)
         message = channel.recv()
         if message is None:
             raise ConnectionLostError(f"{channel.name} closed the connection instead of sending WELCOME")
         if message.type == MessageType.BUSY:
             raise BusyError(Busy.decode(message.payload).reason)
         welcome: Welcome = Welcome.decode(message.payload)
-        channel.stream.limit(Deadline(None))
+        channel.transport.limit(Deadline(None))
         return welcome
     except BaseException as exc:
-        channel.stream.close()
+        channel.transport.close()
         if isinstance(exc, RPCTimeoutError):
             raise ConnectError(f"{channel.name} accepted the connection, but sent no WELCOME in time") from exc
         raise

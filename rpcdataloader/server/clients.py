@@ -283,7 +283,7 @@ class Clients:
         for client in self:
             if not client.is_gone and transport.is_cut_off(client.sock):
                 client.disconnect()
-        self._loop.call_at(time.monotonic() + transport.LOOK_INTERVAL, self._look_for_vanished)
+        self._loop.call_at(time.monotonic() + transport.CUT_OFF_PERIOD, self._look_for_vanished)
 
     def disconnect(self) -> None:
         """End all sessions, as if their clients had gone."""

@@ -19,7 +19,7 @@ from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.host.resources import CpuUse
 from rpcdataloader.wire.channel import Outgoing
 from rpcdataloader.wire.messages import Stages
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.transport import Transport
 
 # Limit in bytes of received requests, and of unsent messages: little against the memory of a node with many workers,
 # and enough to keep a network busy.
@@ -122,8 +122,8 @@ def _cpu_seconds() -> float:
 class Meter:
     """Timing of those requests that ask for it, about 50 per second at most: one at a time, in the main thread."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._schedstat: int | None = None  # descriptor; -1 where the kernel does not tell
         self._idle = self._cpu = self._fetch_cpu = self._runqueue = self._encode = 0.0
         self._cpus = CpuUse()
@@ -150,7 +150,7 @@ class Meter:
         encode = time.perf_counter() - self._encode
         cpu, runqueue = _cpu_seconds() - self._cpu, self._read_runqueue() - self._runqueue
         cpus, busy_cpus = self._cpus.look(time.monotonic())
-        before, self._sending = self._sending, self._stream.sending_times()
+        before, self._sending = self._sending, self._transport.sending_times()
         sending, peer_limited = map(operator.sub, self._sending, before)
         stages = Stages(
             idle=self._idle,

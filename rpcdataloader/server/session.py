@@ -36,7 +36,7 @@ from rpcdataloader.server.events import Link, Origin, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output, stop_forwarding
 from rpcdataloader.server.processes import Life, Loop, Process, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, WorkerStacks
+from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, StackFile, WorkerStacks
 from rpcdataloader.server.status import serve_status
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, recv_preamble
@@ -49,7 +49,7 @@ from rpcdataloader.wire.messages import Exited, Log, StackRequest, Welcome, unpa
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.status import MAX_REPORT_BYTES, Report
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.transport import Transport
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -65,12 +65,12 @@ MAX_UNAUTHENTICATED = 256
 def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext, row: Row) -> None:
     """Serve a connection; ``row`` is that of the session to come."""
     name_process("rpcdl-gate")
-    stream = Stream(sock, peer)
+    transport = Transport(sock, peer)
     try:
-        preamble = recv_preamble(stream)
+        preamble = recv_preamble(transport)
         if preamble is None:
             return
-        channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
+        channel = accept_channel(transport, preamble, context.credentials, local_identity("server"), context.tls)
     except ConnectionLostError as exc:
         logger.debug("%s", exc)
     except RPCError as exc:
@@ -81,7 +81,7 @@ def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext,
         else:
             run_session(channel, node, context, row)
         return
-    stream.linger()
+    transport.linger()
 
 
 def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) -> None:
@@ -174,7 +174,7 @@ class Session:
         self._loop.watch(self._node.fileno(), self._on_node)
         while self._life is not Life.ENDED:
             is_asked = any(worker.stacks.is_asked for worker in self._workers.values())
-            self._loop.wait(STACK_LOOK_INTERVAL if is_asked else None)
+            self._loop.wait(STACK_LOOK_PERIOD if is_asked else None)
             for worker in self._workers.values():
                 worker.stacks.finish()
             self._flush_logs()
@@ -204,7 +204,7 @@ class Session:
     def _on_control(self) -> None:
         self._receive()
         # Over TLS, later messages of the same record would not wake this loop.
-        while self._life is not Life.ENDED and self._channel.stream.has_unread:
+        while self._life is not Life.ENDED and self._channel.transport.has_unread:
             self._receive()
 
     def _receive(self) -> None:
@@ -320,7 +320,7 @@ class Session:
     def _finish_drain(self) -> None:
         if self._life is Life.DRAINING and not self._workers:
             self._life = Life.ENDED
-            self._channel.stream.linger()
+            self._channel.transport.linger()
 
     # --- workers
 
@@ -345,9 +345,9 @@ class Session:
 
                 def run(link: Link) -> None:
                     self._forget_in_child()
-                    stream = Stream(sock, event.peer)
+                    transport = Transport(sock, event.peer)
                     run_worker_process(
-                        stream,
+                        transport,
                         descriptors[1:],
                         self._node,
                         link,
@@ -392,7 +392,7 @@ class Session:
     def _forget_in_child(self) -> None:
         """Close the session's descriptors in a forked worker, but for the link to the node server."""
         stop_forwarding()
-        self._channel.stream.close()
+        self._channel.transport.close()
         for file in self._stack_files:
             file.close()
         for worker in self._workers.values():

@@ -40,7 +40,7 @@ LOCK_TIMEOUT = 0.5
 MIN_ATTEMPTS = 10
 
 # Seconds between two looks whether a worker is done, as it may never tell.
-STACK_LOOK_INTERVAL = 0.005
+STACK_LOOK_PERIOD = 0.005
 
 # Marks around the stacks that the watcher writes; faulthandler writes ASCII.
 _BEGIN, _END = b"\xfe", b"\xff"

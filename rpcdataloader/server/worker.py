@@ -41,17 +41,17 @@ from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, pack_h
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.transport import Transport
 
 logger = logging.getLogger("rpcdataloader.worker")
 
 # Nanoseconds between two looks for new requests and cancellations while requests are at hand: a look is a system call,
 # a good part of a task of a hundred microseconds.
-LOOK_INTERVAL = 1_000_000
+LOOK_PERIOD_NS = 1_000_000
 
 
 def run_worker_process(
-    stream: Stream,
+    transport: Transport,
     output: Sequence[int],
     node: Link,
     session: Link,
@@ -70,20 +70,22 @@ def run_worker_process(
         # The kernel ends this process if it takes longer: the session may be busy.
         with ended_after(handshake_timeout):
             try:
-                preamble = recv_preamble(stream)
+                preamble = recv_preamble(transport)
                 if preamble is None:
                     return
-                channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
+                channel = accept_channel(
+                    transport, preamble, context.credentials, local_identity("server"), context.tls
+                )
             except RPCError as exc:
                 if not isinstance(exc, ConnectionLostError):
                     node.send(context.refusal(connection.peer, exc))
                     # It has had its word in the log, however long it stays.
                     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
-                    stream.linger()
+                    transport.linger()
                 return
         if connection.refusal is not None:
             channel.send(MessageType.BUSY, payload=Busy(connection.refusal).encode())
-            channel.stream.finish()
+            channel.transport.finish()
             return
         number = connection.worker
         redirect_output(*output)
@@ -96,7 +98,7 @@ def run_worker_process(
         # The pass was over before its last worker had started.
         return
     keep_whereabouts(row.batch, row.sample)
-    channel.stream.count_in(row.traffic)
+    channel.transport.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row, stacks).run()
 
 
@@ -123,7 +125,7 @@ class Worker:
         self._handles = HandleTable()
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
-        channel.stream.read_ahead()
+        channel.transport.read_ahead()
         # Of the main thread, as all that follows but the outbox: received requests that are not begun, in order, each
         # with its size; the number of calls among them, and their size together.
         self._inbox: collections.deque[tuple[Message, int]] = collections.deque()
@@ -134,7 +136,7 @@ class Worker:
         self._next_look = 0
         self._idle = 0  # measured wait for the first request of the inbox, in nanoseconds
         self._next_idle = 0
-        self._meter = Meter(channel.stream)
+        self._meter = Meter(channel.transport)
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
         self._outbox = Outbox(self._send)
@@ -145,7 +147,7 @@ class Worker:
         self._poll.register(self._drain_read, select.POLLIN)
         self._broken: RPCError | None = None  # error of a look
         self._lender: Lender | None = None
-        if channel.stream.is_local:
+        if channel.transport.is_local:
             self._lender = Lender(self._announce, self._look)
             share_batches(self._lender)
 
@@ -175,7 +177,7 @@ class Worker:
             self._outbox.put(Outgoing(MessageType.GOAWAY, payload=goaway.encode()))
             self._outbox.join()
             # Closing with unread input would reset the connection and lose replies that the client has not read yet.
-            self._channel.stream.finish()
+            self._channel.transport.finish()
             while self._channel.recv() is not None:
                 pass
         except ConnectionLostError:
@@ -193,11 +195,11 @@ class Worker:
         """Receive what has arrived; wait only while there is nothing to do."""
         if self._broken is not None:
             raise self._broken
-        stream = self._channel.stream
+        transport = self._channel.transport
         now = time.monotonic_ns()
         if self._inbox and (now < self._next_look or self._is_full()):
             return
-        self._next_look = now + LOOK_INTERVAL
+        self._next_look = now + LOOK_PERIOD_NS
         if not self._inbox:
             self._row.since[0], self._row.running[0], self._row.unanswered[0] = now, 0, 0
         # Nothing that was read ahead is left: each round reads all of it.
@@ -206,7 +208,7 @@ class Worker:
             self._begin_drain(Life.DRAINING)
         elif ready:
             self._take()
-            while stream.has_unread:
+            while transport.has_unread:
                 self._take()
 
     def _is_full(self) -> bool:
@@ -225,7 +227,7 @@ class Worker:
             if looks:
                 self._idle = time.monotonic_ns() - now
         if looks:
-            self._next_idle = now + LOOK_INTERVAL
+            self._next_idle = now + LOOK_PERIOD_NS
         return ready
 
     def _begin_drain(self, life: Life) -> None:
@@ -237,8 +239,8 @@ class Worker:
 
     def _take_all(self) -> None:
         """Receive what has arrived."""
-        stream = self._channel.stream
-        while not self._is_full() and (stream.has_unread or stream.has_input()):
+        transport = self._channel.transport
+        while not self._is_full() and (transport.has_unread or transport.has_input()):
             self._take()
 
     def _look(self) -> None:

@@ -245,8 +245,8 @@ class Nodes:
         identity = local_identity("client")
         try:
             channel = open_channel(address, client_credentials(address), identity, STATUS_ID, deadline, tls=tls)
-            with contextlib.closing(channel.stream):
-                channel.stream.limit(deadline)
+            with contextlib.closing(channel.transport):
+                channel.transport.limit(deadline)
                 channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())
                 message = channel.recv()
             if message is None:

@@ -49,8 +49,8 @@ from rpcdataloader.wire.handshake import (
     Preamble,
     TlsError,
 )
-from rpcdataloader.wire.tls import VARIABLES, TlsCredentials, TlsFiles, TlsStream
-from rpcdataloader.wire.transport import Deadline, Stream, without_start
+from rpcdataloader.wire.tls import VARIABLES, TlsCredentials, TlsFiles, TlsTransport
+from rpcdataloader.wire.transport import Deadline, Transport, without_start
 
 MAX_SENT_NOW_BYTES = 4096
 
@@ -79,8 +79,8 @@ class Receiver:
         deadline: Bounds each receive call; None for no limit.
     """
 
-    def __init__(self, stream: Stream, decoder: Decoder, deadline: Deadline | None = None) -> None:
-        self._stream = stream
+    def __init__(self, transport: Transport, decoder: Decoder, deadline: Deadline | None = None) -> None:
+        self._transport = transport
         self._decoder = decoder
         self._deadline = deadline
         self._arrival: Arrival | None = None  # of the present message
@@ -96,25 +96,25 @@ class Receiver:
         try:
             message = self._decoder.read(self._fill)
         except EOFError:
-            raise ConnectionLostError(f"connection to {self._stream.name} lost in the middle of a message") from None
+            raise ConnectionLostError(f"connection to {self._transport.name} lost in the middle of a message") from None
         if message is not None:
             message.arrival = self._arrival
         return message
 
     def _fill(self, views: list[memoryview], is_first: bool) -> int:
-        stream = self._stream
+        transport = self._transport
         filled, missing = 0, sum(map(len, views))
         while True:
             if self._deadline is not None:
                 # For each receive anew: a peer that sends a byte now and then must not hold this side without limit.
-                stream.limit(self._deadline)
-            if not is_first and not stream.unread:
+                transport.limit(self._deadline)
+            if not is_first and not transport.unread:
                 # Nothing is read ahead, so that this takes another receive call.
                 if self._arrival is None:
                     self._arrival = Arrival(time.monotonic(), time.thread_time(), True)
-                if self._arrival.was_here and stream.count_waiting() < missing:
+                if self._arrival.was_here and transport.count_waiting() < missing:
                     self._arrival = self._arrival._replace(was_here=False)
-            size = stream.recv_into(views)
+            size = transport.recv_into(views)
             filled += size
             missing -= size
             if not size or not missing:
@@ -131,19 +131,19 @@ class Channel:
         recv: :meth:`Receiver.receive`.
     """
 
-    def __init__(self, stream: Stream, established: Established, name: str) -> None:
+    def __init__(self, transport: Transport, established: Established, name: str) -> None:
         self.name = name
         self.peer = established.peer
         self.differences = established.differences
-        self.stream = stream
+        self.transport = transport
         self._sealer = established.send
         self._send_lock = threading.Lock()
         self._decoder = Decoder(heap_blocks, established.receive)
-        self.recv = Receiver(stream, self._decoder).receive
+        self.recv = Receiver(transport, self._decoder).receive
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
-        return self.stream.fileno()
+        return self.transport.fileno()
 
     def allocate_with(self, allocate: Allocate) -> None:
         """Let ``allocate`` choose the memory for received blocks."""
@@ -151,7 +151,7 @@ class Channel:
 
     def borrow_with(self, borrow: Callable[[int, SharedBlock], Any]) -> None:
         """Accept descriptors, and blocks in shared memory, which ``borrow`` finds."""
-        self.stream.take_descriptors()
+        self.transport.take_descriptors()
         self._decoder.borrow = borrow
 
     @property
@@ -169,13 +169,13 @@ class Channel:
     ) -> None:
         """Seal and send one message; blocks until the kernel has taken all of it."""
         with self._send_lock:
-            self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
+            self.transport.send(encode(self._sealer, type, request_id, payload, buffers, flags))
 
     def send_descriptor(self, type: MessageType, payload: bytes, descriptor: int) -> None:
         """Seal and send one small message with a descriptor, over a Unix socket."""
         with self._send_lock:
             (message,) = encode(self._sealer, type, payload=payload)
-            self.stream.send_descriptor(message, descriptor)
+            self.transport.send_descriptor(message, descriptor)
 
     def send_now(
         self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[memoryview], flags: int = 0
@@ -191,11 +191,11 @@ class Channel:
         if size_bytes > MAX_SENT_NOW_BYTES or not self._send_lock.acquire(blocking=False):
             return False
         try:
-            self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
+            self.transport.send(encode(self._sealer, type, request_id, payload, buffers, flags))
             return True
         except BaseException:
             # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
-            self.stream.shutdown()
+            self.transport.shutdown()
             raise
         finally:
             self._send_lock.release()
@@ -214,17 +214,17 @@ class Channel:
         Otherwise :meth:`go_on` sends the rest, before another message begins. For a single thread at a time.
         """
         try:
-            return self.stream.send_now(
+            return self.transport.send_now(
                 encode(self._sealer, type, request_id, payload, buffers, flags, digest_of_blocks)
             )
         except BaseException:
             # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
-            self.stream.shutdown()
+            self.transport.shutdown()
             raise
 
     def go_on(self) -> bool:
         """Send what the kernel takes of the rest of a message; True if that is all."""
-        return self.stream.send_now()
+        return self.transport.send_now()
 
 
 def open_channel(
@@ -251,21 +251,21 @@ def open_channel(
         AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
     """
-    stream = connect(address, deadline, retry=retry, label=label)
+    transport = connect(address, deadline, retry=retry, label=label)
     try:
         if credentials.insecure:
-            stream.require_same_user()
+            transport.require_same_user()
         handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))
         if tls is not None:
-            stream.limit(deadline)
-            stream.send([handshake.preamble_to_send()])
-            stream = secure = TlsStream(stream, tls, address.host)
+            transport.limit(deadline)
+            transport.send([handshake.preamble_to_send()])
+            transport = secure = TlsTransport(transport, tls, address.host)
             secure.shake_hands(deadline)
-        established = _shake_hands(stream, handshake, deadline)
-        stream.limit(Deadline(None))
-        return Channel(stream, established, str(address))
+        established = _shake_hands(transport, handshake, deadline)
+        transport.limit(Deadline(None))
+        return Channel(transport, established, str(address))
     except BaseException as exc:
-        stream.close()
+        transport.close()
         match exc:
             case RPCTimeoutError():
                 raise ConnectError(
@@ -285,23 +285,23 @@ def open_channel(
         raise
 
 
-def recv_preamble(stream: Stream) -> Preamble | None:
+def recv_preamble(transport: Transport) -> Preamble | None:
     """Read the clear preamble of a new connection; None if the client closed it without a byte.
 
     Raises:
         RemoteProtocolError: The peer speaks another protocol.
     """
     buffer = bytearray(PREAMBLE_SIZE)
-    size = stream.recv_into([memoryview(buffer)])
+    size = transport.recv_into([memoryview(buffer)])
     if size == 0:
         return None
     if size < PREAMBLE_SIZE:
-        raise RemoteProtocolError(f"{stream.name} closed after {size} bytes of a preamble")
+        raise RemoteProtocolError(f"{transport.name} closed after {size} bytes of a preamble")
     return Preamble.decode(bytes(buffer))
 
 
 def accept_channel(
-    stream: Stream, preamble: Preamble, credentials: Credentials, identity: Identity, tls: TlsFiles | None = None
+    transport: Transport, preamble: Preamble, credentials: Credentials, identity: Identity, tls: TlsFiles | None = None
 ) -> Channel:
     """Authenticate a client whose preamble was read. The process that forked this one limits its time.
 
@@ -313,17 +313,17 @@ def accept_channel(
         RemoteProtocolError: The client broke the protocol, or has another version.
     """
     if credentials.insecure:
-        stream.require_same_user()
+        transport.require_same_user()
     handshake = Handshake(credentials.secret, identity, preamble)
     if tls is not None or preamble.tls:
-        stream = _accept_tls(stream, handshake, preamble, tls)
-    established = _shake_hands(stream, handshake, Deadline(None))
+        transport = _accept_tls(transport, handshake, preamble, tls)
+    established = _shake_hands(transport, handshake, Deadline(None))
     peer = established.peer
-    stream.name = f"client {peer.host}:{peer.pid}" + ("" if peer.rank is None else f" rank {peer.rank}")
-    return Channel(stream, established, stream.name)
+    transport.name = f"client {peer.host}:{peer.pid}" + ("" if peer.rank is None else f" rank {peer.rank}")
+    return Channel(transport, established, transport.name)
 
 
-def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsStream:
+def _accept_tls(transport: Transport, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsTransport:
     told: TlsError | None = None
     try:
         if files is None:
@@ -340,40 +340,40 @@ def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files:
         credentials = files.load("server")
     except TlsError as exc:
         handshake.refuse(told or exc)
-        _send_farewell(stream, handshake.data_to_send())
+        _send_farewell(transport, handshake.data_to_send())
         raise
-    secure = TlsStream(stream, credentials)
+    secure = TlsTransport(transport, credentials)
     secure.shake_hands(Deadline(None))
     return secure
 
 
-def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> Established:
-    receiver = Receiver(stream, Decoder(heap_blocks, None, HANDSHAKE_LIMITS), deadline)
+def _shake_hands(transport: Transport, handshake: Handshake, deadline: Deadline) -> Established:
+    receiver = Receiver(transport, Decoder(heap_blocks, None, HANDSHAKE_LIMITS), deadline)
     while True:
-        stream.limit(deadline)
+        transport.limit(deadline)
         if data := handshake.data_to_send():
-            stream.send([data])
+            transport.send([data])
         if handshake.established is not None:
             return handshake.established
         try:
             message = receiver.receive()
             if message is None:
                 raise ConnectionLostError(
-                    f"{stream.name} closed the connection during the handshake "
+                    f"{transport.name} closed the connection during the handshake "
                     f"(is it a {handshake.peer_role} of this package?)"
                 )
             handshake.receive(message)
         except RPCError:
             # Tell the other side why, if possible; the first error is raised.
             if data := handshake.data_to_send():
-                _send_farewell(stream, data)
+                _send_farewell(transport, data)
             raise
 
 
-def _send_farewell(stream: Stream, data: bytes) -> None:
+def _send_farewell(transport: Transport, data: bytes) -> None:
     with contextlib.suppress(RPCError):
-        stream.send([data])
-        stream.finish()
+        transport.send([data])
+        transport.finish()
 
 
 # Slurm's are numbers. A longer one must not make a HELLO too long to send.

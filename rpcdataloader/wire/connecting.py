@@ -14,7 +14,7 @@ from typing import Any
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.transport import Deadline, Stream, shut_down, tune
+from rpcdataloader.wire.transport import Deadline, Transport, shut_down, tune
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -38,7 +38,7 @@ _NOT_YET = {
 
 def connect(
     address: Address, deadline: Deadline, *, retry: bool = False, label: Callable[[], str | None] = str
-) -> Stream:
+) -> Transport:
     """Connect to ``address``.
 
     Args:
@@ -71,15 +71,15 @@ def connect(
         pause = min(2 * pause, 1.0)
 
 
-def _connect_once(address: Address, deadline: Deadline) -> Stream:
+def _connect_once(address: Address, deadline: Deadline) -> Transport:
     if address.is_unix:
         with short_path(address.path) as path:
-            return Stream(_connect_socket(socket.AF_UNIX, path, deadline, 1), str(address))
+            return Transport(_connect_socket(socket.AF_UNIX, path, deadline, 1), str(address))
     infos = look_up(address.host, address.port)
     while True:
         family, _type, _proto, _name, sockaddr = infos.pop(0)
         try:
-            return Stream(_connect_socket(family, sockaddr, deadline, 1 + len(infos)), str(address))
+            return Transport(_connect_socket(family, sockaddr, deadline, 1 + len(infos)), str(address))
         except OSError:
             if not infos:
                 raise

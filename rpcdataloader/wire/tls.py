@@ -1,4 +1,4 @@
-"""TLS: the files of both sides, and a stream with the seam of :class:`~rpcdataloader.wire.transport.Stream`.
+"""TLS: the files of both sides, and a transport with the seam of :class:`~rpcdataloader.wire.transport.Transport`.
 
 Each side shows a certificate, and checks the other's against a CA. Unusable files are refused before a socket exists,
 and so is a key that other users can read. Errors have OpenSSL's words, and name the files.
@@ -24,7 +24,7 @@ from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCEr
 from rpcdataloader.host.trust import UnsafeFileError, read_safely
 from rpcdataloader.wire.frames import as_bytes
 from rpcdataloader.wire.handshake import TlsError
-from rpcdataloader.wire.transport import Deadline, Stream, Views
+from rpcdataloader.wire.transport import Deadline, Transport, Views
 
 # The unit of one system call and of one hold of the lock: some 50 us of encryption.
 CHUNK_BYTES = 128 * 1024
@@ -144,21 +144,21 @@ def reason_of(exc: OSError) -> str:
     return reason.lower().replace("_", " ") if reason else exc.strerror or str(exc)
 
 
-class TlsStream(Stream):
-    """A stream over TLS, which takes over the socket of ``stream``. :meth:`shake_hands` comes first.
+class TlsTransport(Transport):
+    """A transport over TLS, which takes over the socket of ``transport``. :meth:`shake_hands` comes first.
 
-    As with a plain stream, one thread sends while another receives, and the end is a plain one, too: TLS's own notice
-    (close_notify) is not sent, because OpenSSL would drop data still to be received, and is not needed, because
+    As with a plain transport, one thread sends while another receives, and the end is a plain one, too. TLS's own
+    notice (close_notify) is not sent, because OpenSSL would drop data still to be received, and is not needed, because
     messages have lengths, and a drain ends with one that says so.
 
     Args:
-        stream: Connected stream without any TLS traffic yet.
+        transport: Connected transport without any TLS traffic yet.
         credentials: This side's credentials, loaded for its role.
         host: Name or address that the server's certificate must be for; None on the server's side.
     """
 
-    def __init__(self, stream: Stream, credentials: TlsCredentials, host: str | None = None) -> None:
-        super().__init__(stream._sock, stream.name, stream._traffic)
+    def __init__(self, transport: Transport, credentials: TlsCredentials, host: str | None = None) -> None:
+        super().__init__(transport._sock, transport.name, transport._traffic)
         self._files = credentials.files
         self._host = host
         self._deadline = Deadline(None)
@@ -217,7 +217,7 @@ class TlsStream(Stream):
         return ()
 
     def send_now(self, pieces: Views = ()) -> bool:
-        """Encrypt and send what the kernel takes without a wait; see :meth:`Stream.send_now`."""
+        """Encrypt and send what the kernel takes without a wait; see :meth:`Transport.send_now`."""
         self._plain.extend(pieces)
         encrypted = b""
         while super().send_now([encrypted] if encrypted else ()):

@@ -52,7 +52,7 @@ KEEPALIVE_PROBES = 3
 _DESCRIPTOR = struct.Struct("i")
 
 # Seconds between two looks at a connection that may be cut off while keep-alive is suspended; see is_cut_off.
-LOOK_INTERVAL = 2.0
+CUT_OFF_PERIOD = 2.0
 
 # Fields of struct tcp_info (linux/tcp.h): tcpi_retransmits and tcpi_probes, tcpi_last_data_recv, tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB48xII")
@@ -61,7 +61,7 @@ _TCP_INFO = struct.Struct("=2xBB48xII")
 _TCP_TIMES = struct.Struct("=168xQQ")
 
 
-class Stream:
+class Transport:
     """A connected stream socket: gathered sends and exact receives.
 
     One thread may send while another receives. The socket is blocking, because ``settimeout`` defeats
@@ -94,7 +94,7 @@ class Stream:
         self._readable.register(sock, select.POLLIN)
         # Also makes an accepted socket blocking that inherited non-blocking mode.
         sock.settimeout(None)
-        _streams.add(self)
+        _transports.add(self)
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -152,7 +152,7 @@ class Stream:
         Raises:
             ConnectionLostError: The peer is gone.
         """
-        self._rest = Stream.send(self, [*self._rest, *pieces] if self._rest else pieces, socket.MSG_DONTWAIT)
+        self._rest = Transport.send(self, [*self._rest, *pieces] if self._rest else pieces, socket.MSG_DONTWAIT)
         return not self._rest
 
     def send_descriptor(self, piece: bytes | memoryview, descriptor: int) -> None:
@@ -355,12 +355,12 @@ def _is_limit(exc: OSError) -> bool:
 
 
 # A fork by user code (multiprocessing, on either side) must not keep a connection open when this process ends.
-_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for stream in list(_streams):
-        stream.close()
+    for transport in list(_transports):
+        transport.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -395,7 +395,7 @@ def is_cut_off(sock: socket.socket) -> bool:
     """Whether the peer's host leaves data unanswered for as long as keep-alive would wait.
 
     The kernel sends no keep-alive probes while data is unacknowledged: it retransmits the data, and gives up after a
-    quarter of an hour. So callers look every :data:`LOOK_INTERVAL`. This counts retransmissions without answer, and so,
+    quarter of an hour. So callers look every :data:`CUT_OFF_PERIOD`. This counts retransmissions without answer, and,
     unlike ``TCP_USER_TIMEOUT``, spares a host whose process is stopped: that still answers.
 
     False for a Unix socket, and for a closed one.

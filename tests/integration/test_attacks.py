@@ -310,11 +310,11 @@ def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_serv
     types = [MessageType.CALL] + [MessageType.BUILD] * (where == "control")
     with contextlib.ExitStack() as stack:
         control, welcome = open_as_client(server)
-        stack.callback(control.stream.close)
+        stack.callback(control.transport.close)
         channel = control
         if where == "worker":
             channel, _welcome = open_as_client(server, bytes.fromhex(welcome.session))
-            stack.callback(channel.stream.close)
+            stack.callback(channel.transport.close)
         channel.send(MessageType.RELEASE, payload=pack_handles([0, 1, 2**64 - 1]))
         channel.send(MessageType.CANCEL, 2**64 - 1)
         for number, (type, payload) in enumerate(itertools.product(types, UNREADABLE)):
@@ -346,14 +346,14 @@ def receive_all_but_logs(channel):
 )
 def test_message_that_breaks_the_protocol_ends_its_connection_in_words(server, where, type, payload, reason):
     control, welcome = open_as_client(server)
-    with contextlib.closing(control.stream):
+    with contextlib.closing(control.transport):
         if where == "control":
             control.send(type, payload=payload)
             assert [message.type for message in iter(control.recv, None)] == [MessageType.LOG]
             wait_until(lambda: re.search(f"the session ends: .*{reason}", server.log))
         else:
             channel, _welcome = open_as_client(server, bytes.fromhex(welcome.session))
-            with contextlib.closing(channel.stream):
+            with contextlib.closing(channel.transport):
                 channel.send(type, payload=payload)
                 assert receive_all_but_logs(channel) is None
             exited = Exited.decode(control.recv().payload)
@@ -367,17 +367,17 @@ def test_nonsense_of_a_client_harms_nobody_else(server, where, messages, cut):
     """Of any type, known or not, and of any content; broken off in the middle of a message, or not."""
     with contextlib.ExitStack() as stack:
         control, welcome = open_as_client(server)
-        stack.callback(control.stream.close)
+        stack.callback(control.transport.close)
         channel = control
         if where == "worker":
             channel, _welcome = open_as_client(server, bytes.fromhex(welcome.session))
-            stack.callback(channel.stream.close)
+            stack.callback(channel.transport.close)
         with contextlib.suppress(RPCError):
             for type, flags, request_id, payload, blocks in messages:
                 channel.send(type, request_id, payload, blocks, flags)
             if cut:
-                channel.stream.send([b"".join(encode(None, MessageType.CALL, 1, bytes(1000)))[:500]])
-        channel.stream.finish()
+                channel.transport.send([b"".join(encode(None, MessageType.CALL, 1, bytes(1000)))[:500]])
+        channel.transport.finish()
         # It ends, one way or another, and answers requests with errors until then.
         with contextlib.suppress(RPCError):
             while (answer := channel.recv()) is not None:

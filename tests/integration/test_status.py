@@ -833,7 +833,7 @@ def test_status_connection_runs_nothing(serve, tmp_path, kind):
     channel = open_channel(
         Address.parse(server.address), load_credentials(), local_identity("client"), STATUS_ID, Deadline(PROMPTLY)
     )
-    with contextlib.closing(channel.stream):
+    with contextlib.closing(channel.transport):
         if kind == "call":
             marker = tmp_path / "was here"
             payload = dumps(tuple(Call(marker.touch, (), {}))).payload
@@ -842,7 +842,7 @@ def test_status_connection_runs_nothing(serve, tmp_path, kind):
             channel.send(MessageType.STATS, 1, b"nonsense")
         else:
             channel.send(MessageType.CALL, 1, b"{}")
-        channel.stream.limit(Deadline(PROMPTLY))
+        channel.transport.limit(Deadline(PROMPTLY))
         with contextlib.suppress(ConnectionLostError):
             assert channel.recv() is None
     wait_until(lambda: "the status connection of client" in server.log)

@@ -55,12 +55,14 @@ class Pace:
             [
                 "from rpcdataloader.wire import transport",
                 f"transport.KEEPALIVE_IDLE, transport.KEEPALIVE_INTERVAL = {self.idle}, {self.interval}",
-                f"transport.KEEPALIVE_PROBES, transport.LOOK_INTERVAL = {self.probes}, {self.look}",
+                f"transport.KEEPALIVE_PROBES, transport.CUT_OFF_PERIOD = {self.probes}, {self.look}",
             ]
         )
 
 
-REAL = Pace(transport.KEEPALIVE_IDLE, transport.KEEPALIVE_INTERVAL, transport.KEEPALIVE_PROBES, transport.LOOK_INTERVAL)
+REAL = Pace(
+    transport.KEEPALIVE_IDLE, transport.KEEPALIVE_INTERVAL, transport.KEEPALIVE_PROBES, transport.CUT_OFF_PERIOD
+)
 FAST = Pace(1, 1, 2, 0.2)
 
 # Seconds that a machine with a dozen nodes on it may take beyond that.
@@ -72,7 +74,7 @@ def pace(request, monkeypatch):
     monkeypatch.setattr(transport, "KEEPALIVE_IDLE", request.param.idle)
     monkeypatch.setattr(transport, "KEEPALIVE_INTERVAL", request.param.interval)
     monkeypatch.setattr(transport, "KEEPALIVE_PROBES", request.param.probes)
-    monkeypatch.setattr(transport, "LOOK_INTERVAL", request.param.look)
+    monkeypatch.setattr(transport, "CUT_OFF_PERIOD", request.param.look)
     return request.param
 
 

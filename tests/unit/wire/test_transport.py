@@ -23,7 +23,7 @@ from rpcdataloader.server.listening import accept, listen_tcp, listen_unix
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.connecting import connect
-from rpcdataloader.wire.transport import Deadline, Stream
+from rpcdataloader.wire.transport import Deadline, Transport
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 @pytest.fixture
 def pair():
-    """Two streams joined to each other."""
+    """Two transports joined to each other."""
     ours, theirs = (
-        Stream(sock, name) for sock, name in zip(socket.socketpair(), ("node07:6543", "client"), strict=True)
+        Transport(sock, name) for sock, name in zip(socket.socketpair(), ("node07:6543", "client"), strict=True)
     )
     yield ours, theirs
     ours.close()
@@ -47,18 +47,18 @@ def tcp_pair():
     with listen_tcp("127.0.0.1", [0]) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs = listener.accept()[0]
-    streams = Stream(ours, "node07:6543"), Stream(theirs, "client")
-    yield streams
-    for stream in streams:
-        stream.close()
+    transports = Transport(ours, "node07:6543"), Transport(theirs, "client")
+    yield transports
+    for each in transports:
+        each.close()
 
 
-def read(stream, size):
+def read(transport, size):
     """Exactly ``size`` bytes, or what comes before the end of file."""
     data = bytearray(size)
     view = memoryview(data)
     filled = 0
-    while filled < size and (count := stream.recv_into([view[filled:]])):
+    while filled < size and (count := transport.recv_into([view[filled:]])):
         filled += count
     return bytes(data[:filled])
 
@@ -108,8 +108,8 @@ def test_large_blocks_over_tcp_arrive_whole_with_nothing_after_them(tcp_pair, si
     assert read(theirs, 1) == b"x"
 
 
-def low_water(stream):
-    return stream._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+def low_water(transport):
+    return transport._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
 
 
 def test_receiver_of_a_large_block_sleeps_until_much_has_come(tcp_pair):
@@ -271,10 +271,10 @@ def test_connection_of_a_port_to_itself_is_nobody(monkeypatch):
 
 def test_tcp_options():
     with listen_tcp("127.0.0.1", [0]) as listener:
-        stream = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
+        transport = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
         sock, source, _name = accept(listener)
     assert source == "127.0.0.1"
-    for end in (stream._sock, sock):
+    for end in (transport._sock, sock):
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
@@ -284,5 +284,5 @@ def test_tcp_options():
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         if sys.platform == "linux":
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * transport.SAME_HOST_SEND_BYTES
-    stream.close()
+    transport.close()
     sock.close()
