@@ -201,7 +201,10 @@ def loads(
         Exception: ``persistent_load`` failed.
     """
     try:
-        tensors, num_tensor_blocks = _load_tensors(memoryview(payload), blocks, allocator, movable)
+        tensors: Sequence[torch.Tensor] = ()
+        num_tensor_blocks = 0
+        if payload[-len(NO_TENSORS) :] != NO_TENSORS:
+            tensors, num_tensor_blocks = _load_tensors(memoryview(payload), blocks, allocator, movable)
         buffers = [block.view for block in blocks[: len(blocks) - num_tensor_blocks]] if blocks else None
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
         unpickler.tensors, unpickler.adopt_main, unpickler.resolve = tensors, adopt_main, persistent_load
@@ -230,8 +233,6 @@ def _load_tensors(
     """The tensors of a message, and the number of its blocks that they take: the last ones."""
     index_end = len(payload) - _LENGTHS.size
     inline_bytes, index_bytes = _LENGTHS.unpack_from(payload, index_end)
-    if not index_bytes:
-        return (), 0
     index_start = index_end - index_bytes
     index = Index(*pickle.loads(payload[index_start:index_end]))
     inline = payload[index_start - inline_bytes : index_start]
