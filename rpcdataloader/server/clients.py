@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import Row
-from rpcdataloader.server.events import Event, Link, Origin
+from rpcdataloader.server.events import Event, Link
 from rpcdataloader.server.logs import Forwarding, LimitedLog, OutputReader
 from rpcdataloader.server.processes import Loop, Process
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire import transport
+from rpcdataloader.wire.handshake import Identity
 from rpcdataloader.wire.messages import escaped
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -57,7 +58,7 @@ class Client:
     sock: socket.socket  # its control connection, kept to see it leave while the session is busy
     id: str  # of the session
     name: str
-    origin: Origin
+    identity: Identity
     folder: str
     row: Row  # of the session
     started: int  # time at which it came, in nanoseconds
@@ -140,13 +141,13 @@ class Clients:
             sock=sock,
             id=begun.id,
             name=escaped(begun.name),
-            origin=begun.origin,
+            identity=begun.client,
             folder=self._folders.name(),
             row=row,
             started=time.monotonic_ns(),
         )
         row.since[0] = client.started
-        job = f" of job {escaped(begun.origin.job)}" if begun.origin.job else ""
+        job = f" of job {escaped(begun.client.job)}" if begun.client.job else ""
         logger.info("%s%s has come from %s", client.name, job, peer)
         self._by_id[client.id] = client
         self._add_output(client, output, "session")

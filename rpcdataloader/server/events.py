@@ -20,20 +20,6 @@ from rpcdataloader.wire.handshake import Identity
 from rpcdataloader.wire.messages import from_json, read_json
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A client, in its own words."""
-
-    client: str  # host and process id, ``"gpu01:2304"``
-    rank: int | None  # rank in a distributed job; None outside of one
-    job: str  # Slurm job; empty outside of one
-
-    @classmethod
-    def of(cls, identity: Identity) -> Origin:
-        """The origin of an authenticated peer."""
-        return cls(f"{identity.host}:{identity.pid}", identity.rank, identity.job)
-
-
 @dataclass(frozen=True)
 class Event:
     """A message from one process to another."""
@@ -57,7 +43,7 @@ class SessionBegun(Event):
 
     id: str
     name: str
-    origin: Origin
+    client: Identity
 
 
 @dataclass(frozen=True)

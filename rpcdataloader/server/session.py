@@ -32,7 +32,7 @@ from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
-from rpcdataloader.server.events import Link, Origin, fork_linked
+from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output, stop_forwarding
 from rpcdataloader.server.processes import Life, Loop, Process, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
@@ -94,7 +94,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     session_id = os.urandom(16)
     output, theirs = os.pipe()
     redirect_output(theirs)
-    node.send(events.SessionBegun(session_id.hex(), channel.name, Origin.of(channel.peer)), [output])
+    node.send(events.SessionBegun(session_id.hex(), channel.name, channel.peer), [output])
     os.close(output)
     # The node server knows the session before the client does, so that no worker connection comes too early.
     received = node.recv()

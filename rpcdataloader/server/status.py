@@ -66,14 +66,13 @@ def describe_node(clients: Clients, context: ServerContext, started: int, refuse
 
 
 def _describe_client(client: Client, now: int) -> ClientStatus:
-    host, _, pid = client.origin.client.rpartition(":")
     rows = [worker.row for worker in client.workers.values()]
     failed, error = max([(client.failed, client.error), *((row.failed[0], row.error) for row in rows)])
     return ClientStatus(
-        host=host,
-        pid=int(pid) if pid.isdecimal() else 0,
-        rank=client.origin.rank,
-        job=client.origin.job,
+        host=client.identity.host,
+        pid=client.identity.pid,
+        rank=client.identity.rank,
+        job=client.identity.job,
         session_pid=client.process.pid,
         age_seconds=_seconds(now, client.started),
         last_error=error or None,
