@@ -41,7 +41,6 @@ _CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 class WorkerRecord:
     """A worker, from the hand-over of its connection on."""
 
-    place: int  # of its row
     row: Row
     peer: str
     since: float  # time of the hand-over
@@ -80,16 +79,15 @@ class Client:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
-    def forget(self, number: int) -> WorkerRecord | None:
-        """Add the work of a worker that has ended to that of all such workers; None if it had never begun."""
+    def forget(self, number: int) -> None:
+        """Add the work of a worker that has ended to that of all such workers, if it had begun."""
         worker = self.workers.pop(number)
         if not worker.pid:
-            return None
+            return
         self.work.update(worker.row.work())
         self.num_ended += 1
         if worker.row.failed[0] > self.failed:
             self.failed, self.error = worker.row.failed[0], worker.row.error
-        return worker
 
 
 class Clients:
@@ -207,24 +205,24 @@ class Clients:
         """
         number = client.last_number + 1
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as handed:
-            place, descriptors = 0, [sock.fileno()]
+            row, descriptors = self._counters.row(0), [sock.fileno()]
             reason = "the node server is draining" if self._is_draining else self._busy(client)
             if reason is None:
                 try:
                     output, theirs = os.pipe()
                     failed.callback(os.close, output)
                     handed.callback(os.close, theirs)
-                    place = self._counters.open()
-                    failed.callback(self._counters.close, place)
+                    row = self._counters.open()
+                    failed.callback(self._counters.close, row)
                     descriptors.append(theirs)
                 except OSError as exc:
                     reason = str(exc.strerror)
-            if not client.link.offer(events.WorkerConnection(number, place, peer, reason), descriptors):
+            if not client.link.offer(events.WorkerConnection(number, row.number, peer, reason), descriptors):
                 return False
             client.last_number = number
             if reason is None:
                 failed.pop_all()
-                client.workers[number] = WorkerRecord(place, self._counters.row(place), peer, time.monotonic())
+                client.workers[number] = WorkerRecord(row, peer, time.monotonic())
                 self._add_output(client, output, f"worker {number}")
             elif reason != client.refusal:  # while it waits, it asks every second
                 self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
@@ -248,10 +246,10 @@ class Clients:
         return f"{text}, {others} of them by other clients" if others else text
 
     def _worker_ended(self, client: Client, event: events.WorkerEnded) -> None:
-        place = client.workers[event.worker].place
-        worker = client.forget(event.worker)
-        self._counters.close(place)
-        if worker is None:
+        worker = client.workers[event.worker]
+        client.forget(event.worker)
+        self._counters.close(worker.row)
+        if not worker.pid:
             return
         received, sent = worker.row.traffic  # also of a worker that was killed
         # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
@@ -320,7 +318,7 @@ class Clients:
             reason = "ended: " + ("the node server is draining" if self._is_draining else "the client has gone")
         for number, worker in list(client.workers.items()):
             client.forget(number)
-            self._counters.close(worker.place)
+            self._counters.close(worker.row)
         self.work.update(client.work)
         self.num_ended += client.num_ended
         seconds = (time.monotonic_ns() - client.started) / 1e9

@@ -27,7 +27,8 @@ class Row:
     Times are CLOCK_MONOTONIC in nanoseconds, the same for all processes of a machine.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, number: int, memory: memoryview) -> None:
+        self.number = number  # in its table
         numbers = memory[: 8 * _NUM_NUMBERS].cast("q")
         self.began = numbers[0:1]  # 1 once a worker serves its client
         self.running = numbers[1:2]  # 1 while a request runs
@@ -71,18 +72,18 @@ class CounterTable:
         # First in, first out: the workers of a killed session may still be about to end when its rows are freed.
         self._free = deque(range(1, num_rows))
 
-    def open(self) -> int:
-        """Assign a row of zeros; returns its place. Raises ``OSError`` without one."""
+    def open(self) -> Row:
+        """Assign a row of zeros; raises ``OSError`` without one."""
         if not self._free:
             raise OSError(errno.ENOSPC, "no room for another process")
-        place = self._free.popleft()
-        self._memory[place * _ROW_BYTES : (place + 1) * _ROW_BYTES] = bytes(_ROW_BYTES)
-        return place
+        number = self._free.popleft()
+        self._memory[number * _ROW_BYTES : (number + 1) * _ROW_BYTES] = bytes(_ROW_BYTES)
+        return self.row(number)
 
-    def close(self, place: int) -> None:
+    def close(self, row: Row) -> None:
         """Free the row of a process that has ended."""
-        self._free.append(place)
+        self._free.append(row.number)
 
-    def row(self, place: int) -> Row:
-        """The row at ``place``."""
-        return Row(self._memory[place * _ROW_BYTES : (place + 1) * _ROW_BYTES])
+    def row(self, number: int) -> Row:
+        """The row with a number."""
+        return Row(number, self._memory[number * _ROW_BYTES : (number + 1) * _ROW_BYTES])

@@ -61,7 +61,7 @@ class WorkerConnection(Event):
     """
 
     worker: int  # its number
-    row: int  # its place among the counters; 0 if it is refused
+    row: int  # number of its row of counters; 0 if it is refused
     peer: str
     refusal: str | None  # what to tell its client in place of a welcome
 

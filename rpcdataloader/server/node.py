@@ -91,7 +91,6 @@ class Child:
 
     process: Process
     link: Link
-    place: int  # of its row
     row: Row
     connection: Connection | None  # of a gate, until its peer has proved itself
     client: Client | None = None  # of a session
@@ -263,21 +262,20 @@ class NodeServer:
             self._forget_in_child(connection)
             run_gate(connection.sock, connection.peer, node, self._context, row)
 
-        place = 0
-        try:
-            place = self._context.counters.open()
-            row = self._context.counters.row(place)
-            process, link = fork_linked(run)
-        except OSError as exc:
-            if place:
-                self._context.counters.close(place)
-            self._warn_of_exhaustion(exc)
-            self._call_after(EXHAUSTED_PAUSE, lambda: self._look_at(connection))
-            return
+        with contextlib.ExitStack() as failed:
+            try:
+                row = self._context.counters.open()
+                failed.callback(self._context.counters.close, row)
+                process, link = fork_linked(run)
+            except OSError as exc:
+                self._warn_of_exhaustion(exc)
+                self._call_after(EXHAUSTED_PAUSE, lambda: self._look_at(connection))
+                return
+            failed.pop_all()
         pid = process.pid
         self._loop.watch(link.fileno(), lambda: self._on_link(pid))
         self._loop.watch(process.fileno(), lambda: self._on_end(pid))
-        connection.gate = self._children[pid] = Child(process, link, place, row, connection)
+        connection.gate = self._children[pid] = Child(process, link, row, connection)
 
     def _warn_of_exhaustion(self, exc: Exception) -> None:
         logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", None) or exc)
@@ -383,7 +381,7 @@ class NodeServer:
         del self._children[pid]
         self._loop.unwatch(child.link.fileno())
         child.link.close()
-        self._context.counters.close(child.place)
+        self._context.counters.close(child.row)
         if child.client is not None:
             self._clients.ended(child.client, reason)
             child.client.sock.close()

@@ -142,7 +142,6 @@ class ForkedWorker:
     process: Process
     link: Link
     stacks: WorkerStacks
-    place: int  # of its row; 0 if it is refused
     row: Row
 
 
@@ -365,7 +364,7 @@ class Session:
                 return f"it could not be forked: {exc}"
             failed.pop_all()
         stacks.watch(process.pid, event.worker, link)
-        worker = ForkedWorker(event.worker, event.peer, process, link, stacks, event.row, row)
+        worker = ForkedWorker(event.worker, event.peer, process, link, stacks, row)
         self._workers[event.worker] = worker
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
         return None
@@ -415,7 +414,7 @@ class Session:
         has_begun = bool(row.began[0])
         exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
         # First, as the client may ask for the place at once. It frees the row.
-        if worker.place:
+        if row.number:
             self._node.send(events.WorkerEnded(worker.number, reason))
         if has_begun:
             self._channel.send(MessageType.EXITED, payload=exited.encode())
