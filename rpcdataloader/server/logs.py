@@ -12,9 +12,8 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
@@ -218,30 +217,11 @@ def forward_warnings(send: Callable[[dict[str, Any]], None]) -> None:
     """Pass this process's warnings and log records to the client (see :class:`ClientHandler`), and to no other one."""
     stop_forwarding()
     logging.getLogger().addHandler(ClientHandler(send))
-    warnings.showwarning = _show_warning
+    logging.captureWarnings(True)
 
 
 def stop_forwarding() -> None:
     """Undo :func:`forward_warnings`, in a fork with another connection."""
-    for handler in _client_handlers():
-        logging.getLogger().removeHandler(handler)
-
-
-def _client_handlers() -> list[ClientHandler]:
-    return [handler for handler in logging.getLogger().handlers if isinstance(handler, ClientHandler)]
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    stream = sys.stderr if file is None else file
-    if stream is not None:
-        stream.write(warnings.formatwarning(message, category, filename, lineno, line))
-    text = f"{category.__name__}: {message} ({filename}:{lineno})"
-    for handler in _client_handlers():
-        handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, (), None))
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, ClientHandler)]:
+        root.removeHandler(handler)
