@@ -39,7 +39,7 @@ from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, StackFile, WorkerStacks
 from rpcdataloader.server.status import serve_status
 from rpcdataloader.server.worker import run_worker_process
-from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, recv_preamble
+from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
 from rpcdataloader.wire.copies import Copies, map_copies
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
@@ -67,18 +67,15 @@ def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext,
     name_process("rpcdl-gate")
     transport = Transport(sock, peer)
     try:
-        preamble = recv_preamble(transport)
-        if preamble is None:
-            return
-        channel = accept_channel(transport, preamble, context.credentials, local_identity("server"), context.tls)
+        channel = accept_channel(transport, context.credentials, local_identity("server"), context.tls)
     except ConnectionLostError as exc:
         logger.debug("%s", exc)
     except RPCError as exc:
         node.send(context.refusal(peer, exc))
     else:
-        if preamble.session_id == STATUS_ID:
+        if channel is not None and channel.session_id == STATUS_ID:
             serve_status(channel, node)
-        else:
+        elif channel is not None:
             run_session(channel, node, context, row)
         return
     transport.linger()

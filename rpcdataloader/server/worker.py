@@ -34,7 +34,7 @@ from rpcdataloader.server.processes import Life, ended_after, keep_freed_memory,
 from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import WorkerStacks
-from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity, recv_preamble
+from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, pack_handles, unpack_blocks, unpack_handles
@@ -70,12 +70,7 @@ def run_worker_process(
         # The kernel ends this process if it takes longer: the session may be busy.
         with ended_after(handshake_timeout):
             try:
-                preamble = recv_preamble(transport)
-                if preamble is None:
-                    return
-                channel = accept_channel(
-                    transport, preamble, context.credentials, local_identity("server"), context.tls
-                )
+                channel = accept_channel(transport, context.credentials, local_identity("server"), context.tls)
             except RPCError as exc:
                 if not isinstance(exc, ConnectionLostError):
                     node.send(context.refusal(connection.peer, exc))
@@ -83,6 +78,8 @@ def run_worker_process(
                     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
                     transport.linger()
                 return
+        if channel is None:
+            return
         if connection.refusal is not None:
             channel.send(MessageType.BUSY, payload=Busy(connection.refusal).encode())
             channel.transport.finish()
@@ -92,7 +89,7 @@ def run_worker_process(
         node.send(WorkerBegun(number, os.getpid()))
         node.close()
         row.since[0], row.began[0] = time.monotonic_ns(), 1
-        welcome = Welcome(context.node, os.getpid(), preamble.session_id.hex(), context.num_workers, number)
+        welcome = Welcome(context.node, os.getpid(), channel.session_id.hex(), context.num_workers, number)
         channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
         # The pass was over before its last worker had started.

@@ -131,12 +131,14 @@ class Channel:
 
     Attributes:
         name: Name of the peer in messages: an address or ``"client host:pid"``.
+        session_id: The one in the preamble.
         differences: Versions that differ between the two sides without being refused.
         recv: :meth:`Receiver.receive`.
     """
 
-    def __init__(self, transport: Transport, established: Established, name: str) -> None:
+    def __init__(self, transport: Transport, established: Established, session_id: bytes, name: str) -> None:
         self.name = name
+        self.session_id = session_id
         self.peer = established.peer
         self.differences = established.differences
         self.transport = transport
@@ -267,7 +269,7 @@ def open_channel(
             secure.shake_hands(deadline)
         established = _shake_hands(transport, handshake, deadline)
         transport.limit(Deadline(None))
-        return Channel(transport, established, str(address))
+        return Channel(transport, established, session_id, str(address))
     except BaseException as exc:
         transport.close()
         match exc:
@@ -289,42 +291,35 @@ def open_channel(
         raise
 
 
-def recv_preamble(transport: Transport) -> Preamble | None:
-    """Read the clear preamble of a new connection; None if the client closed it without a byte.
-
-    Raises:
-        RemoteProtocolError: The peer speaks another protocol.
-    """
-    buffer = bytearray(PREAMBLE_SIZE)
-    size = transport.recv_into([memoryview(buffer)])
-    if size == 0:
-        return None
-    if size < PREAMBLE_SIZE:
-        raise RemoteProtocolError(f"{transport.name} closed after {size} bytes of a preamble")
-    return Preamble.decode(bytes(buffer))
-
-
 def accept_channel(
-    transport: Transport, preamble: Preamble, credentials: Credentials, identity: Identity, tls: TlsFiles | None = None
-) -> Channel:
-    """Authenticate a client whose preamble was read. The process that forked this one limits its time.
+    transport: Transport, credentials: Credentials, identity: Identity, tls: TlsFiles | None = None
+) -> Channel | None:
+    """Authenticate a client; None if it closes the connection without a byte.
+
+    The process that forked this one limits its time.
 
     Args:
         tls: Files for TLS, which is then required; None without TLS. The files are read now.
 
     Raises:
         AuthenticationError: The client does not know the secret, or its certificate is not accepted.
-        RemoteProtocolError: The client broke the protocol, or has another version.
+        RemoteProtocolError: The client speaks another protocol or version, or broke this one.
     """
     if credentials.insecure:
         transport.require_same_user()
+    start = bytearray(PREAMBLE_SIZE)
+    if (size := transport.recv_into([memoryview(start)])) == 0:
+        return None
+    if size < PREAMBLE_SIZE:
+        raise RemoteProtocolError(f"{transport.name} closed after {size} bytes of a preamble")
+    preamble = Preamble.decode(bytes(start))
     handshake = Handshake(credentials.secret, identity, preamble)
     if tls is not None or preamble.tls:
         transport = _accept_tls(transport, handshake, preamble, tls)
     established = _shake_hands(transport, handshake, Deadline(None))
     peer = established.peer
     transport.name = f"client {peer.host}:{peer.pid}" + ("" if peer.rank is None else f" rank {peer.rank}")
-    return Channel(transport, established, transport.name)
+    return Channel(transport, established, preamble.session_id, transport.name)
 
 
 def _accept_tls(transport: Transport, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsTransport:
