@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rpcdataloader.client.background import Alarm, Printer
+from rpcdataloader.client.background import Alarm, Printer, Sender
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.idle import ROOM_TIMEOUT, IdleWorkers, describe_holders
-from rpcdataloader.client.sender import Sender
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
