@@ -271,10 +271,10 @@ def test_connection_of_a_port_to_itself_is_nobody(monkeypatch):
 
 def test_tcp_options():
     with listen_tcp("127.0.0.1", [0]) as listener:
-        transport = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
+        ours = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
         sock, source, _name = accept(listener)
     assert source == "127.0.0.1"
-    for end in (transport._sock, sock):
+    for end in (ours._sock, sock):
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
@@ -284,5 +284,5 @@ def test_tcp_options():
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         if sys.platform == "linux":
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * transport.SAME_HOST_SEND_BYTES
-    transport.close()
+    ours.close()
     sock.close()
