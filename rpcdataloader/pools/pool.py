@@ -310,7 +310,37 @@ class NodeActor:
     """
 
     def __init__(self, order: Order) -> None:
-        self._process = process = subprocess.Popen(
+        self._server = server = _Server(order)  # whose threads do not refer to this object
+        self.ended = server.ended
+        self._close = weakref.finalize(self, server.closing.set)
+
+    def address(self) -> str | None:
+        """Address for clients; None before the server is ready.
+
+        Raises:
+            RuntimeError: The server has ended.
+        """
+        server = self._server
+        if server.ended.is_set():
+            status = f"a node server has ended with status {server.process.returncode}"
+            raise RuntimeError(": ".join(filter(None, [status, server.last_words])))
+        return server.address
+
+    def stop(self) -> None:
+        """Let the server drain and end; does not wait."""
+        if self._server.address is None:
+            self._server.process.kill()
+        self._close()
+
+
+class _Server:
+    """The node server of an actor, and two threads: one sends signs of life, and one reads what the server says."""
+
+    def __init__(self, order: Order) -> None:
+        self.address: str | None = None
+        self.last_words = ""
+        self.ended, self.closing = threading.Event(), threading.Event()
+        self.process: Any = subprocess.Popen(
             [
                 *(sys.executable, "-m", "rpcdataloader.launch", "--host", order.find_host(), "--port", "0"),
                 *("--num-workers", str(order.num_workers), "--log-level", "warning", *order.launch),
@@ -324,64 +354,31 @@ class NodeActor:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # Ctrl-C in a terminal of the engine
         )
-        assert process.stdin is not None
-        with suppress(OSError):
-            process.stdin.write(order.credentials.secret + b"\n")
-        self.ended, closing = threading.Event(), threading.Event()
-        self._close = weakref.finalize(self, closing.set)
-        self._ready: list[str] = []
-        self._last_words: list[str] = []
-        # Threads without a reference to this object.
-        follow = (process, self._ready, self._last_words, self.ended, closing)
-        for name, function, args in ("beat", _beat, (process, closing)), ("follow", _follow, follow):
-            threading.Thread(target=function, args=args, name=f"rpcdl-pool-{name}", daemon=True).start()
+        self._send(order.credentials.secret + b"\n")
+        for name, function in ("beat", self._beat), ("follow", self._follow):
+            threading.Thread(target=function, name=f"rpcdl-pool-{name}", daemon=True).start()
 
-    def address(self) -> str | None:
-        """Address for clients; None before the server is ready.
-
-        Raises:
-            RuntimeError: The server has ended.
-        """
-        if self.ended.is_set():
-            status = f"a node server has ended with status {self._process.returncode}"
-            raise RuntimeError(": ".join([status, *self._last_words]))
-        return self._ready[0] if self._ready else None
-
-    def stop(self) -> None:
-        """Let the server drain and end; does not wait."""
-        if not self._ready:
-            self._process.kill()
-        self._close()
-
-
-def _beat(process: subprocess.Popen[bytes], closing: threading.Event) -> None:
-    """Send the server signs of life until it is to end."""
-    assert process.stdin is not None
-    while True:
+    def _send(self, data: bytes) -> None:
         with suppress(OSError):  # the server has ended
-            process.stdin.write(b"\n")
-        if closing.wait(HEARTBEAT):
-            return process.stdin.close()
+            self.process.stdin.write(data)
 
+    def _beat(self) -> None:
+        self._send(b"\n")
+        while not self.closing.wait(HEARTBEAT):
+            self._send(b"\n")
+        self.process.stdin.close()
 
-def _follow(
-    process: subprocess.Popen[bytes],
-    ready: list[str],
-    last_words: list[str],
-    ended: threading.Event,
-    closing: threading.Event,
-) -> None:
-    """Read the ready line, and pass the log on to where the engine collects it, until the server has ended."""
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            text = line.decode(errors="replace").strip()
-            if match := _READY.fullmatch(text):
-                ready.append(match[1])
-            else:
-                last_words[:] = [text]
-                sys.stderr.write(f"{text}\n")
-                sys.stderr.flush()
-    process.wait()
-    ended.set()
-    closing.set()
+    def _follow(self) -> None:
+        """Pass the log on to where the engine collects it, until the server has ended."""
+        with self.process.stdout as lines:
+            for line in lines:
+                text = line.decode(errors="replace").strip()
+                if match := _READY.fullmatch(text):
+                    self.address = match[1]
+                else:
+                    self.last_words = text
+                    sys.stderr.write(f"{text}\n")
+                    sys.stderr.flush()
+        self.process.wait()
+        self.ended.set()
+        self.closing.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.pools import pool
 from rpcdataloader.pools.pool import NodeActor, Order, Pool
 from rpcdataloader.wire.credentials import Credentials
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
@@ -63,7 +65,7 @@ class Engine:
 
     def start(self, order):
         actor = NodeActor(order)
-        self.pids.append(actor._process.pid)
+        self.pids.append(actor._server.process.pid)
         return Node(actor)
 
     def publish(self, addresses):
@@ -95,7 +97,7 @@ def test_loader_follows_a_pool_with_a_secret_of_its_own():
 def test_server_drains_when_its_actor_is_dropped():
     actor = NodeActor(Order(SECRET, 1, (), here))
     wait_until(actor.address, 30)
-    process, ended = actor._process, actor.ended
+    process, ended = actor._server.process, actor.ended
     del actor
     assert ended.wait(10 * TIMEOUT_SCALE)
     assert process.returncode == 0
@@ -114,3 +116,16 @@ def test_server_that_does_not_start_says_why(start):
     assert actor.ended.wait(30 * TIMEOUT_SCALE)
     with pytest.raises(RuntimeError, match=r"with status 2: .*num_workers must not be negative"):
         actor.address()
+
+
+def test_server_hears_from_its_actor_from_the_beginning_and_again_until_it_is_to_end(start, tmp_path, monkeypatch):
+    said, python = tmp_path / "said", tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho 'rpcdataloader ready 127.0.0.1:1 num_workers=1 pid=1'\nexec cat > '{said}'\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(pool, "HEARTBEAT", 0.01)
+    actor = start()
+    wait_until(lambda: actor.address() and said.exists() and said.read_bytes().count(b"\n") > 3)
+    assert set(said.read_bytes().split(b"\n")[:3]) == {SECRET.secret, b""}
+    actor.stop()
+    assert actor.ended.wait(10 * TIMEOUT_SCALE)

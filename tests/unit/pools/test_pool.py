@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import pickle
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -230,17 +228,3 @@ def test_missing_engine_names_the_extra(monkeypatch):
 
 def test_secret_of_an_order_is_not_shown():
     assert "secret of a pool" not in repr(ORDER)
-
-
-def test_server_is_told_that_its_actor_is_there_from_the_beginning_and_again_until_it_is_to_end(monkeypatch):
-    monkeypatch.setattr(pool, "HEARTBEAT", 0.01)
-    reading, writing = os.pipe()
-    closing = threading.Event()
-    with open(reading, "rb", buffering=0) as theirs, open(writing, "wb", buffering=0) as ours:
-        thread = threading.Thread(target=pool._beat, args=[SimpleNamespace(stdin=ours), closing])
-        thread.start()
-        assert theirs.read(1) + theirs.read(1) + theirs.read(1) == b"\n\n\n"
-        closing.set()
-        thread.join()
-        assert ours.closed
-        assert set(theirs.read()) <= set(b"\n")
