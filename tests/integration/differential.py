@@ -61,7 +61,6 @@ class Variant:
         return f"{self.how}-{self.num_workers}"
 
 
-TORCH = [Variant("torch", 0), Variant("torch", 2)]
 OURS = [
     Variant("local", 2),
     *(Variant(how, number) for how in ("workers", "RPCDataset") for number in (1, 2, 5)),

@@ -354,12 +354,6 @@ def fail_at_seven(samples: list[Any]) -> Any:
     return torch.stack(samples)
 
 
-def quit_at_seven(samples: list[Any]) -> Any:
-    if 7 in samples:
-        raise Picky("collate", 7)
-    return samples
-
-
 def fail_to_begin(number: int) -> None:
     raise PermissionError(f"worker may not begin, and its number is below 9: {number < 9}")
 

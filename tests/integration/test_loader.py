@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 import warnings
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from torch.utils.data import (
 )
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
+from rpcdataloader.errors import ConnectionLostError, SerializationError
 from rpcdataloader.loader import intake as answers
 from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import placement
@@ -33,7 +32,6 @@ from tests.integration import datasets, kinds
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Numbers, notes
 from tests.integration.differential import epochs, seed
-from tests.integration.streams import Drawn
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -86,14 +84,6 @@ class Generators(Tensors):
     def __iter__(self):
         for start in range(3):
             yield (index for index in range(start, 12, 3))
-
-
-@pytest.mark.parametrize("batch_sampler", [Tensors(), Generators()])
-def test_indices_may_come_in_anything_that_can_be_iterated_over(workers, batch_sampler):
-    # Torch's workers take no generator, and tensors cost them a thread and a socket that stay.
-    dataset = list(range(0, 120, 10))
-    expected = list(DataLoader(dataset, batch_sampler=batch_sampler))
-    assert_same(list(RPCDataloader(dataset, batch_sampler=batch_sampler, workers=workers)), expected)
 
 
 class Failing(Tensors):
@@ -248,27 +238,6 @@ class Gone(Numbers):
         return index
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: {"dataset": datasets.Augmented(), "shuffle": True, "collate_fn": datasets.augment_batch},
-        lambda: {"dataset": datasets.Augmented(), "batch_size": None, "generator": torch.Generator().manual_seed(1)},
-        lambda: {"dataset": Drawn([7]), "drop_last": True, "collate_fn": kinds.as_is},
-        lambda: {"dataset": Gone()},
-    ],
-    ids=["batches", "samples", "a stream", "StopIteration"],
-)
-def test_loader_without_workers_is_that_of_torch(make):
-    """Random numbers of samples are those of this process then."""
-
-    def run(make_loader):
-        seed()
-        loader = make_loader(**{"batch_size": 3, **make()})
-        return list(epochs(loader, 2))
-
-    assert_same(run(RPCDataloader), run(DataLoader))
-
-
 def test_more_workers_than_are_offered_are_asked_for_with_one_warning(workers, caplog):
     placement.warn_once.cache_clear()
     for num_workers in (2, 3, 3):
@@ -279,11 +248,6 @@ def test_more_workers_than_are_offered_are_asked_for_with_one_warning(workers, c
         f"num_workers is 3, but this process's share of the workers of {workers} is 2: "
         "start them with more --num-workers"
     )
-
-
-def test_length(workers):
-    loader = RPCDataloader(Numbers(), batch_size=6, workers=workers)
-    assert len(loader) == len(iter(loader)) == 4
 
 
 # How far ahead
@@ -326,12 +290,6 @@ def test_batches_come_in_any_order_when_asked(workers, fifo):
     assert sorted(first + last) == list(range(8))
 
 
-def test_batches_come_in_order_otherwise(workers, fifo):
-    batches = iter(RPCDataloader(datasets.Gated(8, 0, fifo), workers=workers))
-    open(fifo, "w").close()
-    assert flat(batches) == list(range(8))
-
-
 # Workers
 
 
@@ -365,26 +323,6 @@ def test_init_function_runs_once_per_worker_and_sees_what_it_sees_with_torch(wor
     assert {sample[1] for sample in ours} <= {0, 1}
 
 
-def test_init_function_runs_before_the_first_sample(workers, tmp_path):
-    log = str(tmp_path / "log")
-
-    def init(_number):
-        datasets.note(log, "init", os.getpid())
-
-    def collate(samples):
-        datasets.note(log, "batch", os.getpid())
-        return samples
-
-    list(RPCDataloader(Numbers(), workers=workers, worker_init_fn=init, collate_fn=collate))
-    by_worker = defaultdict(list)
-    for line in notes(log):
-        what, pid = line.split()
-        by_worker[pid].append(what)
-    for did in by_worker.values():
-        assert did[0] == "init"
-        assert did.count("init") == 1
-
-
 def test_persistent_workers_stay_and_others_do_not(workers):
     persistent = RPCDataloader(datasets.Processes(), workers=workers, persistent_workers=True)
     processes = {int(pid) for _epoch in range(3) for _, pid, _ in persistent}
@@ -392,41 +330,6 @@ def test_persistent_workers_stay_and_others_do_not(workers):
     loader = RPCDataloader(datasets.Processes(), workers=workers)
     first, second = ({int(pid) for _, pid, _ in loader} for _epoch in range(2))
     assert not first & second
-
-
-@pytest.mark.parametrize("persistent_workers", [False, True])
-def test_epoch_that_was_left_early_does_not_disturb_the_next(workers, persistent_workers):
-    options = {"batch_size": 3, "shuffle": True, "persistent_workers": persistent_workers}
-
-    def run(loader):
-        torch.manual_seed(1)
-        outcome = []
-        for number_of_batches in (2, 100, 1, 100):
-            outcome.append([])
-            for batch in loader:
-                outcome[-1].append(batch)
-                if len(outcome[-1]) == number_of_batches:
-                    break
-        return outcome
-
-    expected = run(DataLoader(Numbers(), num_workers=2, **options))
-    assert_same(run(RPCDataloader(Numbers(), workers=workers, **options)), expected)
-
-
-def test_two_iterators_of_one_loader_do_not_mix(workers):
-    loader = RPCDataloader(Numbers(), workers=workers)
-    assert [(int(one), int(other)) for one, other in zip(loader, loader, strict=True)] == [(i, i) for i in range(20)]
-
-
-def test_loops_may_be_nested(workers):
-    outer = RPCDataset(workers, Numbers, 3)
-    inner = RPCDataloader(Numbers(5), workers=workers, batch_size=5, persistent_workers=True)
-    seen = [(int(batch), flat(inner)) for batch in RPCDataloader(outer)]
-    assert seen == [(number, list(range(5))) for number in range(3)]
-    loader = RPCDataloader(outer)
-    assert [(int(one), int(other)) for one in loader for other in loader] == [
-        (one, other) for one in range(3) for other in range(3)
-    ]
 
 
 def test_finished_iterator_stays_finished_and_its_workers_are_gone(shared_server):
@@ -455,45 +358,6 @@ def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_serv
 
 
 # Errors of user code
-
-
-class PickyError(Exception):
-    """Its constructor wants two arguments."""
-
-    def __init__(self, name, code):
-        super().__init__(name, code)
-        self.code = code
-
-    def __str__(self):
-        return f"{self.args[0]} failed with {self.code}"
-
-
-@pytest.mark.parametrize("persistent_workers", [False, True])
-def test_error_has_its_type_and_the_remote_traceback(workers, persistent_workers):
-    errors = {2: (PickyError, "decoder", 7)}
-    loader = RPCDataloader(
-        datasets.Failing(6, errors), workers=workers, persistent_workers=persistent_workers, batch_size=2
-    )
-    for _epoch in range(2):
-        iterator = iter(loader)
-        assert flat([next(iterator)]) == [0, 1]
-        with pytest.raises(PickyError, match="decoder failed with 7") as caught:
-            next(iterator)
-        assert caught.value.code == 7
-        assert isinstance(caught.value.__cause__, RemoteTraceback)
-        assert "in __getitem__" in str(caught.value.__cause__)
-        assert "worker" in str(caught.value.__cause__)
-        assert flat(iterator) == [4, 5]
-
-
-def test_error_of_the_init_function_is_raised(workers):
-    def init(_number):
-        raise PickyError("init", 3)
-
-    loader = RPCDataloader(Numbers(), workers=workers, worker_init_fn=init)
-    with pytest.raises(PickyError, match="init failed with 3") as caught:
-        next(iter(loader))
-    assert "in init" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("name", ["collate_fn", "worker_init_fn"])

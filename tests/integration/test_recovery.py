@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
 import signal
-import socket
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import worker as client_worker
-from rpcdataloader.client.client import close_client, get_client
-from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
-from rpcdataloader.loader.driver import Driver
-from rpcdataloader.wire.address import Address
+from rpcdataloader.client.client import close_client
+from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets
-from tests.integration.crew import wait_for_crew, workers_of
+from tests.integration.crew import wait_for_crew
 from tests.integration.datasets import Fields, FieldStream, StatefulFieldStream, draw
 
 
@@ -122,12 +116,6 @@ def test_number_of_retries_can_be_chosen(workers, tmp_path):
         RPCDataloader(dataset, workers=workers, max_retries=0)
 
 
-def test_long_list_of_indices_is_shortened(workers):
-    loader = RPCDataloader(datasets.Deadly(100, 30, "SIGKILL"), workers=workers, batch_size=100)
-    with pytest.raises(ConnectionLostError, match=r"batch 0 \(indices \[0, 1, .*, 15, ... 100 in all\]\) has ended"):
-        next(iter(loader))
-
-
 def test_stream_that_kills_every_worker_ends_with_an_error_and_the_others_go_on(workers):
     loader = RPCDataloader(DeadlyStream(), workers=workers, batch_size=1, num_workers=2)
     iterator = iter(loader)
@@ -152,58 +140,6 @@ def test_node_that_is_lost_costs_no_batch(serve, shared_server, dataset):
         if number == 3:
             lost.signal(signal.SIGKILL)
     assert batches == undisturbed
-
-
-def test_workers_that_die_before_they_answer_end_the_pass(workers):
-    def die(_worker_id):
-        os._exit(3)
-
-    with pytest.raises(ConnectionLostError, match="exited with status 3"):
-        list(RPCDataloader(datasets.Numbers(), workers=workers, worker_init_fn=die))
-
-
-def build_later(marker):
-    """Fail while there is a marker, and take it away if it holds nothing."""
-    if os.path.exists(marker):
-        if not os.path.getsize(marker):
-            os.unlink(marker)
-        raise OSError("the storage is away")
-    return Fields(60)
-
-
-def test_exception_of_a_replacement_ends_no_pass_that_has_another_worker(workers, tmp_path, caplog):
-    marker = tmp_path / "marker"
-    dataset = RPCDataset(workers, build_later, str(marker), build="worker")
-    iterator = iter(RPCDataloader(dataset, batch_size=3))
-    wait_for_crew(iterator, 2)
-    first = next(iterator)
-    marker.touch()
-    os.kill(int(first[1][0]), signal.SIGKILL)
-    wait_until(lambda: not marker.exists(), what="a constructor that fails")
-    wait_for_crew(iterator, 2)
-    second = next(iterator)
-    marker.write_text("for good")
-    os.kill(workers_of(iterator)[-1].pid, signal.SIGKILL)
-    wait_until(lambda: any("is no longer used: OSError: the storage is away" in line for line in caplog.messages))
-    wait_for_crew(iterator, 1)
-    assert [index for batch in (first, second) for index, *_drawn in samples_of(batch)] == [*range(6)]
-    assert "cannot begin, and is replaced: OSError: the storage is away" in caplog.text
-    os.kill(workers_of(iterator)[0].pid, signal.SIGKILL)
-    with pytest.raises(OSError, match="the storage is away"):
-        list(iterator)
-
-
-def test_nothing_is_left_of_workers_that_were_replaced(serve):
-    server = serve("--num-workers", "2")
-    victims = set()
-    for batch in loader_of(Fields(60), server.address):
-        pid = int(batch[1][0])
-        if len(victims) < 2 and pid not in victims:
-            os.kill(pid, signal.SIGKILL)
-            victims.add(pid)
-            wait_until(lambda pid=pid: not is_running(pid))
-    assert len(victims) == 2
-    wait_until(lambda: len(server.processes()) <= 1, what="only the session left")
 
 
 def test_changes_of_the_dataset_reach_the_worker_that_takes_over(workers):
@@ -274,25 +210,6 @@ def test_epoch_begins_with_the_nodes_that_are_there_and_takes_in_those_that_come
     assert take(iterator, 200) == ([*range(50, 200)], {again.pid, other.pid})
 
 
-def test_rank_whose_nodes_are_gone_takes_workers_elsewhere_and_gives_them_back(serve):
-    lost, other = [serve("--num-workers", "1") for _ in range(2)]
-    dataset = RPCDataset([lost.address, other.address], Hosted, 200)
-    iterator = iter(RPCDataloader(dataset, partition=(0, 2)))
-    assert take(iterator, 20) == ([*range(20)], {lost.pid})
-    lost.signal(signal.SIGKILL)
-    lost.wait()
-    wait_until(lambda: {worker.session.name for worker in workers_of(iterator)} == {other.address})
-    indices, _pids = take(iterator, 20)
-    assert indices == [*range(20, 40)]
-    assert take(iterator, 20) == ([*range(40, 60)], {other.pid})
-    again = serve("--num-workers", "1", "--port", port_of(lost))
-    wait_until(lambda: len(again.processes()) == 2, what="a session and a worker")
-    wait_for_crew(iterator, 1)
-    indices, _pids = take(iterator, 20)
-    assert indices == [*range(60, 80)]
-    assert take(iterator, 200) == ([*range(80, 200)], {again.pid})
-
-
 def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     servers = [serve("--num-workers", "1") for _ in range(2)]
     iterator = iter(loader_of(Fields(1_000_000), [server.address for server in servers], reconnect_timeout=0.5))
@@ -304,27 +221,6 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     text = str(caught.value)
     assert "none came back within 0.5 s (reconnect_timeout)" in text
     assert all(f"{server.address}: " in text for server in servers)
-
-
-@pytest.mark.parametrize(
-    ("owner", "method", "what"),
-    [(Driver, "start", "it is not reachable"), (Driver, "_open", "it is gone")],
-)
-def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, owner, method, what):
-    server = serve("--num-workers", "1")
-    go_on = getattr(owner, method)
-
-    def lose_the_node(*args, **options):
-        monkeypatch.undo()
-        node = get_client().node(Address.parse(server.address))
-        server.signal(signal.SIGKILL)
-        wait_until(lambda: not node.session().is_ready)
-        return go_on(*args, **options)
-
-    monkeypatch.setattr(owner, method, lose_the_node)
-    with pytest.raises(ConnectionLostError) as caught:
-        next(iter(RPCDataloader(datasets.Numbers(), workers=server.address, reconnect_timeout=0)))
-    assert str(caught.value).endswith(f"within 0 s (reconnect_timeout): {server.address}: {what}")
 
 
 def test_reconnect_timeout_is_checked(workers):
@@ -385,15 +281,6 @@ def test_worker_that_is_stopped_holds_nobody_up(workers, tmp_path):
             os.kill(int(pid), signal.SIGSTOP)
     assert samples == [*range(40)]
     wait_until(lambda: not is_running(int(pid)), what="end of the stopped worker")
-
-
-@pytest.mark.usefixtures("soon_late")
-def test_worker_that_hangs_at_a_batch_that_another_one_has_loaded_is_ended(workers, tmp_path, caplog):
-    # The second copy of batch 20 is sent after 0.1 s, and delivered before the time is over for the first one.
-    dataset = Hanging(str(tmp_path), hanging=[20, 39])
-    assert indices_of(RPCDataloader(dataset, workers=workers, num_workers=2, task_timeout=0.8)) == [*range(40)]
-    text = "batch 20 (indices [20]) took longer than 0.8 s (task_timeout) on worker"
-    wait_until(lambda: text in caplog.text, what="warning in the log")
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -483,20 +370,6 @@ def test_other_exceptions_are_raised_at_once(workers, tmp_path):
         next(iterator)
 
 
-def test_worker_that_is_lost_before_its_first_request_is_done_without(shared_server, monkeypatch):
-    open_worker = RemoteSession.open_worker
-
-    def lose_the_first(*args):
-        monkeypatch.undo()
-        worker = open_worker(*args)
-        worker.connection.close(ConnectError("connection refused"))
-        return worker
-
-    loader = RPCDataloader(datasets.Numbers(), workers=shared_server.address)
-    monkeypatch.setattr(RemoteSession, "open_worker", lose_the_first)
-    assert [int(number) for number in loader] == list(range(20))
-
-
 @pytest.mark.usefixtures("clean_client")
 def test_death_in_an_embedded_pool_is_told_once_and_a_pool_that_is_killed_is_started_again(caplog, capfd):
     iterator = iter(RPCDataloader(datasets.Processes(100), workers="local:1"))
@@ -531,45 +404,6 @@ def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog
     assert [message for message in caplog.messages if "is back" in message] == [f"[rank 1 of 3] {lost.address} is back"]
 
 
-def test_node_that_never_left_is_not_there_again(workers, monkeypatch, caplog):
-    """A connection that fails says nothing about its node, whose session is there all the time."""
-    opened = client_worker.open_channel
-    failures = [ConnectError("no route to host, for a moment")]
-
-    def fail_once(*args, **kwargs):
-        if failures:
-            raise failures.pop()
-        return opened(*args, **kwargs)
-
-    loader = RPCDataloader(RPCDataset(workers, datasets.Numbers))
-    monkeypatch.setattr(client_worker, "open_channel", fail_once)
-    iterator = iter(loader)
-    wait_for_crew(iterator, 2)
-    assert not failures
-    assert len(list(iterator)) == 20
-    assert "no route to host, for a moment" in caplog.text
-    assert "again" not in caplog.text
-
-
-def test_another_server_that_has_the_port_for_a_moment_does_not_cost_the_node(serve, caplog):
-    lost, other = [serve("--num-workers", "1") for _ in range(2)]
-    iterator = iter(RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 1000)))
-    wait_for_crew(iterator, 2)
-    lost.signal(signal.SIGKILL)
-    lost.wait()
-    with socket.create_server(("127.0.0.1", int(port_of(lost)))) as stranger:
-        for _ in range(2):
-            accepted, _peer = stranger.accept()
-            with accepted, contextlib.suppress(ConnectionResetError):
-                accepted.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 1000\r\n\r\n" + bytes(1000))
-                while accepted.recv(1024):
-                    pass
-    again = serve("--num-workers", "1", "--port", port_of(lost))
-    wait_for_crew(iterator, 2)
-    assert sum(f"{lost.address} is retried: " in message for message in caplog.messages) == 1
-    assert again.pid in take(iterator, 1000)[1]
-
-
 def test_node_server_that_does_not_answer_any_more_costs_no_batch(serve, monkeypatch):
     frozen, other = [serve("--num-workers", "1") for _ in range(2)]
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(1.5 * TIMEOUT_SCALE))
@@ -589,20 +423,3 @@ def test_node_server_that_does_not_answer_any_more_costs_no_batch(serve, monkeyp
         frozen.signal(signal.SIGCONT)
     assert victims
     assert batches == undisturbed
-
-
-@pytest.mark.parametrize("dataset", [Fields(60), FieldStream()], ids=lambda dataset: type(dataset).__name__)
-def test_worker_that_drains_when_an_epoch_begins_is_replaced_when_it_ends(workers, dataset):
-    undisturbed = [samples_of(batch) for batch in loader_of(dataset, workers)]
-    loader = loader_of(dataset, workers, persistent_workers=True)
-    left = iter(loader)
-    next(left)
-    wait_for_crew(left, 2)
-    draining, _other = left.driver.seats.values()
-    draining.worker_draining(draining.worker)
-    iterator = iter(loader)
-    os.kill(draining.worker.pid, signal.SIGKILL)
-    wait_until(lambda: draining.worker not in workers_of(iterator), what="the end of the worker")
-    wait_for_crew(iterator, 2)
-    # The order of another epoch is not that of the first one; but each has all samples.
-    assert len([samples_of(batch) for batch in iterator]) == len(undisturbed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import re
@@ -24,7 +23,7 @@ from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client import client as pool
 from rpcdataloader.client import node as local
-from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.messages import Busy
@@ -484,17 +483,6 @@ def zombies_of(pid):
     return found
 
 
-def test_many_at_once_are_all_served_although_few_gates_may_be_open(serve):
-    """The workers of a large job: none is turned away for coming together with others."""
-    server = serve(before="node.MAX_UNPROVED = 4")
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(dial(server, Preamble(bytes([7] * 16)).encode())) for _ in range(100)]
-        for sock in socks:
-            assert b"there is no such session" in read_exactly(sock)
-            sock.close()
-    assert "too many" not in server.log
-
-
 def test_log_of_refused_connections_has_a_limit(serve):
     server = serve(before="logs.REFUSALS_PERIOD = 1000")
     for _ in range(60):
@@ -502,12 +490,6 @@ def test_log_of_refused_connections_has_a_limit(serve):
             assert read_all(sock) == b""
     wait_until(lambda: not server.processes())
     assert server.log.count("] refused 127.0.0.1:") == 20
-
-
-def read_exactly(sock):
-    """The one message that a gate sends."""
-    header = sock.recv(80, socket.MSG_WAITALL)
-    return header + sock.recv(int.from_bytes(header[16:24], "little"), socket.MSG_WAITALL)
 
 
 def test_silent_strangers_do_not_keep_others_out(serve):
@@ -529,16 +511,6 @@ def test_silent_strangers_cost_no_process(serve):
             stack.enter_context(dial(server))
         worker = call(server, os.getpid)
         assert set(server.processes()) == {session, worker}
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_stranger_that_stops_in_the_middle_of_the_first_bytes_stops_nobody_and_is_ended(serve, known):
-    server = serve(before="node.PROOF_TIMEOUT = 0.5")
-    session_id, _session = session_of(server)
-    with dial(server, Preamble(session_id if known else bytes(16)).encode()[:-1]) as sock:
-        assert call(server, os.getpid) > 0
-        assert read_all(sock) == b""
-    wait_until(lambda: "no handshake within 0.5 s" in server.log)
 
 
 def test_worker_at_rest_has_two_threads(serve):
@@ -596,25 +568,6 @@ def session_of(server):
     return bytes.fromhex(welcome.session), welcome.pid
 
 
-def test_connection_that_is_handed_to_a_session_that_ends_ends_too(serve):
-    """And not only when somebody's patience does: the socket must be nowhere else."""
-    telling = """
-hand_over = clients.Clients.hand_over
-def tell(*args):
-    has_it = hand_over(*args)
-    os.write(2, b"handed over\\n")
-    return has_it
-clients.Clients.hand_over = tell
-"""
-    server = serve(before=telling)
-    session_id, session = session_of(server)
-    os.kill(session, signal.SIGSTOP)
-    with dial(server, Preamble(session_id).encode()) as sock:
-        wait_until(lambda: "handed over" in server.log)
-        os.kill(session, signal.SIGKILL)
-        assert read_all(sock) == b""
-
-
 def test_session_that_stands_still_stops_nobody_else(serve, start_client):
     """Its queue fills with connections, and those that hand them over wait; the node server does not."""
     short_queues = """
@@ -640,98 +593,6 @@ node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05
         assert {worker, other} <= set(server.processes())
     os.kill(session, signal.SIGCONT)
     assert call(server, os.getppid) == session
-
-
-def test_session_survives_workers_that_never_say_who_they_are(serve):
-    """Session ids travel in the clear, so that anybody may open worker connections, and nothing more."""
-    server = serve(before="session.HANDSHAKE_TIMEOUT = 0.3; session.MAX_UNAUTHENTICATED = 8")
-    session_id, session = session_of(server)
-    pid = call(server, os.getpid)
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(dial(server, Preamble(session_id).encode())) for _ in range(20)]
-        for sock in socks:
-            assert read_all(sock) == b""
-    assert call(server, whereabouts) == (pid, session)
-    wait_until(lambda: set(server.processes()) == {session, pid})
-    wait_until(lambda: "no handshake within 0.3 s" in server.log)
-
-
-def test_refusal_is_logged_once_even_if_the_other_end_stays(serve):
-    server = serve(before="node.PROOF_TIMEOUT = 0.3")
-    with dial(server, b"x" * PREAMBLE_SIZE) as sock:
-        assert read_all(sock) == b""
-        wait_until(lambda: not server.processes())
-    assert server.log.count("] refused ") == 1
-
-
-def test_client_is_kept_by_a_server_without_descriptors_for_its_worker(serve):
-    """The output of a worker takes a descriptor, for which there is no room; the next attempt has room."""
-    server = serve(
-        before="""
-import resource
-hand_over = clients.Clients.hand_over
-_soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-def hand_over_without_room(self, *args):
-    clients.Clients.hand_over = hand_over
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-    held = []
-    try:
-        while True:
-            held.append(os.dup(0))
-    except OSError:
-        pass
-    try:
-        return hand_over(self, *args)
-    finally:
-        while held:
-            os.close(held.pop())
-clients.Clients.hand_over = hand_over_without_room
-"""
-    )
-    _session_id, session = session_of(server)
-    assert call(server, os.getppid) == session
-    assert "gets no further worker: Too many open files" in server.log
-
-
-class Forger:
-    """Writes what no process of the server would to the session's links."""
-
-    def __init__(self):
-        event = {"event": "WorkerBegun", "worker": 1, "pid": 10**30}
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.type == socket.SOCK_SEQPACKET:
-                    socket.send_fds(sock, [json.dumps(event).encode()], [0])
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return index
-
-
-@pytest.mark.usefixtures("impatient")
-def test_server_survives_forged_events(serve):
-    server = serve()
-    with contextlib.suppress(RPCError):  # the reply may be faster than the end of the session
-        len(RPCDataset(server.address, Forger))
-    wait_until(lambda: "has lost its link" in server.log)
-    pool.close_client()  # which may not have noticed the end of its session
-    assert call(server, os.getpid) > 0
-
-
-def test_server_ends_although_a_child_does_not(serve):
-    server = serve(
-        before="""
-from rpcdataloader.server import processes
-processes.Process.kill = lambda self, reason: None  # as while it waits for a file server
-node.END_TIMEOUT = 0.2
-"""
-    )
-    with dial(server, b"RPCDLDR"):
-        wait_until(server.processes, what="the gate that waits for the rest")
-        server.stop()
-    assert "does not end: it waits in the kernel" in server.log
 
 
 # --- the embedded pool

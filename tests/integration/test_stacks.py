@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import inspect
 import os
 import re
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader import rpc_async
-from rpcdataloader.client import session as client_session
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.worker import PendingReply, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError
@@ -54,43 +51,9 @@ def block_and_hold_gil(marker):
     hold_gil()
 
 
-def hold_gil_beside_a_thread():
-    """The thread computes as well, without the lock."""
-    threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 1 << 30), daemon=True).start()
-    hold_gil()
-
-
 class Key:
     def __gt__(self, other):
         return id(self) > id(other)
-
-
-def start_threads():
-    """Threads, and the frames that C code has made for Python code, come and go."""
-    while True:
-        threads = [threading.Thread(target=max, args=([Key() for _ in range(20)],)) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-def start_threads_in_threads():
-    for _ in range(2):
-        threading.Thread(target=start_threads, daemon=True).start()
-    start_threads()
-
-
-def block_the_signal():
-    signal.pthread_sigmask(signal.SIG_BLOCK, [LOCKED_SIGNAL])
-
-
-def close_the_file():
-    """As code that closes what it does not know."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "rpcdl-stacks" in os.readlink(f"/proc/self/fd/{name}"):
-                os.close(int(name))
 
 
 def line_of(func, text):
@@ -181,21 +144,6 @@ def test_stack_of_a_worker_that_waits_in_the_kernel(side, fifo):
     waiting.wait()
 
 
-def test_stack_of_c_code_that_holds_the_interpreter_beside_other_c_code(side):
-    side.start(hold_gil_beside_a_thread)
-    wait_for_stack(side, "state: R (running)", line_of(hold_gil, "re.match"))
-    assert side.session.end_worker(side.number, "for the next test")()
-
-
-@pytest.mark.parametrize("num_stacks", [400, pytest.param(4000, marks=pytest.mark.slow)])
-def test_stacks_of_code_that_runs_do_not_end_it(side, num_stacks):
-    side.start(start_threads_in_threads)
-    wait_for_stack(side, "in start_threads_in_threads", "Thread 0x")
-    for _ in range(num_stacks):
-        assert "in start_threads_in_threads" in side.stack()
-    assert side.session.end_worker(side.number, "for the next test")()
-
-
 def test_every_stack_is_whole_and_the_worker_goes_on(side):
     """An answer that comes before the worker has written all would lack the main thread, which comes last."""
     wait_for_stack(side, "in _wait")
@@ -225,60 +173,12 @@ def test_stopped_worker_says_so_at_once(side):
     wait_for_stack(side, "in _wait")
 
 
-def test_code_that_blocks_the_signal_costs_no_stack(side):
-    side.call(block_the_signal)
-    wait_for_stack(side, "in _wait")
-    assert side.call(os.getpid) == side.pid
-
-
-def test_code_that_closes_the_file_costs_the_stack_and_nothing_else(side):
-    side.call(close_the_file)
-    assert side.stack().endswith("no Python stack: it did not let another of its threads run within 1 s")
-    assert side.call(os.getpid) == side.pid
-    # Nor does the session wake up over and over again for what nobody can write to any more.
-    session = side.session.wait().pid
-    wait_until(lambda: all(" S " in Path(f"/proc/{session}/stat").read_text() for _ in range(50)))
-
-
 def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
     side.start(block_and_hold_gil, str(tmp_path / "runs"))
     wait_until((tmp_path / "runs").exists)
     wait = side.session.end_worker(side.number, "for a test")
     assert side.call_other() != side.pid
     assert "in block_and_hold_gil" in wait()
-
-
-def test_numbers_without_a_worker(side, shared_server):
-    assert side.session.stack_of(99) == "there is no worker 99"
-    assert side.session.stack_of(0) == "there is no worker 0"
-    other = Side(shared_server.address)
-    os.kill(other.pid, signal.SIGKILL)
-    assert other.session.fate(other.number)
-    assert other.stack() == f"worker {other.number} has ended"
-    assert other.session.end_worker(other.number, "too late")() == f"worker {other.number} has ended"
-
-
-def test_session_that_stands_still_is_not_waited_for(side, monkeypatch):
-    monkeypatch.setattr(client_session, "STACK_TIMEOUT", 0.2)
-    session = side.session.wait().pid
-    hanging = side.start(sleep_in_python)
-    os.kill(session, signal.SIGSTOP)
-    try:
-        late = r"no stack: .* did not answer within 0\.2 s"
-        assert re.match(late, side.stack())
-        wait = side.session.end_worker(side.number, "took longer than 5 s")
-        with pytest.raises(ConnectionLostError, match="was ended: took longer than 5 s"):
-            hanging.wait()
-        assert re.match(late, wait())
-    finally:
-        os.kill(session, signal.SIGCONT)
-
-
-def test_lost_session_has_no_stacks(side):
-    os.kill(side.session.wait().pid, signal.SIGKILL)
-    wait_until(lambda: not side.session.is_usable)
-    assert side.stack().startswith("no stack: ")
-    assert side.session.end_worker(side.number, "too late")().startswith("no stack: ")
 
 
 # --- the end
@@ -311,28 +211,3 @@ def test_stopped_worker_is_ended(side):
     with pytest.raises(ConnectionLostError, match="was ended: took longer than 5 s"):
         hanging.wait()
     wait_until(lambda: not is_running(side.pid))
-
-
-def test_worker_that_is_to_end_gets_no_further_calls(side):
-    side.start(sleep_in_python)
-    wait = side.session.end_worker(side.number, "took longer than 5 s")
-    assert side.call(os.getpid) != side.pid
-    assert wait()
-
-
-def test_worker_that_cannot_be_killed_holds_nobody_up(serve):
-    """As one that waits for a file server: the kernel ends it when the server has answered."""
-    immortal = """
-from rpcdataloader.server.processes import Process
-kill = Process.kill
-Process.kill = lambda self, reason: None if reason == "took longer than 5 s" else kill(self, reason)
-"""
-    side = Side(serve(before=immortal).address)
-    hanging = side.start(hold_gil)
-    wait_for_stack(side, "in hold_gil")
-    assert "in hold_gil" in side.session.end_worker(side.number, "took longer than 5 s")()
-    with pytest.raises(ConnectionLostError, match="was ended: took longer than 5 s"):
-        hanging.wait()
-    assert is_running(side.pid)
-    assert side.call(os.getppid) == side.session.wait().pid
-    assert "in hold_gil" in side.stack()
