@@ -236,28 +236,6 @@ def test_session_that_builds_says_so(serve, look_at, fifo):
     wait_until(lambda: state() == "idle")
 
 
-def test_totals_do_not_go_back_when_workers_are_killed(serve, look_at):
-    server = serve()
-    before = 0
-    for number in range(1, 4):
-        pid = rpc_async(server.address, os.getpid).wait()
-        assert look_at(server)["calls"] == number
-        sent = look_at(server)["sent_bytes"]
-        assert sent > before
-        before = sent
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda number=number: look_at(server)["ended_workers"] == number)
-        wait_until(lambda: not session_on(server).workers)  # or the next call would go to the dead one
-        node = look_at(server)
-        assert (node["calls"], node["clients"][0]["calls"], workers_of(node)) == (number, number, [])
-        assert node["sent_bytes"] >= sent
-    os.kill(look_at(server)["clients"][0]["session_pid"], signal.SIGKILL)
-    wait_until(lambda: not look_at(server)["clients"])
-    node = look_at(server)
-    assert (node["calls"], node["ended_workers"]) == (3, 3)
-    assert node["sent_bytes"] >= before
-
-
 def test_client_that_is_closed_leaves_its_work(serve, look_at):
     server = serve()
     rpc_async(server.address, os.getpid).wait()
@@ -313,10 +291,6 @@ def test_last_error_of_a_client_is_told(serve, look_at, capsys):
     assert last.endswith("Awkward: a damaged file")
 
 
-def test_load_of_the_machine_is_told(serve, look_at):
-    assert 0 <= look_at(serve())["load_average"] < 10**4
-
-
 # --- what training loops wait for
 
 
@@ -368,63 +342,6 @@ def test_client_says_what_its_loop_waits_for(serve, look_at, capsys):
     # A loop that is over is not told of.
     del batches
     wait_until(lambda: not loops_of(look_at(server)))
-
-
-@pytest.mark.usefixtures("often")
-def test_loop_that_hangs_says_that_it_waits(serve, look_at, fifo):
-    class Hangs(Samples):
-        def __getitem__(self, index):
-            return read_text(fifo) if index == 4 else torch.zeros(10)
-
-    server = serve("--num-workers", "1")
-    loader = RPCDataloader(RPCDataset([server.address], Hangs), batch_size=None, timeout=PROMPTLY)
-    consumer = threading.Thread(target=list, args=[loader])
-    consumer.start()
-    with open(fifo, "w"):
-        wait_until(lambda: any(loop["wait_share"] > 0.9 for loop in loops_of(look_at(server))), 30)
-    consumer.join()
-
-
-def test_session_that_builds_gets_no_report_that_would_wait_there(serve, fifo):
-    class Slow(Samples):
-        def __init__(self, path):
-            read_text(path)
-
-    server = serve()
-    session = session_on(server)
-    session.wait()
-    told = []
-    session.connection.tell = lambda *message: told.append(message)
-    build = threading.Thread(target=RPCDataset, args=([server.address], Slow, fifo))
-    build.start()
-    wait_until(lambda: session.is_busy)
-    session.report(b"{}")
-    assert told == []
-    with open(fifo, "w"):
-        pass
-    build.join()
-    wait_until(lambda: not session.is_busy)
-    session.report(b"{}")
-    assert len(told) == 1
-
-
-def test_pass_that_is_over_is_not_reported(server):
-    loader = RPCDataloader(
-        RPCDataset([server.address], Samples), batch_size=BATCH_SIZE, on_error="skip", persistent_workers=True
-    )
-    for _epoch in range(2):
-        batches = iter(loader)
-        next(batches)
-        assert batches.report().dataset == "Samples"
-        for _ in batches:
-            pass
-        assert batches.report() is None
-
-
-def test_loops_on_an_embedded_pool_are_told_to_nobody():
-    loader = RPCDataloader(RPCDataset("local:1", Samples), batch_size=BATCH_SIZE, on_error="skip")
-    assert sum(len(batch) for batch in loader) == NUM_SAMPLES - 1
-    assert not get_client().reporter._loops
 
 
 def test_report_of_a_stranger_or_of_nonsense_does_not_disturb(serve, look_at):
@@ -549,11 +466,6 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
     assert document["ignored_files"] == [{"path": str(path), "reason": "its server is silent"}]
 
 
-def test_empty_register_is_said(tmp_path, capsys):
-    assert main([f"@{tmp_path}/pool"]) == 1
-    assert f"@{tmp_path}/pool: no node server found" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -581,14 +493,6 @@ def test_full_server_answers(serve, look_at):
     node = look_at(server)
     assert (node["max_connections"], len(workers_of(node))) == (1, 1)
     assert "refused" not in server.log
-
-
-def test_another_server_at_the_same_address_is_asked_anew(serve, asker):
-    server = serve()
-    assert ask(asker, server).status.pid == server.pid
-    server.stop()
-    other = serve("--port", server.address.rpartition(":")[2])
-    assert ask(asker, other).status.pid == other.pid
 
 
 def test_over_tls(serve, certificates, monkeypatch, look, look_at):
@@ -642,30 +546,6 @@ def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
         script.wait()
     with pytest.raises(ConnectionLostError):
         hanging.wait()
-
-
-def test_worker_of_a_session_that_stands_still_is_listed(serve, look_at):
-    server = serve(before="status.STACK_TIMEOUT = 0.3")
-    pid = rpc_async(server.address, os.getpid).wait()
-    session = look_at(server)["clients"][0]["session_pid"]
-    os.kill(session, signal.SIGSTOP)
-    try:
-        for _ in range(3):
-            (worker,) = workers_of(look_at(server, "--stacks"))
-            assert worker["pid"] == pid
-            assert worker["stack"].startswith("no stack: its session did not answer within")
-    finally:
-        os.kill(session, signal.SIGCONT)
-    # What piled up is done with.
-    wait_until(lambda: "in _wait" in workers_of(look_at(server, "--stacks"))[0]["stack"])
-    assert rpc_async(server.address, os.getpid).wait() == pid
-    assert "descriptor" not in server.log
-
-
-def test_stacks_without_workers(serve, look_at):
-    server = serve()
-    session_on(server).wait()
-    assert workers_of(look_at(server, "--stacks")) == []
 
 
 # --- again and again
@@ -739,47 +619,6 @@ def test_watch_draws_on_the_alternate_screen_and_leaves_it(serve, number, status
     assert not set(re.findall("\x1b\\[[23]J", text))
     # Long lines are not wrapped, or the top would scroll away; afterwards they are.
     assert text.index("\x1b[?7l") < text.index("all:") < text.index("\x1b[?7h")
-
-
-def test_watch_shows_the_top_of_what_a_terminal_has_no_room_for(serve):
-    server = serve()
-    others = [f"127.0.0.1:{port}" for port in range(1, 20)]  # of no server
-    with watched(server.address, *others, "--watch", "0.05", lines=8) as (_watching, read_until):
-        read_until(lambda text: text.count("\x1b[J") >= 2)
-    picture = read_until.text.split("\x1b[H")[1].split("\x1b[J")[0].split("\r\n")
-    assert len(picture) == 8
-    assert picture[2].startswith("all: 1 of 20 ready")
-    assert "127.0.0.1:1  unreachable" in picture[3]
-    assert picture[-1].startswith("... 16 more lines than fit this terminal")
-
-
-def test_watch_appends_where_there_is_no_terminal(serve):
-    server = serve()
-    with start_watching(server.address, "--watch", "0.05", stdout=subprocess.PIPE) as watching:
-        text = ""
-        while text.count("all: 1 of 1 ready") < 2:
-            text += watching.stdout.readline()
-        watching.send_signal(signal.SIGTERM)
-        assert watching.wait(PROMPTLY) == -signal.SIGTERM
-    assert "\x1b" not in text
-
-
-def test_reader_that_has_seen_enough_is_no_error(serve):
-    server = serve()
-    with start_watching(server.address, "--watch", "0.01", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
-        watching.stdout.readline()
-        watching.stdout.close()
-        assert watching.wait(PROMPTLY) == 0
-        assert watching.stderr.read() == ""
-
-
-def test_output_that_cannot_be_written_is_said(serve):
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "rpcdataloader.status", serve().address], stdout=full, stderr=subprocess.PIPE,
-            text=True, check=False,
-        )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (2, "cannot write the status: No space left on device\n")
 
 
 def test_probe_imports_no_torch(serve):

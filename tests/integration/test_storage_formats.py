@@ -26,10 +26,9 @@ from examples.storage_formats import mount
 from examples.storage_formats.__main__ import main, node_servers, parse_arguments, prepare_samples
 from examples.storage_formats.errors import SampleError, StudyError, UnavailableError
 from examples.storage_formats.plan import Format, Link
-from examples.storage_formats.processes import Child
 from examples.storage_formats.proxy import Proxy
 from examples.storage_formats.readers import make_dataset
-from examples.storage_formats.samples import MANIFEST, image_key, shard_key
+from examples.storage_formats.samples import image_key, shard_key
 from examples.storage_formats.storage import Location, get_client
 from examples.storage_formats.store import BUCKET, Store, environment, running
 from examples.storage_formats.writing import write_samples
@@ -169,31 +168,6 @@ def test_processes_and_mounts_end_with_a_command_that_is_killed(tmp_path):
     wait_until(lambda: find_left_behind(tmp_path) == [str(folder)], 60)
 
 
-STUBBORN = """
-import signal
-signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
-print("ready", flush=True)
-while True:
-    signal.pause()
-"""
-
-
-def test_child_that_does_not_end_is_killed_at_a_second_interruption(tmp_path):
-    child = Child([sys.executable, "-c", STUBBORN], tmp_path / "log", piped=True)
-    assert child.output.readline() == "ready\n"
-
-    def interrupt():
-        assert child.output.readline() == "asked to end\n"
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with ThreadPoolExecutor(1) as pool:
-        interrupted = pool.submit(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            child.stop(timeout=60)
-        interrupted.result()
-    assert child.poll() == -signal.SIGKILL
-
-
 def test_cost_of_a_sample_is_printed_for_reader_mount_and_store(capsys):
     assert main(["--cost", "--samples", "16", "--sample-bytes", "60e3"]) == 0
     output = capsys.readouterr().out
@@ -313,13 +287,6 @@ def arguments(*options):
     return parse_arguments(["--samples", "80", "--sample-bytes", "60e3", "--shards", "40", *options])
 
 
-def test_samples_that_are_there_are_used_and_others_refused(samples):
-    location, manifest = samples
-    assert prepare_samples(location, arguments()) == manifest
-    with pytest.raises(StudyError, match=r"holds 80 samples of 59643 bytes in shards of \[40\]: ask for these"):
-        prepare_samples(location, arguments("--shards", "8"))
-
-
 def test_empty_bucket_is_an_error_where_nothing_may_be_written(store):
     location = Location(store.endpoint, BUCKET, "empty/")
     with pytest.raises(StudyError, match=r"there are no samples at s3://storage-formats/empty/.*--write-only first"):
@@ -329,47 +296,3 @@ def test_empty_bucket_is_an_error_where_nothing_may_be_written(store):
 def test_bucket_that_does_not_exist_is_named(store):
     with pytest.raises(StudyError, match=r"bucket 'nowhere' of .* cannot be read: .*name another one with --bucket"):
         prepare_samples(Location(store.endpoint, "nowhere"), arguments())
-
-
-@pytest.mark.parametrize("wrong", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
-def test_wrong_keys_are_an_error_before_anything_is_started(wrong, store, capsys):
-    endpoint = store.endpoint.replace("127.0.0.1", "localhost")  # a client of its own, with these credentials
-    get_client.cache_clear()
-    with environment(**{wrong: "wrong"}):
-        status = main(["--endpoint", endpoint, "--bucket", BUCKET, "--samples", "80", "--shards", "40"])
-    get_client.cache_clear()
-    assert status == 2
-    assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--endpoint http://127.0.0.1:9", "--endpoint needs --bucket"),
-        ("--bucket b", "--bucket needs --endpoint"),
-        ("--endpoint http://127.0.0.1:9 --bucket b --links 0:1:1", "--links and --endpoint exclude each other"),
-        ("--endpoint http://127.0.0.1:9 --bucket b --data d", "--data and --endpoint exclude each other"),
-        ("--write-only --read-only --data d", "--write-only and --read-only exclude each other"),
-        ("--cost --formats objects", "--cost and --formats exclude each other: one process reads"),
-        ("--read-only", "--read-only needs --endpoint or --data"),
-        ("--samples 0", "--samples must be 1 or more, but is 0"),
-        ("--sample-bytes nan", "--sample-bytes must be 1 or more"),
-        ("--samples 81", "8 does not divide 81"),
-        ("--shards 0", "0 does not divide 800"),
-        ("--ranks 0", "--ranks must be 1 or more"),
-        ("--step -1", "--step must be 0 or more"),
-        ("--formats tfrecord-9", r"--formats has tfrecord-9, but --shards has \[8, 50\]"),
-        ("--loaders torch:x", "a loader is torch:WORKERS"),
-        ("--links 1:2", "a link is LATENCY:RATE:TOTAL"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(StudyError, match=message):
-        parse_arguments(options.split())
-
-
-def test_manifest_of_something_else_is_an_error(samples, damaged):
-    location, _ = samples
-    damaged(MANIFEST, lambda _: b"[]")
-    with pytest.raises(StudyError, match=f"{location.url(MANIFEST)} is not a manifest of this study"):
-        prepare_samples(location, arguments())

@@ -6,8 +6,6 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -116,64 +114,6 @@ def test_passes_leave_the_module_that_they_are_given(graph, batch):
     assert graph(**inputs).equal(expected)
 
 
-class Bags(nn.Module):
-    """Any order of features and other inputs, with features that are used more than once or not at all."""
-
-    def __init__(self, inputs, uses):
-        super().__init__()
-        self.inputs, self.uses = inputs, uses
-        self.table = nn.EmbeddingBag(10, 3, mode="sum")
-
-    def forward(self, **values):
-        total = sum(values[name].sum() for name in self.inputs if name.startswith("other")) + torch.zeros(4, 3)
-        for weight, name in enumerate(self.uses, 1):
-            lengths = values[f"{name}_lengths"]
-            total = total * 0.5 + weight * self.table(values[f"{name}_indices"], lengths.cumsum(0) - lengths)
-        return total
-
-
-@st.composite
-def bags(draw):
-    """A module of N features, the order of its inputs, and that of its batches."""
-    features = [f"f{k}" for k in range(draw(st.integers(1, 5)))]
-    parts = [f"{name}_{part}" for name in features for part in ("indices", "lengths")]
-    inputs = draw(st.permutations(parts + draw(st.sampled_from([[], ["other1"], ["other1", "other2"]]))))
-    uses = draw(st.lists(st.sampled_from(features), min_size=1, max_size=8))
-    lengths = {name: draw(st.lists(st.integers(0, 3), min_size=4, max_size=4)) for name in features}
-    return inputs, uses, draw(st.permutations(features)), lengths
-
-
-def with_placeholders(model, names):
-    """As ``trace`` does it, with placeholders in this order, also for inputs that are not used."""
-    graph = fx.Graph()
-    placeholders = {name: graph.placeholder(name) for name in names}
-    used = trace(model)
-    copied = graph.graph_copy(
-        used.graph, {node: placeholders[node.target] for node in used.graph.nodes if node.op == "placeholder"}
-    )
-    graph.output(copied)
-    return fx.GraphModule(used, graph)
-
-
-@settings(max_examples=30, deadline=None)
-@given(bags(), st.integers(0, 2**31))
-def test_models_of_any_shape_compute_the_same_from_combined_inputs(drawn, seed):
-    names, uses, features, lengths = drawn
-    torch.manual_seed(seed)
-    before = with_placeholders(Bags(names, uses), names)
-    after = passes.combine_sparse_inputs(before, features)
-    inputs = {name: torch.randn(2) for name in names if name.startswith("other")}
-    combined = {**inputs, "indices": [], "lengths": []}
-    for name in features:
-        ids = torch.randint(10, (sum(lengths[name]),))
-        inputs |= {f"{name}_indices": ids, f"{name}_lengths": torch.tensor(lengths[name])}
-        combined["indices"].append(ids)
-        combined["lengths"].append(torch.tensor(lengths[name]))
-    combined |= {name: torch.cat(combined[name]) for name in ("indices", "lengths")}
-    assert count(after, "placeholder") == len(names) - 2 * len(features) + 2
-    assert_same(before, after, inputs, combined)
-
-
 @pytest.mark.parametrize(
     ("features", "message"),
     [
@@ -205,15 +145,6 @@ def test_inputs_that_cannot_be_combined_are_refused(graph):
         passes.combine_sparse_inputs(fx.symbolic_trace(optional), ["x"])
 
 
-def test_models_that_take_their_inputs_as_a_whole_cannot_be_traced():
-    class Sum(nn.Module):
-        def forward(self, **sparse):
-            return sparse.keys()
-
-    with pytest.raises(ValueError, match="takes all inputs at once"):
-        trace(Sum())
-
-
 # --- fuse_horizontally
 
 
@@ -232,29 +163,6 @@ def test_recommender_computes_the_same_with_one_norm(graph, batch):
     assert set(others) == set(wanted)
     for name, gradient in others.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-5)
-
-
-def test_stacked_norm_begins_with_the_values_of_the_others_and_trains_on(graph, batch):
-    inputs, _, _ = batch
-    with torch.no_grad():
-        for norm in graph.norms.children():
-            norm.weight.normal_()
-            norm.bias.normal_()
-    found = passes.fuse_horizontally(graph)
-    assert found.stacked_norm.weight.equal(torch.stack([norm.weight for norm in graph.norms.children()]))
-    assert found.stacked_norm.bias.equal(torch.stack([norm.bias for norm in graph.norms.children()]))
-    torch.testing.assert_close(found(**inputs), graph(**inputs), rtol=1e-5, atol=1e-5)
-    for module in graph, found:
-        # Not of what both share: the first step would change it for the second one.
-        norms = [parameter for name, parameter in module.named_parameters() if "norm" in name]
-        optimizer = torch.optim.SGD(norms, lr=0.1)
-        module(**inputs).sum().backward()
-        optimizer.step()
-        module.zero_grad()
-    assert not found.stacked_norm.weight.equal(torch.ones(4, 8))
-    torch.testing.assert_close(
-        found.stacked_norm.weight, torch.stack([norm.weight for norm in graph.norms.children()]), rtol=1e-5, atol=1e-5
-    )
 
 
 class Chains(nn.Module):
@@ -323,71 +231,3 @@ class Chains(nn.Module):
         if self.odd == "fewer":
             del ends[self.place]
         return torch.cat(ends, dim=0 if self.odd == "rows" else 1) + extra
-
-
-ODD = [
-    *("eps", "no bias", "no affine", "type", "frozen", "shared norm", "shared weight", "hook", "size", "size of all"),
-    *("part taken twice", "norm called twice", "weight read", "no tanh", "other function", "second user of part"),
-    *("second user of norm", "second user of tanh", "order", "more", "fewer", "rows"),
-]
-
-
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("place", [1, 3])
-def test_chains_that_differ_in_one_place_are_left_alone(odd, place):
-    before = fx.symbolic_trace(Chains(odd=odd, place=place))
-    after = passes.fuse_horizontally(before)
-    assert after.code == before.code
-    values = torch.randn(5, 12)
-    assert after(values).equal(before(values))
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    number=st.integers(2, 6),
-    width=st.integers(1, 5),
-    tanh=st.sampled_from(["function", "method", "module"]),
-    eps=st.sampled_from([1e-5, 1e-3]),
-    seed=st.integers(0, 2**31),
-)
-def test_chains_of_any_number_and_width_are_fused(number, width, tanh, eps, seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Linear(7, number * width), Chains(number, width, tanh=tanh, eps=eps), nn.Linear(number * width, 2)
-    )
-    before = fx.symbolic_trace(model.double())
-    after = passes.fuse_horizontally(before)
-    assert len([module for module in after.modules() if isinstance(module, nn.LayerNorm)]) == 0
-    assert count(after, "call_function", torch.cat) == 0
-    values = torch.randn(6, 7, dtype=torch.float64)
-    expected, found = before(values), after(values)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    wanted, got = gradients(before, expected), gradients(after, found)
-    for part in "weight", "bias":
-        got_of_norms = got.pop(f"stacked_norm.{part}")
-        for k in range(number):
-            torch.testing.assert_close(got_of_norms[k], wanted.pop(f"1.norms.{k}.{part}"), rtol=1e-5, atol=1e-5)
-    assert set(got) == set(wanted)
-    for name, gradient in got.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-5)
-
-
-def test_several_groups_of_chains_are_fused_each_by_itself():
-    model = nn.Sequential(Chains(2, 6), Chains(odd="eps"), Chains(3, 4))
-    before = fx.symbolic_trace(model)
-    after = passes.fuse_horizontally(before)
-    assert sum(isinstance(module, passes.StackedLayerNorm) for module in after.modules()) == 2
-    assert sum(isinstance(module, nn.LayerNorm) for module in after.modules()) == 4
-    values = torch.randn(5, 12)
-    torch.testing.assert_close(after(values), before(values), rtol=1e-5, atol=1e-5)
-
-
-def test_fused_module_is_in_the_mode_of_the_other(graph):
-    assert passes.fuse_horizontally(graph.eval()).training is False
-    assert passes.fuse_horizontally(graph.train()).training is True
-
-
-def test_tensors_that_are_no_matrix_are_refused_by_the_fused_module():
-    after = passes.fuse_horizontally(fx.symbolic_trace(Chains(2, 3)))
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        after(torch.randn(5, 6, 3))

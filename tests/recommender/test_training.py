@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 
 from examples.recommender.__main__ import parse_arguments
-from examples.recommender.trainer import Ranks, Trainer, area_under_curve
+from examples.recommender.trainer import Ranks, Trainer
 from tests.conftest import wait_until
 from tests.integration.quick import quick_server
 
@@ -56,19 +55,6 @@ def server(library_zygote):
         yield server.address
 
 
-def test_area_is_that_of_scikit_learn():
-    generator = torch.Generator().manual_seed(0)
-    clicks = torch.randint(2, (500,), generator=generator).float()
-    for scores in (
-        torch.randn(500, generator=generator) + clicks,
-        torch.randint(4, (500,), generator=generator).float(),  # many that are equal
-        torch.zeros(500),
-    ):
-        assert area_under_curve(scores, clicks) == pytest.approx(roc_auc_score(clicks, scores))
-    with pytest.raises(ValueError, match="without clicks"):
-        area_under_curve(torch.zeros(3), torch.zeros(3))
-
-
 def test_help_says_how_to_run_it_and_wrong_options_are_refused(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
@@ -107,23 +93,6 @@ def test_checkpoint_brings_back_weights_and_optimizer(tmp_path):
     for _ in range(2):
         other.step(make_batch())
     assert all(value.equal(whole.parameters[name]) for name, value in other.parameters.items())
-
-
-def test_checkpoint_of_another_model_is_refused(tmp_path):
-    path = str(tmp_path / "checkpoint.pt")
-    Trainer(parse_arguments([]), Ranks(), TABLES, 13).save(path, epoch=1)
-    for options, name in (["--dim", "8"], "weight"), (["--no-passes"], r"norms.C1.weight of \(16,\)"):
-        with pytest.raises(ValueError, match=f"checkpoint.pt was saved with other options: it has no .*{name}"):
-            Trainer(parse_arguments(options), Ranks(), TABLES, 13).load(path)
-
-
-def test_unreadable_rows_end_the_program_with_one_line(library_zygote, tmp_path):
-    wrong = tmp_path / "train.txt"
-    wrong.write_text("no Criteo\n")
-    ended = start(library_zygote, "--criteo", wrong, "--data", tmp_path / "rows.parquet").wait(60)
-    assert ended.status == 1
-    assert re.fullmatch(r"ValueError: .*train.txt is not in the format of Criteo's file: .*\n", ended.errors)
-    assert os.listdir(tmp_path) == ["train.txt"]
 
 
 def test_sparse_features_make_predictions_clearly_better(library_zygote):

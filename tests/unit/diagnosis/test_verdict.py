@@ -306,56 +306,6 @@ def test_first_batch_counts_more_than_a_little_of_our_own_time(first_wait, bound
 
 
 @pytest.mark.parametrize(
-    ("pause", "bound"), [({"own": 0.3}, "start"), ({"own": 2.0}, "trainer"), ({"blocked": 2.0}, "unclear")]
-)
-def test_start_is_the_bound_if_it_took_longer_than_all_waits_since(pause, bound):
-    recorder = record(num_batches=50, first_wait=1.0)
-    record(recorder, num_batches=1, **pause)
-    diagnosis = diagnose(record(recorder, num_batches=19).snapshot())
-    assert diagnosis.wait_share > 0.1
-    assert diagnosis.bound == bound
-
-
-@pytest.mark.parametrize(("own", "bound"), [(0.002, "trainer"), (0.0001, "node")])
-def test_one_long_wait_is_no_cause_beside_one_that_goes_on(own, bound):
-    recorder = record(num_batches=50, consumer=0.008, own=own)
-    record(recorder, num_batches=1, consumer=0.008, own=own, blocked=0.3, ready=0.3)
-    assert diagnose(recorder.snapshot()).bound == bound
-
-
-# A loop that wants its interpreter lock back is awake, as one that runs our own Python is.
-@pytest.mark.parametrize(
-    ("times", "part"),
-    [
-        ({"decode_cpu": 0.0001}, "next"),
-        ({"decode_cpu": 0.004}, "receiving"),
-        ({"decode_cpu": 0.001, "lock": 0.006}, "lock"),
-    ],
-)
-def test_wait_of_a_loop_that_is_awake(times, part):
-    diagnosis = diagnose(records(consumer=0.002, own=0.003, **times))
-    assert (diagnosis.bound, diagnosis.part) == ("trainer", part)
-
-
-def test_batches_that_were_rebuilt_before_the_span_keep_no_loop_from_its_interpreter():
-    made = records(consumer=0.02, decode_cpu=0.019)
-    assert diagnose(made).bound == "trainer"
-    last = made.probes[-1].answered
-    twice_as_long = [dataclasses.replace(one, answered=last - 2 * (last - one.answered)) for one in made.probes]
-    assert diagnose(dataclasses.replace(made, probes=tuple(twice_as_long))).bound == "none"
-
-
-@pytest.mark.parametrize(("num_late", "where"), [(1, ""), (20, " on other CPUs")])
-def test_one_long_wait_for_a_cpu_is_no_lack_of_cpus(num_late, where):
-    usual, late = Stages(fetch=0.02, cpu=0.02), Stages(fetch=0.17, cpu=0.02, runqueue=0.15)
-    recorder = record(**SLOW_WORKERS | {"num_batches": 25, "stages": usual})
-    record(recorder, num_batches=num_late, blocked=0.02, consumer=0.001, stages=late)
-    diagnosis = diagnose(recorder.snapshot())
-    assert diagnosis.evidence["runqueue_share"] > 0.2
-    assert re.search(rf"Add \d+ workers{where} \(", diagnosis.text)
-
-
-@pytest.mark.parametrize(
     ("num_workers", "spread"), [(4, (0.01, 0.01, 0.01, 0.01, 0.5)), (1, (0.01, 0.5, 0.01, 0.01, 0.01))]
 )
 def test_long_tasks_of_a_dataset_count(num_workers, spread):
@@ -370,38 +320,10 @@ def test_long_tasks_of_a_dataset_count(num_workers, spread):
     assert diagnosis.capacities["workers"] == pytest.approx(num_workers / 0.108, rel=0.05)
 
 
-def test_few_long_tasks_of_such_a_dataset_make_no_slow_node():
-    recorder = make_recorder(workers=TWO_NODES)
-    for number in range(40):
-        task = Stages(fetch=0.5 if number in (2, 15, 22) else 0.01, cpu=0.01)
-        record(recorder, num_batches=1, worker=number % 4, stages=task, consumer=0.01, blocked=0.03)
-    assert diagnose(recorder.snapshot()).bound != "node"
-
-
 @pytest.mark.parametrize("name", ["local", "unix:/run/pool"])
 def test_unix_socket_is_no_network(name):
     options = PASSES["network"] | {"workers": dict.fromkeys(range(4), name)}
     assert diagnose(records(**options)).bound != "network"
-
-
-def test_window_of_a_loop_that_takes_any_number_of_batches_is_that_of_the_workers():
-    diagnosis = diagnose(
-        records(
-            consumer=0.002, blocked=0.004, copy=0.001, latency=0.05, stages=Stages(idle=0.01, fetch=0.004, cpu=0.004),
-            prefetch_factor=1, stalled=0.0021,
-        )
-    )  # fmt: skip
-    assert diagnosis.evidence["needed_rate"] == math.inf
-    assert diagnosis.bound == "setting"
-    # The workers make 1,000 batches per second, each 54 ms after its request; 1.4 as many make up for what varies.
-    assert diagnosis.evidence["in_flight"] == math.ceil(1.4 * 1000 * 0.054)
-    assert "set prefetch_factor=19 (now 1)" in diagnosis.text
-
-
-def test_window_of_a_loop_and_workers_that_take_no_time_is_some_number():
-    diagnosis = diagnose(records(consumer=0.0, blocked=0.05, latency=0.05, prefetch_factor=1, stages=Stages(idle=0.05)))
-    assert diagnosis.bound == "setting"
-    assert diagnosis.evidence["in_flight"] == pytest.approx(1.4 * 1000 * 4, abs=1)
 
 
 # Passes of which little is known
@@ -442,12 +364,6 @@ def test_pass_of_few_batches_claims_nothing(num_batches):
         assert diagnosis.text.endswith(f" of {num_batches} batches does not say why: {known}.")
 
 
-def test_pass_of_few_batches_from_a_worker_that_has_told_no_times():
-    recorder = record(num_batches=3, consumer=0.01, blocked=0.1)
-    recorder.tasks.clear()
-    assert diagnose(recorder.snapshot()).text.endswith("What is known of 3 batches does not say why.")
-
-
 def test_batch_that_does_not_come_counts_before_it_comes():
     recorder = record(num_batches=100)
     assert diagnose(recorder.snapshot()).wait_share == 0
@@ -474,46 +390,10 @@ def test_loop_that_does_nothing_is_told_of_the_next_bound():
     assert "for 2,000 it/s, which is all that receiving in this process allows" in diagnosis.text
 
 
-def test_workers_that_have_gone_count_no_more():
-    both = dict.fromkeys(range(8), "node07")
-    recorder = record(num_batches=100, workers=both, **SLOW_WORKERS)
-    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(400)
-    recorder.setup = make_setup()
-    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(200)
-
-
-def test_workers_that_have_just_come_count_like_the_others():
-    recorder = record(num_batches=100, **SLOW_WORKERS)
-    recorder.setup = make_setup(dict.fromkeys(range(6), "node07"))
-    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(300)
-
-
 def test_a_pass_without_workers_does_not_fail():
     recorder = record(num_batches=100, **SLOW_WORKERS)
     recorder.setup = make_setup({}, window=8)
     assert isinstance(diagnose(recorder.snapshot(waiting=10.0)), Diagnosis)
-
-
-def test_first_tasks_of_workers_do_not_count():
-    recorder = record(num_batches=4, stages=Stages(fetch=0.1, cpu=0.1), **SLOW_WORKERS)
-    record(recorder, num_batches=100, **SLOW_WORKERS)
-    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(200)
-
-
-def test_worker_of_few_tasks_is_as_fast_as_its_node():
-    """Once late, a worker gets no tasks for a while; its only others took a tenth of the usual time."""
-    recorder = record(num_batches=100, **SLOW_WORKERS, workers=dict.fromkeys(range(5), "node07"))
-    recorder.tasks[4].clear()
-    recorder.tasks[4].extend([0.01, 0.2, 0.002])
-    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(250, rel=0.01)
-
-
-def test_worker_of_few_tasks_on_a_slow_node_is_slow():
-    recorder = record(
-        num_batches=100, **SLOW_WORKERS, workers={0: "a", 1: "a", 2: "b", 3: "b"}, slow={2: LATE, 3: LATE}
-    )
-    recorder.tasks[3].clear()
-    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(2 / 0.02 + 2 / 0.2)
 
 
 def test_worker_that_was_stopped_is_not_slow():
@@ -523,29 +403,9 @@ def test_worker_that_was_stopped_is_not_slow():
     assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(200)
 
 
-def test_threads_may_use_more_cpu_time_than_passes():
-    stages = Stages(fetch=0.02, cpu=0.08, fetch_cpu=0.08, runqueue=0.002)
-    evidence = diagnose(records(**SLOW_WORKERS, stages=stages)).evidence
-    shares = [evidence[f"{name}_share"] for name in ("cpu", "fetch_cpu", "runqueue", "off_cpu")]
-    assert shares == pytest.approx([0.9, 0.9, 0.1, 0.0])
-
-
 def test_nothing_is_said_of_cpus_where_no_worker_tells():
     text = diagnose(records(**SLOW_WORKERS, stages=Stages(fetch=0.02))).text
     assert "4 workers: each takes 20 ms per batch. Add 5 workers" in text
-
-
-def test_link_that_the_trainer_does_not_read_is_no_full_link():
-    network = PASSES["network"]
-    unread = Stages(fetch=0.02, cpu=0.02, sending=0.03, peer_limited=0.02)
-    assert diagnose(records(**network, stages=Stages(fetch=0.02, cpu=0.02, sending=0.03))).bound == "network"
-    assert diagnose(records(**network, stages=unread)).bound == "trainer"
-
-
-def test_what_limits_a_connection_is_a_share_of_its_busy_time():
-    limited = Stages(fetch=0.02, cpu=0.02, sending=0.04, peer_limited=0.01)
-    evidence = diagnose(records(**PASSES["network"], stages=limited)).evidence
-    assert evidence["peer_limited_share"] == pytest.approx(0.25)
 
 
 def test_window_is_the_bound_beside_workers_only_if_it_allows_far_less():
@@ -555,16 +415,6 @@ def test_window_is_the_bound_beside_workers_only_if_it_allows_far_less():
     assert diagnose(records(**options, latency=0.004)).bound == "workers"
 
 
-def test_few_batches_with_a_long_way_make_no_window_that_is_smaller_than_what_was_delivered():
-    """Requests rarely find a worker idle that is the bound, so its overhead is known from few."""
-    recorder = record(num_batches=50, consumer=0.002, blocked=0.008, workers={0: "node07"}, stages=FAST)
-    record(recorder, num_batches=1, consumer=0.002, blocked=0.008, latency=0.05, stages=FAST._replace(idle=0.001))
-    diagnosis = diagnose(recorder.snapshot())
-    assert diagnosis.evidence["latency_seconds"] > 0.05
-    assert diagnosis.capacities["window"] == diagnosis.evidence["delivered_rate"] == pytest.approx(100)
-    assert diagnosis.bound == "workers"
-
-
 SLOW_NODE = {"workers": TWO_NODES, "slow": {2: LATE, 3: LATE}}
 
 
@@ -572,24 +422,6 @@ def test_node_that_costs_a_fifth_is_the_bound_even_if_it_is_not_the_only_one():
     diagnosis = diagnose(records(**SLOW_NODE, consumer=0.002, blocked=0.01))
     assert diagnosis.evidence["needed_rate"] == pytest.approx(500)
     assert diagnosis.bound == "node"
-
-
-def test_node_that_costs_less_is_the_bound_if_the_others_would_be_enough():
-    workers = {**dict.fromkeys(range(7), "node07"), 7: "node08"}
-    slow = {"workers": workers, "slow": {7: Stages(fetch=0.05, cpu=0.05)}}
-    assert diagnose(records(**slow, consumer=1 / 375, blocked=0.001)).bound == "node"
-    assert diagnose(records(**slow, consumer=1 / 500, blocked=0.001)).bound == "workers"
-
-
-@pytest.mark.parametrize(("late", "part"), [(2, "node"), (0, "worker")])
-def test_slow_node_is_the_bound_if_the_late_batches_are_its_own(late, part):
-    recorder = record(**SLOW_NODE, consumer=0.02, num_batches=40)
-    for _ in range(15):
-        for worker in TWO_NODES:
-            blocked = 0.05 if worker == late else 0.0
-            task = LATE if worker > 1 else TASK
-            record(recorder, num_batches=1, worker=worker, stages=task, consumer=0.02, blocked=blocked, ready=blocked)
-    assert diagnose(recorder.snapshot()).part == part
 
 
 def test_more_workers_are_needed_if_they_work_less_of_the_time():

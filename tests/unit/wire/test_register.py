@@ -46,42 +46,6 @@ def found(register):
 # --- silence
 
 
-def test_first_look_goes_by_the_clock_of_this_machine(tmp_path, register):
-    for name, seconds in ("old", MAX_SILENCE + 10), ("young", MAX_SILENCE - 10), ("future", -MAX_SILENCE - 10):
-        age(write(tmp_path, server(name)), seconds)
-    assert found(register) == (server("young"),)
-
-
-def test_silence_lasts_until_the_time_of_the_file_changes(tmp_path, register, monkeypatch):
-    clock = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    path = write(tmp_path, server("a"))
-    age(path, MAX_SILENCE - 10)
-    for seconds, is_there in (0, True), (5, True), (10, False), (0, False):
-        clock[0] += seconds
-        assert bool(register.look()) is is_there
-    age(path, MAX_SILENCE + 1000)
-    for seconds, is_there in (1, True), (MAX_SILENCE - 1, True), (2, False):
-        clock[0] += seconds
-        assert bool(register.look()) is is_there
-
-
-def test_file_that_comes_later_is_new_whatever_the_clocks_say(tmp_path, register):
-    assert register.look() == {}
-    age(write(tmp_path, server("a")), 1e6)
-    assert found(register) == (server("a"),)
-
-
-def test_file_that_was_gone_is_new(tmp_path, register):
-    path = write(tmp_path, server("a"))
-    age(path, 1e6)
-    assert register.look() == {}
-    path.unlink()
-    assert register.look() == {}
-    age(write(tmp_path, server("a")), 1e6)
-    assert found(register) == (server("a"),)
-
-
 # --- what is found
 
 
@@ -97,13 +61,6 @@ def test_servers_are_in_the_order_in_which_they_came(tmp_path, register):
     assert found(register) == (early, middle, late)
 
 
-def test_of_servers_that_came_at_the_same_time_the_name_decides(tmp_path, register):
-    servers = [server(name) for name in "hcafbgdeij"]
-    for one in servers:
-        write(tmp_path, one)
-    assert found(register) == tuple(sorted(servers, key=lambda one: one.host))
-
-
 def test_server_that_comes_is_last_and_one_that_leaves_is_gone(tmp_path, register):
     first, second = server("b", 1.0), server("a", 2.0)
     path = write(tmp_path, first)
@@ -112,16 +69,6 @@ def test_server_that_comes_is_last_and_one_that_leaves_is_gone(tmp_path, registe
     assert found(register) == (first, second)
     path.unlink()
     assert found(register) == (second,)
-
-
-def test_other_files_are_left_alone(tmp_path, register, caplog):
-    content = server("a").encode()
-    for name in ("README", "a.json", ".hidden.server.json", ".nfs000000000001.server.json", "a.server.json.tmp"):
-        (tmp_path / name).write_bytes(content)
-        (tmp_path / name).chmod(0o600)
-    for _ in range(PATIENCE):
-        assert register.look() == {}
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_file_that_is_seen_empty_and_then_in_part_is_found_when_it_is_whole(tmp_path, register, caplog):
@@ -164,23 +111,6 @@ def test_named_pipe_link_and_folder_are_no_servers(tmp_path, register):
     assert register.look() == {}
     names = ["folder.server.json", "link.server.json", "pipe.server.json"]
     assert register.problems == dict.fromkeys(names, "it is not a regular file")
-
-
-def test_file_that_turns_into_something_else_while_it_is_opened_is_not_believed(tmp_path, register, monkeypatch):
-    path = write(tmp_path, server("a"))
-    status = path.lstat()
-    path.unlink()
-    os.mkfifo(path, 0o600)
-    monkeypatch.setattr(register, "_list", lambda: {path.name: status})
-    assert register.look() == {}
-    assert register.problems == {path.name: "it is not a regular file"}
-    path.unlink()
-    (tmp_path / "elsewhere").write_bytes(server("a").encode())
-    path.symlink_to(tmp_path / "elsewhere")
-    assert register.look() == {}
-    path.unlink()
-    assert register.look() == {}
-    assert register.problems == {path.name: "No such file or directory"}
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
@@ -247,24 +177,6 @@ def test_server_that_falls_silent_is_gone_until_it_is_heard_again(tmp_path, regi
     monkeypatch.setattr(module.time, "monotonic", lambda: later)
     assert register.look() == {}
     age(path, 5)
-    assert found(register) == (server("a"),)
-
-
-def test_time_in_which_the_file_system_hangs_is_no_silence(tmp_path, register, monkeypatch):
-    write(tmp_path, server("a"))
-    clock = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    assert found(register) == (server("a"),)
-    look = register._list
-
-    def hang():
-        clock[0] += 1000
-        return look()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(register, "_list", hang)
-        assert found(register) == (server("a"),)
-    clock[0] += 1
     assert found(register) == (server("a"),)
 
 
