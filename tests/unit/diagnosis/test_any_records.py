@@ -56,7 +56,7 @@ parts = st.fixed_dictionaries(
 BOUNDS = {name.split()[0] for name in WORDS}
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(setups, parts, parts, st.none() | setups, st.just(0.0) | seconds)
 def test_diagnosis_of_any_records_is_one_that_can_be_read_and_reported(setup, first, then, later, waiting):
     recorder = record(record(**first, **setup), **then)
