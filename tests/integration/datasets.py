@@ -337,20 +337,6 @@ def fail_to_build(error: BaseException) -> None:
     raise error
 
 
-def build_first_only(marker: str, fifo: str) -> Holder:
-    """Build on one of the nodes that are asked, and fail on the others."""
-    os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
-    return Holder(fifo)
-
-
-def build_slowly_again(marker: str, fifo: str) -> State:
-    """Wait, at every construction but the first, until the other end of the pipe was opened."""
-    note(marker, "building")
-    if len(notes(marker)) > 1:
-        wait_for(fifo)
-    return State()
-
-
 def build_slowly_once(marker: str, fifo: str) -> Numbers:
     """One of the nodes that are asked waits for the FIFO."""
     try:

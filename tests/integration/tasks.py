@@ -50,16 +50,6 @@ def read_log() -> list[Any]:
 _event = threading.Event()
 
 
-def wait_for_event() -> str:
-    assert _event.wait(30)
-    return "waited"
-
-
-def set_event() -> str:
-    _event.set()
-    return "set"
-
-
 def busy_in(marker: str, how: str) -> None:
     """Say that this began by making the file ``marker``, then be busy for a minute."""
     Path(marker).touch()
@@ -92,16 +82,6 @@ class Open:
         os.close(self.descriptor)
 
 
-class Loud:
-    """An object whose destructor raises."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __del__(self) -> None:
-        raise self.error
-
-
 def num_probes() -> int:
     gc.collect()
     return len(_probes)
@@ -116,12 +96,6 @@ def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def make_slowly(path: str) -> Probe:
-    """Make a probe when the FIFO at ``path`` has been written."""
-    read_all(path)
-    return Probe()
 
 
 def identity(value: Any) -> Any:
@@ -153,10 +127,6 @@ class Picky(Exception):
 
 def raise_picky() -> None:
     raise Picky("decoder", 7)
-
-
-def raise_(error: BaseException) -> None:
-    raise error
 
 
 # --- faults

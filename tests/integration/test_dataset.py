@@ -14,12 +14,11 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from concurrent import futures
 from pathlib import Path
 
 import pytest
 
-from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client import datasets as client_datasets
 from rpcdataloader.errors import (
     ConnectError,
@@ -171,10 +170,6 @@ def test_persistent_workers_keep_the_instance_that_they_began_with(shared_server
     assert [int(batch) for batch in loader] == list(range(20))
 
 
-def test_sessions_collector_leaves_alone_what_it_inherited_from_the_node_server(shared_server):
-    assert rpc_async(shared_server.address, gc.get_freeze_count).wait() > 10_000
-
-
 # A slow build
 
 
@@ -207,12 +202,6 @@ def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_
     assert line.levelno == logging.WARNING
     assert line.getMessage().startswith("dataset build_slowly_once is being built on ")
     assert sum(address in line.getMessage() for address in two_nodes) == 1
-
-
-def test_quick_build_is_not_logged(shared_server, caplog, monkeypatch):
-    monkeypatch.setattr(client_datasets, "SLOW_BUILD_SECONDS", 30.0)
-    RPCDataset(shared_server.address, datasets.Numbers)
-    assert "being built" not in caplog.text
 
 
 # Questions
@@ -294,27 +283,6 @@ def test_change_in_mid_pass_is_for_the_next_one_and_for_each_process_once(two_no
         persistent = iter(loader)
 
 
-def test_length_is_asked_while_a_pass_builds_the_dataset_again(serve, fifo, tmp_path):
-    marker = tmp_path / "marker"
-    server = serve("--num-workers", "1")
-    dataset = RPCDataset(server.address, datasets.build_slowly_again, str(marker), fifo)
-    dataset.epoch = 1  # so the length is asked for again
-    iterator = iter(RPCDataloader(dataset, sampler=range(20)))
-    next(iterator)
-    server.signal(signal.SIGKILL)
-    server.wait()
-    serve("--num-workers", "1", "--port", server.address.rpartition(":")[2])
-    with futures.ThreadPoolExecutor(2) as pool:
-        rest = pool.submit(items, iterator)
-        wait_until(lambda: len(notes(str(marker))) == 2, what="the dataset built again for the pass")
-        length = pool.submit(len, dataset)
-        with pytest.raises(futures.TimeoutError):
-            length.result(0.2)  # it waits for the same construction
-        Path(fifo).write_text("")
-        assert length.result(20 * TIMEOUT_SCALE) == 20
-        assert {epoch for _index, epoch, *_rest in rest.result(20 * TIMEOUT_SCALE)} == {1}
-
-
 def test_method_runs_where_the_dataset_is(two_nodes):
     for workers in ("inline", two_nodes):
         dataset = RPCDataset(workers, State, 9)
@@ -357,20 +325,6 @@ def dataset_session_is_lost(dataset):
     return not all(session.is_usable for session in dataset.__dict__["_access"]._sessions)
 
 
-def test_setting_an_attribute_for_ever_costs_no_memory(shared_server):
-    dataset = RPCDataset(shared_server.address, State)
-    for epoch in range(50):
-        dataset.epoch = epoch
-        dataset.size = 20 + epoch
-        assert dataset.epoch == epoch
-    assert len(items(RPCDataloader(dataset))) == 69
-    dataset.size = 2
-    dataset.epoch = 50
-    assert len(items(RPCDataloader(dataset))) == 2
-    access = dataset.__dict__["_access"]
-    assert [change.args for change in access.changes_after(0)] == [("size", 2), ("epoch", 50)]
-
-
 # Errors of the constructor
 
 
@@ -381,23 +335,6 @@ def test_error_of_the_constructor_names_the_node(two_nodes):
     assert "in fail_to_build" in cause
     assert f"on {socket.gethostname()}" in cause
     assert "session" in cause
-
-
-def test_error_of_the_constructor_in_a_worker_names_it(two_nodes):
-    with pytest.raises(ZeroDivisionError, match="no images in /data") as caught:
-        RPCDataset(two_nodes, datasets.fail_to_build, ZeroDivisionError("no images in /data"), build="worker")
-    assert f"on {socket.gethostname()}" in str(caught.value.__cause__)
-    assert "worker" in str(caught.value.__cause__)
-
-
-def test_error_on_one_node_frees_what_the_others_have_built(two_nodes, tmp_path, readable_fifo):
-    fifo, descriptor = readable_fifo
-    witness = RPCDataset(two_nodes, State)
-    session = witness.session
-    with pytest.raises(FileExistsError):
-        RPCDataset(two_nodes, datasets.build_first_only, str(tmp_path / "marker"), fifo)
-    wait_for_last_writer(descriptor)
-    assert witness.session == session
 
 
 def test_what_is_built_must_be_a_dataset(two_nodes):
@@ -517,15 +454,6 @@ def test_dataset_that_cannot_be_inherited_is_built_in_workers_with_one_warning(
 
 
 @pytest.mark.parametrize(("factory", "kind", "_reason"), CANNOT_BE_INHERITED)
-def test_build_in_workers_on_purpose_is_not_warned_of(shared_server, paths, caplog, factory, kind, _reason):
-    args = (paths[kind],) if kind else ()
-    dataset = RPCDataset(shared_server.address, factory, *args, build="worker")
-    loader = RPCDataloader(dataset, batch_size=4)
-    assert [number for batch in loader for number in batch.tolist()] == list(range(0, 40, 2))
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize(("factory", "kind", "_reason"), CANNOT_BE_INHERITED)
 def test_instance_that_cannot_be_pickled_is_named_with_the_way_out(shared_server, paths, factory, kind, _reason):
     instance = factory(*((paths[kind],) if kind else ()))
     attribute = {None: r"(asked|answered|thread)\b.*", "h5": "file", "lmdb": "env", "zip": r"file\.\w+"}[kind]
@@ -606,12 +534,6 @@ def test_servers_that_do_not_answer_are_an_error_after_the_timeout(tmp_path):
                 assert time.monotonic() - started > 0.1
 
 
-@pytest.mark.usefixtures("impatient")
-def test_host_that_does_not_resolve_is_an_error():
-    with pytest.raises(ConnectError, match=r"nosuchhost\.invalid"):
-        RPCDataset("nosuchhost.invalid:6543", datasets.Numbers)
-
-
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
 def test_malformed_connect_timeout_is_named(monkeypatch, value):
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", value)
@@ -646,13 +568,6 @@ def test_dataset_whose_nodes_have_gone_says_so(serve):
 def test_constructor_that_kills_its_session_is_an_error_that_says_where_to_look(shared_server):
     with pytest.raises(ConnectionLostError, match=r"without an answer; if its session was killed, .* log .* says so"):
         RPCDataset(shared_server.address, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def test_question_that_kills_its_worker_is_an_error_and_the_next_one_is_answered(shared_server):
-    dataset = RPCDataset(shared_server.address, datasets.Deadly, 20, 3, "SIGKILL")
-    with pytest.raises(ConnectionLostError, match=r"worker \d+ \(pid \d+\) on .* was killed by SIGKILL"):
-        dataset[3]
-    assert dataset[4] == 4
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -18,7 +18,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.diagnosis.words import WORDS
 from rpcdataloader.loader import driver
 from tests.conftest import TIMEOUT_SCALE
-from tests.integration.causes import Causes, StreamOfCauses, init_slowly
+from tests.integration.causes import Causes, init_slowly
 from tests.integration.network import why_not
 from tests.integration.waits import CAUSES, POOLS, Cause, run, take_advice
 
@@ -65,22 +65,8 @@ def make_waiting_loader(servers, length: int = 10_000, stall: float = 0.01, **op
     return RPCDataloader(dataset, None, num_workers=1, workers=[servers[0].address], **options)
 
 
-def leave_by_break(loader: RPCDataloader) -> None:
-    for number, _ in enumerate(loader):
-        if number == 20:
-            break
-
-
 def leave_by_islice(loader: RPCDataloader) -> None:
     assert len(list(itertools.islice(loader, 20))) == 20
-
-
-@pytest.mark.parametrize("leave", [leave_by_break, leave_by_islice])
-def test_pass_that_is_left_is_told_in_one_line(wide_servers, told, leave):
-    loader = make_waiting_loader(wide_servers)
-    leave(loader)
-    (line,) = told()
-    assert line == loader.diagnosis().text
 
 
 def test_pass_of_workers_that_stay_is_told_when_the_next_begins(wide_servers, told):
@@ -91,29 +77,6 @@ def test_pass_of_workers_that_stay_is_told_when_the_next_begins(wide_servers, to
     assert len(told()) == 2
     iter(loader)
     assert len(told()) == 2
-
-
-def test_pass_that_is_left_in_its_first_window_is_not_told(wide_servers, told):
-    next(iter(make_waiting_loader(wide_servers)))
-    assert told() == []
-
-
-def test_pass_that_fails_is_not_told(wide_servers, told):
-    batches = iter(make_waiting_loader(wide_servers))
-    for _ in range(20):
-        next(batches)
-    batches.driver.fail(OSError("no worker is left"))
-    with pytest.raises(OSError, match="no worker is left"):
-        next(batches)
-    del batches
-    assert told() == []
-
-
-def test_pass_that_was_marked_is_not_told(wide_servers, told):
-    batches = iter(make_waiting_loader(wide_servers, 20))
-    batches.driver.is_told = True
-    assert len(list(batches)) == 20
-    assert told() == []
 
 
 def test_error_of_a_diagnosis_ends_no_training_and_is_logged_once(wide_servers, told, caplog, monkeypatch):
@@ -140,19 +103,6 @@ def test_pass_that_waits_for_its_first_batch_is_told(wide_servers, told):
         time.sleep(0.02)
     (line,) = told()
     assert "in worker_init_fn: persistent_workers=True calls it once." in line
-
-
-@pytest.mark.parametrize("lengths", [(40, 40), (10, 60)], ids=str)
-@pytest.mark.parametrize("is_left", [False, True], ids=["ends", "is left"])
-def test_streams_that_have_ended_leave_no_small_window(wide_servers, told, lengths, is_left):
-    """What is left of the window when streams end is no reason of the waits before."""
-    loader = RPCDataloader(StreamOfCauses(*lengths, stall=0.04), None, num_workers=2, workers=[wide_servers[0].address])
-    batches = itertools.islice(loader, sum(lengths) - 10 if is_left else None)
-    assert len(list(batches)) == sum(lengths) - 10 * is_left
-    assert len(told()) == 1
-    assert loader.diagnosis().bound in {"workers", "start"}
-    setup = loader._recorder.setup
-    assert setup.window == setup.prefetch_factor * len(setup.workers) == 4
 
 
 # What else the loader tells
@@ -185,21 +135,6 @@ def test_pass_that_does_not_wait_is_not_told(wide_servers, caplog):
     assert "step " not in caplog.text
 
 
-def test_the_pass_before_is_told_of_until_the_next_has_delivered_enough(wide_servers):
-    loader = RPCDataloader(Causes(stall=0.04), None, num_workers=1, workers=[wide_servers[0].address])
-    batches = iter(loader)
-    for _ in range(30):
-        next(batches)
-    first = loader.diagnosis()
-    assert first.bound == "workers"
-    del batches
-    # The workers of a pass that was dropped are gone, and what was known of them is not.
-    assert loader.diagnosis() == first
-    batches = iter(loader)
-    next(batches)
-    assert loader.diagnosis() == first
-
-
 def test_diagnosis_may_be_asked_for_by_a_signal_handler_at_any_time(wide_servers):
     loader = make_waiting_loader(wide_servers)
     asked = set()
@@ -224,27 +159,6 @@ def test_diagnosis_may_be_asked_for_by_a_signal_handler_at_any_time(wide_servers
     assert asked
 
 
-def test_diagnosis_may_be_asked_for_by_another_thread_at_any_time(wide_servers):
-    loader = RPCDataloader(Causes(), None, num_workers=2, workers=[wide_servers[0].address])
-    batches, found, is_over = iter(loader), [], threading.Event()
-
-    def ask() -> None:
-        while not is_over.is_set():
-            found.append(loader.diagnosis().evidence["batches"])
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        for _ in range(2000):
-            next(batches)
-    finally:
-        is_over.set()
-        thread.join()
-    # The first window does not count.
-    assert 1900 < loader.diagnosis().evidence["batches"] <= 2000
-    assert len(found) > 10
-
-
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "inline"}], ids=str)
 def test_loader_without_workers_says_how_many_would_end_the_wait(options, told):
     loader = RPCDataloader(torch.utils.data.Subset(Causes(stall=0.05), range(12)), **options)
@@ -262,22 +176,7 @@ def test_loader_without_workers_says_how_many_would_end_the_wait(options, told):
     assert told() == [diagnosis.text]
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "inline"}], ids=str)
-def test_empty_loop_without_workers_is_advised_no_number_of_them(options):
-    loader = RPCDataloader(torch.utils.data.Subset(Causes(stall=0.01), range(30)), **options)
-    assert len(list(loader)) == 30
-    assert loader.diagnosis().more_workers is None
-    assert "give it a training step" in loader.diagnosis().text
-
-
 # What was seen wrong before
-
-
-def test_empty_loop_is_advised_no_number_of_workers(wide_servers):
-    loader = RPCDataloader(Causes(), None, num_workers=2, workers=[wide_servers[0].address], persistent_workers=True)
-    assert sum(1 for _ in itertools.islice(loader, 10)) == 10
-    assert sum(1 for _ in itertools.islice(loader, 3000)) == 3000
-    assert loader.diagnosis().more_workers is None
 
 
 @pytest.mark.timeout(180)
@@ -305,29 +204,7 @@ def test_computing_workers_on_busy_cpus_need_other_cpus():
     assert diagnosis.more_workers is None or "on other CPUs" in diagnosis.text, diagnosis
 
 
-def test_stream_of_one_shard_needs_no_more_workers(wide_servers):
-    loader = RPCDataloader(
-        StreamOfCauses(60, 0, 0, 0, stall=0.01), None, num_workers=4, workers=[wide_servers[0].address],
-        persistent_workers=True,
-    )  # fmt: skip
-    assert len(list(loader)) == len(list(loader)) == 60
-    for _ in loader:
-        time.sleep(0.001)
-    diagnosis = loader.diagnosis()
-    assert (diagnosis.bound, diagnosis.more_workers) == ("workers", None)
-    assert "Only 1 of them get samples" in diagnosis.text
-
-
 # When a pass starts
-
-
-def test_sending_an_instance_is_named_with_what_ends_it(wide_servers):
-    dataset = Stored(torch.zeros(50_000_000, dtype=torch.uint8))
-    loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
-    assert len(list(loader)) == 20
-    start = loader._recorder.start
-    assert start.is_instance
-    assert start.parts(time.monotonic())["dataset"] > 0
 
 
 def test_pass_without_a_batch_says_what_it_waits_for(wide_servers):
@@ -338,19 +215,6 @@ def test_pass_without_a_batch_says_what_it_waits_for(wide_servers):
     assert diagnosis.text.startswith("No batch after ")
     assert "waiting for " in diagnosis.text
     next(iter_of_loader)
-
-
-class Stored(torch.utils.data.Dataset):
-    """Holds its data."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.data[index])
 
 
 # Other ranks are silent, and short waits are no warning
@@ -399,29 +263,6 @@ def test_profiler_shows_next_as_that_of_a_loader(wide_servers):
     assert rows[name].count == 10
     assert 0 < sum(row.cpu_time_total for row in rows.values() if row.key != name) < rows[name].cpu_time_total
     assert rows["RPCDataloader.wait"].cpu_time_total > rows[name].cpu_time_total / 2
-
-
-def ranges_of(batches):
-    """How often the profiler shows each range."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in batches:
-            pass
-    return {row.key.removeprefix("RPCDataloader."): row.count for row in profile.key_averages() if "RPC" in row.key}
-
-
-def test_profiler_shows_every_draw_and_send_of_fast_batches(wide_servers):
-    loader = RPCDataloader(Causes(), None, num_workers=1, workers=[wide_servers[0].address])
-    batches = iter(loader)
-    next(batches)
-    counts = ranges_of(itertools.islice(batches, 500))
-    assert counts["enumerate(DataLoader)#RPCDataloader.__next__"] == 500
-    assert counts["draw"] == counts["send"] == 500
-
-
-def test_profiler_shows_a_loader_in_the_training_process():
-    assert ranges_of(RPCDataloader([1, 2, 3], workers="inline")) == {
-        "enumerate(DataLoader)#RPCDataloader.__next__": 4  # the last one finds the end
-    }
 
 
 # Each cause and each pool many times, with a consumer of other speeds, on a machine that has nothing else to do.

@@ -94,13 +94,6 @@ def test_exception_that_cannot_be_pickled_has_its_type_and_text_in_words(raised,
     assert str(actual).endswith(f"{type(expected).__qualname__}: {expected}")
 
 
-def test_traceback_here_does_not_show_the_way_through_the_package(shared_server):
-    with pytest.raises(Exception) as caught:  # noqa: PT011  # whichever is the first
-        next(iter(RPCDataloader(Failures(), sampler=list(MAKERS), batch_size=None, workers=shared_server.address)))
-    files = [entry.path for entry in caught.traceback]
-    assert [file.name for file in files if file.parent.parent.name == "rpcdataloader"] == ["iterator.py"] * 2
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_cause_names_the_worker_and_shows_the_whole_traceback_there(raised, name):
     cause = raised[name].__cause__
@@ -429,74 +422,7 @@ def test_stop_iteration_of_user_code_is_an_error_in_place_of_its_batch(workers, 
     assert loader.state_dict()["num_batches"] == len(expected)
 
 
-@pytest.mark.parametrize("where", ["inline", "workers"])
-def test_rest_that_is_dropped_is_the_end_of_a_stream(workers, where):
-    options = {"workers": workers, "num_workers": 1} if where == "workers" else {"workers": where}
-    loader = RPCDataloader(Parts([5]), 2, drop_last=True, collate_fn=kinds.as_is, **options)
-    assert list(loader) == [[0, 1], [2, 3]]
-    assert loader.state_dict()["finished"]
-
-
-def stop_here(_worker_id):
-    raise StopIteration
-
-
-class NeverBegun(IterableDataset):
-    def __iter__(self):
-        raise StopIteration
-
-
-def test_worker_or_stream_that_stops_at_its_start_is_an_error(workers):
-    for where in {"workers": "inline"}, {"workers": workers, "num_workers": 1}:
-        with pytest.raises(RuntimeError, match=r"NeverBegun\.__iter__\(\) raised StopIteration"):
-            list(RPCDataloader(NeverBegun(), **where))
-    with pytest.raises(RuntimeError, match="worker_init_fn raised StopIteration"):
-        list(RPCDataloader(range(4), worker_init_fn=stop_here, workers=workers))
-
-
-def test_stopped_samples_are_skipped_and_tried_again_as_other_errors(workers):
-    options = {"sampler": [0, 1, "stop", 3], "batch_size": 2, "collate_fn": kinds.as_is, "workers": workers}
-    loader = RPCDataloader(Failures(), **options, on_error="skip")
-    assert list(loader) == [[0, 1], [3]]
-    assert loader.num_skipped == 1
-    with pytest.raises(RuntimeError, match="raised StopIteration"):
-        list(RPCDataloader(Failures(), **options, retry_on=RuntimeError, max_retries=1))
-    with pytest.raises(ValueError, match="retry_on: a StopIteration of the dataset is raised as a RuntimeError"):
-        RPCDataloader(Failures(), **options, retry_on=StopIteration)
-
-
 # Before the first sample
-
-
-@pytest.mark.parametrize(
-    "name", ["several lines as a key", "required arguments", "of the system", "lock", "SystemExit: 3"]
-)
-def test_every_next_raises_the_error_of_the_init_function(workers, name):
-    loader = RPCDataloader(Failures(8), workers=workers, worker_init_fn=lambda _number: failures.fail(name))
-    for _epoch in range(2):
-        iterator = iter(loader)
-        for _ in range(3):
-            exc = attempt(lambda: next(iterator))  # noqa: B023
-            if name in EXITS or name in AS_TEXT:
-                assert str(exc).endswith(name if name in EXITS else str(MAKERS[name]()))
-                assert type(exc) is RemoteError
-            else:
-                assert (type(exc), str(exc)[:5]) == (type(MAKERS[name]()), str(MAKERS[name]())[:5])
-            assert "in <lambda>" in str(exc.__cause__)
-
-
-def test_init_function_that_fails_once_does_not_fail_the_next_epoch(workers, tmp_path):
-    marker = tmp_path / "marker"
-
-    def init(_number):
-        if not marker.exists():
-            raise LookupError("not mounted yet")
-
-    loader = RPCDataloader(range(8), workers=workers, worker_init_fn=init, persistent_workers=True)
-    with pytest.raises(LookupError, match="not mounted yet"):
-        list(loader)
-    marker.touch()
-    assert [int(batch) for batch in loader] == list(range(8))
 
 
 @pytest.mark.parametrize("build", ["node", "worker"])
@@ -553,11 +479,3 @@ def test_batch_that_cannot_be_brought_over_is_named_and_the_next_one_comes(worke
     assert type(error) is SerializationError, error.__cause__
     assert re.search(text, str(error))
     assert fine == 3
-
-
-def test_failures_are_as_they_are_without_workers():
-    """Debugging with workers="inline" shows the exception itself."""
-    found = load(functools.partial(RPCDataloader, workers="inline"), ["required arguments", 1, "stop", "lock", 2])
-    types = [failures.RequiredArguments, int, RuntimeError, failures.WithLock, int, StopIteration]
-    assert [type(step) for step in found] == types
-    assert found[0].__cause__ is None

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections import Counter
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +14,7 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import wait_until
 from tests.integration.crew import workers_of
 from tests.integration.datasets import notes
-from tests.integration.streams import Broken, Drawn, Informed, Parts
+from tests.integration.streams import Informed, Parts
 
 
 def as_is(samples):
@@ -107,52 +105,6 @@ def test_worker_info_is_torchs(wide_servers):
         assert len({pid for *_, pid in samples}) == 3
 
 
-def test_factory_gives_what_an_instance_gives(wide_servers):
-    address = wide_servers[0].address
-    instance = RPCDataloader(Parts([3, 1]), 2, num_workers=2, workers=address)
-    factory = RPCDataloader(RPCDataset(address, Parts, [3, 1]), 2, num_workers=2)
-    lazily = RPCDataloader(RPCDataset(address, lambda: Parts([3, 1])), 2, num_workers=2)
-    assert [batch.tolist() for batch in instance] == [[0, 1], [100], [2]]
-    for loader in factory, lazily:
-        assert [batch.tolist() for batch in loader] == [[0, 1], [100], [2]]
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_every_epoch_begins_at_the_beginning(wide_servers, persistent):
-    loader = RPCDataloader(
-        Informed([3, 1]), None, num_workers=2, workers=wide_servers[0].address, persistent_workers=persistent
-    )
-    pids = []
-    for count in (4, 1, 4, 0, 4):
-        samples = list(itertools.islice(loader, count)) if count < 4 else list(loader)
-        assert [sample[0] for sample in samples] == [0, 1, 0, 0][:count]
-        pids.append({sample[-1] for sample in samples})
-    assert (pids[0] == pids[2] == pids[4]) == persistent
-
-
-def test_random_numbers_repeat_with_the_seed_and_differ_between_streams_and_epochs(seeded_loader):
-    first, again = (
-        seeded_loader(Drawn([3, 3]), prefetch_factor=prefetch_factor, persistent_workers=True)
-        for prefetch_factor in (1, 3)
-    )
-    once = list(first)
-    assert once == list(again)
-    second = list(first)
-    assert second == list(again)
-    draws = Counter(draw for sample in once + second for draw in map(float, sample[2:]))
-    assert max(draws.values()) == 1
-
-
-@pytest.fixture
-def seeded_loader(wide_servers):
-    def make(dataset, **options):
-        generator = torch.Generator().manual_seed(3)
-        address = wide_servers[0].address
-        return RPCDataloader(dataset, None, num_workers=2, workers=address, generator=generator, **options)
-
-    return make
-
-
 def outcomes(iterator):
     """Samples and errors, until the end."""
     found = []
@@ -163,17 +115,6 @@ def outcomes(iterator):
             return found
         except Exception as exc:
             found.append(str(exc))
-
-
-def test_errors_take_the_place_of_a_batch_and_the_others_go_on(wide_servers):
-    loader = RPCDataloader(Broken([4, 4, 5]), None, num_workers=3, workers=wide_servers[0].address, collate_fn=as_is)
-    # Without an iterator there is nothing more of worker 1. Nobody asks worker 0's generator too often.
-    refused, bad = "the folder of worker 1 cannot be read", "a bad record"
-    expected = in_turn(
-        [[0, 1, 2, 3], [refused], [200, 201, bad, 203, 204]],
-    )
-    for _epoch in range(2):
-        assert outcomes(iter(loader)) == expected
 
 
 def test_worker_at_the_end_of_its_stream_is_not_needed_any_more(serve, caplog):

@@ -199,48 +199,7 @@ def test_unix_socket_is_private_and_goes_with_the_server(serve, tmp_path):
     assert not path.exists()
 
 
-def test_server_that_drains_leaves_its_path_to_the_next(serve, tmp_path):
-    """A restart: the new server must not lose its socket when the old one has finished its last task."""
-    path = tmp_path / "socket"
-    old = serve("--host", f"unix:{path}")
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    running = rpc_async(old.address, lambda path: Path(path).read_text(), (str(fifo),))
-    with fifo.open("w") as file:  # the call has begun
-        old.signal(signal.SIGTERM)
-        wait_until(lambda: "draining" in old.log)
-        new = serve("--host", f"unix:{path}")
-        file.write("done")
-    assert running.wait() == "done"
-    assert old.wait() == 0
-    assert path.exists()
-    assert call(new, os.getppid) in new.processes()
-
-
 # --- signals after a drain
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_signal_while_the_interpreter_ends_leaves_the_exit_status_alone(
-    start_server, fifo, tmp_path, monkeypatch, number
-):
-    (tmp_path / "ends_late.py").write_text(f"import atexit; atexit.register(lambda: open({fifo!r}).read())")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    server = start_server("--preload", "ends_late")
-    server.process.send_signal(signal.SIGTERM)
-    with open(fifo, "w"):  # the drain is over
-        server.process.send_signal(number)
-    assert server.process.wait(20 * TIMEOUT_SCALE) == 0
-    assert "KeyboardInterrupt" not in server.log.read_text()
-
-
-def test_signal_after_the_drain_leaves_no_socket_behind(serve, tmp_path):
-    path = tmp_path / "socket"
-    hit = "os.kill(os.getpid(), 15), unlink(path)"
-    server = serve("--host", f"unix:{path}", before=f"unlink = os.unlink; os.unlink = lambda path: ({hit})")
-    server.signal(signal.SIGTERM)
-    assert server.wait() == 0
-    assert not path.exists()
 
 
 # --- what it offers
@@ -261,32 +220,7 @@ def test_missing_module_to_preload(fails):
     )
 
 
-def test_preloading_that_starts_threads_is_warned_of(serve, tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    (tmp_path / "starts_a_thread.py").write_text(f"""
-import signal, threading
-def signal_itself():
-    open({str(fifo)!r}).read()
-    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-threading.Thread(target=signal_itself, daemon=True).start()
-""")
-    server = serve("--preload", "starts_a_thread", before=f"sys.path.append({str(tmp_path)!r})")
-    assert "preloading starts_a_thread started threads" in server.log
-    assert call(server, os.getpid) > 0
-    # The kernel gives a signal to any thread that does not block it.
-    fifo.write_text("")
-    assert server.wait() == 0
-
-
 # --- secrets
-
-
-@pytest.mark.parametrize("options", [["--exit-with-stdin"], ["--token-file", "-"]])
-def test_closed_standard_input_is_refused(fails, monkeypatch, options):
-    monkeypatch.setattr(sys, "stdin", None)  # as after <&-
-    status, message = fails("--port", "0", *options)
-    assert (status, "need a standard input, and it is closed" in message) == (2, True)
 
 
 def test_token_file(serve, tmp_path, monkeypatch):
@@ -343,24 +277,6 @@ def test_server_drains_when_its_standard_input_ends(serve_with_stdin, fifo):
         end.shutdown(socket.SHUT_WR)
         wait_until(lambda: "the owner of this server has gone" in server.log)
         wait_until(lambda: "draining" in server.log)
-        file.write("done")
-    assert running.wait() == "done"
-    assert server.wait() == 0
-
-
-def test_first_signal_after_the_end_of_standard_input_goes_on_draining(serve_with_stdin, fifo):
-    note = "print('stop', self._num_stops, file=sys.stderr, flush=True)"
-    server, end = serve_with_stdin(
-        "--exit-with-stdin",
-        before="import sys; drain = node.NodeServer._drain; "
-        f"node.NodeServer._drain = lambda self: (drain(self), {note})",
-    )
-    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
-    with open(fifo, "w") as file:
-        end.shutdown(socket.SHUT_WR)
-        wait_until(lambda: "stop 0" in server.log)
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: "stop 1" in server.log)
         file.write("done")
     assert running.wait() == "done"
     assert server.wait() == 0

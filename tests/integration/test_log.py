@@ -52,29 +52,6 @@ def test_log_has_the_lines_of_clients_and_on_request_those_of_workers(serve, lev
     assert bool(re.search(rf"DEBUG .* worker 1 of {CLIENT} has come from", server.log)) == (level == "debug")
 
 
-def test_bytes_of_a_worker_that_was_killed_are_known(serve):
-    server = serve()
-    pid = rpc_async(server.address, os.getpid).wait()
-    assert rpc_async(server.address, len, (bytes(MEGABYTE),)).wait() == MEGABYTE
-    os.kill(pid, signal.SIGKILL)
-    why = r"was killed by SIGKILL \(perhaps out of memory\)"
-    (received,) = logged(server, rf"WARNING .* worker 1 of {CLIENT} {why}; it received (\d+) bytes and sent \d+\n")
-    assert int(received) > MEGABYTE
-
-
-def test_worker_waits_while_the_table_of_processes_has_no_room(serve, monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
-    before = """
-from rpcdataloader.server.counters import CounterTable
-CounterTable.__init__.__defaults__ = (2,)
-"""
-    server = serve(before=before)
-    with pytest.raises(ConnectError):  # it has a session, and no worker
-        rpc_async(server.address, os.getpid).wait()
-    assert "gets no further worker: no room for another process" in server.log
-    assert f"{CLIENT} of job 4711 has come from" in server.log
-
-
 def test_clients_that_leave_early_or_find_no_worker_are_not_refused(serve, monkeypatch):
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
     server = serve("--max-connections", "1", "--log-level", "debug")
@@ -132,9 +109,3 @@ def test_log_that_is_not_read_stops_nothing_and_counts_what_is_lost(serve, fifo)
         server.signal(signal.SIGTERM)
         pool.close_client()
         assert server.wait() == 0
-
-
-def test_peers_on_a_unix_socket_are_users(serve, tmp_path):
-    server = serve("--host", f"unix:{tmp_path}/socket")
-    rpc_async(server.address, os.getpid).wait()
-    logged(server, rf"{CLIENT} of job 4711 has come from uid:{os.geteuid()}\n")

@@ -22,7 +22,7 @@ from rpcdataloader.status.__main__ import main as status
 from rpcdataloader.wire.slabs import PageablePool, PinnedAllocator, _round_up
 from tests.conftest import leased_bytes, wait_until
 from tests.integration.crew import workers_of
-from tests.integration.datasets import note, notes, wait_for
+from tests.integration.datasets import note, notes
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -113,62 +113,6 @@ def test_nothing_grows_while_the_consumer_stops(server, pool, in_order):
     wait_until(lambda: leased_bytes(pool) == 0, what="memory of an iterator that is gone")
 
 
-class Giant(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.zeros(200 * MIB, dtype=torch.uint8)
-
-
-def test_half_of_a_batch_does_not_stay(server):
-    """Nor does it wait for the garbage collector, with which everything that refers to a connection would go."""
-    iterator = iter(RPCDataloader(Giant(), batch_size=None, workers=server.address, num_workers=1))
-    pool = get_client().allocator
-    wait_until(lambda: leased_bytes(pool), what="the beginning of a batch")
-    (worker,) = workers_of(iterator)
-    os.kill(worker.pid, signal.SIGSTOP)
-    gc.disable()
-    try:
-        iterator = None
-        wait_until(lambda: leased_bytes(pool) == 0, what="memory of a batch that was not received")
-    finally:
-        gc.enable()
-        with contextlib.suppress(ProcessLookupError):  # it ends with its connection
-            os.kill(worker.pid, signal.SIGCONT)
-
-
-class Late(Dataset):
-    """One sample takes long for the first worker that loads it."""
-
-    def __init__(self, marker, fifo):
-        self.marker, self.fifo = marker, fifo
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == 5:
-            note(self.marker, os.getpid())
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(self.marker + ".first", os.O_CREAT | os.O_EXCL))
-                wait_for(self.fifo)
-        return torch.full((3 * MIB,), index, dtype=torch.uint8)
-
-
-def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo, tmp_path):
-    monkeypatch.setattr("rpcdataloader.plan.workers._LATE_SECONDS", 0.05)
-    marker = str(tmp_path / "marker")
-    iterator = iter(RPCDataloader(Late(marker, fifo), batch_size=None, workers=server.address, num_workers=2))
-    assert [int(next(iterator)[0]) for _ in range(7)] == list(range(7))
-    assert len(notes(marker)) == 2
-    open(fifo, "w").close()
-    wait_until(lambda: is_idle(iterator), what="the late answer")
-    assert int(next(iterator)[0]) == 7
-    wait_until(lambda: leased_bytes(get_client().allocator) == 0)
-    wait_until(lambda: iterator.driver.engine.table._num_in_flight == 0)
-
-
 # --- asked for more than is read
 
 CLIENT = """
@@ -224,16 +168,6 @@ class Leaky(Dataset):
     def __getitem__(self, index):
         _leaked.append(torch.ones(MIB, dtype=torch.uint8))
         return index
-
-
-def test_node_with_leaking_workers_stays_as_it_is(serve):
-    server = serve("--num-workers", "2", "--max-tasks-per-worker", "5")
-    used = []
-    for batch in RPCDataloader(Leaky(), batch_size=4, workers=server.address):
-        if batch[0] >= 40:  # all workers are there
-            used.append(sum(map(private_bytes, server.processes())))
-    # Two workers keep 4 MiB for each of 7 batches, and one that ends may still be there.
-    assert max(used) - min(used) < 100 * MIB
 
 
 # --- many epochs

@@ -110,11 +110,6 @@ def test_instance_of_a_loader_and_its_function_import_it_in_each_epoch(server, u
         check(list(loader))
 
 
-def test_copy_of_the_client_comes_before_what_the_node_sees(server, shapes, tmp_path):
-    folder = check(load(RPCDataset(server.address, shapes.Labels, py_modules=["shapes"])))
-    assert folder != tmp_path / "scripts"
-
-
 def test_modules_that_come_later_reach_a_session_that_is_there(server, unseen):
     before = RPCDataset(server.address, Numbers, 3)
     check(load(RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])))
@@ -128,16 +123,6 @@ def test_session_that_replaces_a_lost_one_has_them_and_the_folder_of_the_lost_on
     os.kill(session, signal.SIGKILL)
     wait_until(lambda: not folder.exists(), what="folder of a session that was killed")
     assert check(load(dataset)) != folder
-
-
-def test_worker_that_replaces_one_that_died_has_them(server, unseen):
-    dataset = RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
-    loader = iter(RPCDataloader(dataset, None, sampler=[0, 1] * 50, collate_fn=tuple, num_workers=1))
-    first = next(loader)
-    os.kill(first[4], signal.SIGKILL)
-    rest = list(loader)
-    assert rest[-1][4] != first[4]
-    assert [sample[:4] for sample in (first, *rest)] == [first[:4], rest[0][:4]] * 50
 
 
 def test_folder_goes_with_the_client_and_with_the_server(server, unseen):
@@ -190,16 +175,6 @@ def test_files_that_have_changed_since_are_refused_before_anything_is_built(serv
         match="py_modules: another dataset or loader of this process has sent another value, which differs in shapes,",
     ):
         RPCDataset(server.address, os._exit, 3, py_modules=["shapes"])
-
-
-def test_what_the_node_server_has_imported_is_too_late_for_every_dataset(serve, unseen, tmp_path):
-    before = f"import sys; sys.path.append({str(tmp_path / 'scripts')!r})"
-    server = serve("--preload", "shapes", before=before)
-    for _ in range(2):
-        with pytest.raises(ImportError, match=r"shapes comes too late on .* without --preload shapes"):
-            RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
-    with pytest.raises(ImportError, match="shapes comes too late"):
-        load(Numbers(3), workers=server.address, py_modules=["shapes"])
 
 
 def test_what_is_too_late_is_an_error_of_those_that_give_it_alone(serve, unseen, tmp_path):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader import RRef, rpc_async
-from rpcdataloader.client.connection import Connection
-from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError
 from tests.conftest import wait_until
 from tests.integration import tasks
 
@@ -50,11 +49,6 @@ def test_reference_anywhere_in_the_arguments_becomes_the_object(call, keep, wrap
     ref = keep(tasks.Probe, 5)
     assert call(lambda argument, ref: find(argument) is ref, wrap(ref), ref)
     assert call(lambda *, argument, ref: find(argument) is ref, kwargs={"argument": wrap(ref), "ref": ref})
-
-
-def test_referenced_functions_can_be_called(call, keep):
-    double = keep(lambda: lambda value: 2 * value)
-    assert call(lambda function: function(4), double) == 8
 
 
 def test_object_can_be_returned_kept_twice_and_passed_back(call, keep):
@@ -129,33 +123,6 @@ def test_reference_may_be_dropped_as_soon_as_it_was_passed_on(shared_server, cal
     gc.collect()
     assert value.wait() == 7
     assert gate.wait() == b""
-    wait_until(lambda: call(tasks.num_probes) == 0)
-
-
-def test_objects_in_cycles_go_with_the_garbage_collector(call, keep):
-    cycle = [keep(tasks.Probe)]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-    wait_until(lambda: call(tasks.num_probes) == 0)
-
-
-def test_failed_destructors_harm_nobody(call, keep):
-    worker, _session = call(tasks.whereabouts)
-    errors = [ValueError("in a destructor"), SystemExit(3), KeyboardInterrupt()]
-    refs = [keep(tasks.Loud, error) for error in errors]
-    probe = keep(tasks.Probe)
-    del refs, probe
-    wait_until(lambda: call(tasks.num_probes) == 0)
-    assert call(tasks.whereabouts)[0] == worker
-
-
-def test_result_that_crosses_the_news_of_its_deadline_does_not_stay(shared_server, call, fifo, monkeypatch):
-    monkeypatch.setattr(Connection, "cancel", lambda _self, _number: None)  # too late to matter
-    future = rpc_async(shared_server.address, tasks.make_slowly, (fifo,), rref=True, timeout=0.3)
-    with pytest.raises(RPCTimeoutError):
-        future.wait()
-    Path(fifo).write_bytes(b"")
     wait_until(lambda: call(tasks.num_probes) == 0)
 
 

@@ -8,12 +8,10 @@ import inspect
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import types
-import warnings
 import weakref
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
-    RemoteError,
     RemoteTraceback,
     RPCTimeoutError,
     SerializationError,
@@ -155,13 +152,6 @@ def test_callbacks_may_wait_for_calls_and_for_other_callbacks(shared_server, fif
     assert future.wait() == 4
 
 
-def test_callback_that_fails_fails_its_future(shared_server, fifo):
-    future = rpc_async(shared_server.address, tasks.read_all, (fifo,)).then(lambda done: done.wait().missing)
-    open_gate(fifo)
-    with pytest.raises(AttributeError, match="missing"):
-        future.wait()
-
-
 def test_large_tensors_travel_both_ways(call):
     tensor = torch.arange(1_000_000).reshape(1000, 1000).T
     array = tensor.numpy()
@@ -213,115 +203,6 @@ def test_lambdas_and_closures_are_functions_arguments_and_results(call):
     assert call(lambda: lambda value: value + 1)(1) == 2
 
 
-MAIN = """
-import copy, dataclasses, enum, sys
-import torch
-from rpcdataloader import RPCDataloader, rpc_async
-from rpcdataloader.errors import RemoteTraceback
-
-class Color(enum.Enum):
-    RED = 1
-
-class Base:
-    registry = []
-    calls = 0
-    def __init_subclass__(cls):
-        Base.registry.append(cls)
-
-class Sample(Base):
-    scale = 10
-    def __init__(self, value):
-        self.value = value
-    def scaled(self):
-        type(self).calls += 1
-        return self.scale * self.value
-    @classmethod
-    def make(cls, value):
-        return cls(value)
-    @property
-    def double(self):
-        return 2 * self.value
-
-@dataclasses.dataclass
-class Point:
-    x: int
-    y: int = 2
-
-class Refused(Exception):
-    def __init__(self, sample, why):
-        super().__init__(sample, why)
-        self.sample = sample
-
-def refuse(sample):
-    raise Refused(sample, "not today")
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, index):
-        return Sample(index)
-
-def collate(samples):
-    Sample.seen = len(samples)
-    return samples
-
-def change():
-    Sample.scale = -1
-    Sample.extra = "the worker's"
-    return Sample
-
-def use(sample):
-    return [sample, type(sample), Sample.make(sample.scaled()), Color.RED, Point(1), use]
-
-def call(func, *args):
-    return rpc_async(sys.argv[1], func, args).wait()
-
-def contents():
-    return {cls: {name: (id(value), value) for name, value in vars(cls).items()}
-            for cls in (Base, Sample, Samples, Color, Point, Refused)}
-
-Sample.scale = 7  # not what the class statement says
-for instance in (Sample(1), Samples(), Point(1)):
-    copy.copy(instance)  # Python notes in a class what it learns when it first reduces an instance
-before = contents()
-sample = Sample(5)
-back, cls, made, red, point, function = call(use, sample)
-assert type(back) is Sample and back is not sample and back.value == 5 and back.double == 10
-assert cls is Sample and function is use
-assert type(made) is Sample and made.value == 35
-assert red is Color.RED
-assert type(point) is Point and point == Point(1, 2)
-assert call(Sample, 4).scaled() == 28
-assert call(sample.scaled) == 35
-assert call(change) is Sample
-assert call(lambda: Sample.scale) == 7  # what the trainer says, each time it says it
-for batch in RPCDataloader(Samples(), batch_size=2, collate_fn=collate, workers=[sys.argv[1]]):
-    assert [type(sample) for sample in batch] == [Sample, Sample]
-try:
-    call(refuse, sample)
-except Refused as exc:
-    assert type(exc.sample) is Sample and exc.args[1] == "not today"
-    assert isinstance(exc.__cause__, RemoteTraceback) and "in refuse" in str(exc.__cause__)
-else:
-    raise AssertionError("no exception")
-Sample.calls = Base.calls
-del Sample.calls
-assert contents() == before, (contents(), before)
-assert Base.registry == [Sample]
-print("as it was")
-"""
-
-
-def test_main_of_a_script_travels_and_the_classes_of_the_trainer_stay_as_they_were(shared_server, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(MAIN)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # the package need not be installed
-    done = subprocess.run(
-        [sys.executable, script, shared_server.address], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "as it was\n", "")
-
-
 # --- exceptions
 
 
@@ -336,58 +217,6 @@ def test_exceptions_show_where_they_were_raised(call):
     assert 'tasks.py", line' in text
     assert "in raise_picky" in text
     assert 'raise Picky("decoder", 7)' in text
-
-
-def test_exceptions_keep_type_arguments_and_attributes(call):
-    with pytest.raises(tasks.Picky) as caught:
-        call(tasks.raise_picky)
-    error = caught.value
-    assert (str(error), error.args, error.name, error.code) == (
-        "decoder failed with 7",
-        ("decoder", 7),
-        "decoder",
-        7,
-    )
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("wrong", 3),
-        KeyError("a\nkey"),
-        StopIteration(4),
-        FileNotFoundError(2, "not here", "/data/train"),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
-        AssertionError(),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_builtin_exceptions_arrive_as_they_were_raised(call, error):
-    error.extra = [1, 2]
-    with pytest.raises(type(error)) as caught:
-        call(tasks.raise_, error)
-    arrived = caught.value
-    assert type(arrived) is type(error)
-    assert (arrived.args, str(arrived), arrived.extra) == (error.args, str(error), [1, 2])
-    if isinstance(error, OSError):
-        assert (arrived.errno, arrived.strerror, arrived.filename) == (2, "not here", "/data/train")
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (SystemExit(3), "SystemExit: 3"),
-        (SystemExit(), "SystemExit"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (GeneratorExit(), "GeneratorExit"),
-    ],
-    ids=["exit-3", "exit", "interrupt", "generator-exit"],
-)
-def test_exceptions_that_would_end_a_process_end_neither_worker_nor_trainer(call, error, text):
-    worker, _session = call(tasks.whereabouts)
-    with pytest.raises(RemoteError, match=rf"worker 1 \(pid {worker}\) on .* raised {text}"):
-        call(tasks.raise_, error)
-    assert call(tasks.whereabouts)[0] == worker
 
 
 def test_unpicklable_arguments_are_an_error_that_names_their_path(call):
@@ -461,14 +290,6 @@ def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, call, f
     assert call(tasks.read_log) == []
 
 
-def test_timeouts_may_be_longer_than_any_clock(shared_server, call, fifo):
-    assert call(tasks.add, 1, timeout=float("inf")) == 1
-    assert call(tasks.add, 1, timeout=1e100) == 1
-    # And the others are still watched.
-    fails_after(1.0, lambda: rpc_async(shared_server.address, tasks.read_all, (fifo,), timeout=1.0))
-    open_gate(fifo)
-
-
 def test_timeout_bounds_connecting_to_a_server_that_never_answers():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -501,18 +322,6 @@ def test_timeout_bounds_a_call_to_a_worker_that_stands_still(shared_server, call
     finally:
         os.kill(worker, signal.SIGCONT)
     assert call(tasks.whereabouts)[0] == worker
-
-
-def test_pin_memory_without_an_accelerator_warns_as_torch_does(shared_server):
-    with warnings.catch_warnings(record=True) as of_torch:
-        warnings.simplefilter("always")
-        next(iter(torch.utils.data.DataLoader(torch.zeros(2), pin_memory=True)))
-    with pytest.warns(UserWarning, match="pin_memory") as ours:
-        result = rpc_async(shared_server.address, torch.ones, (3,), pin_memory=True).wait()
-    assert [one.filename for one in ours] == [__file__]
-    for expected in of_torch:  # older versions say nothing
-        assert (str(ours[0].message), ours[0].category) == (str(expected.message), expected.category)
-    assert torch.equal(result, torch.ones(3))
 
 
 # --- the end of workers and servers

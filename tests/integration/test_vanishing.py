@@ -31,9 +31,6 @@ from tests.integration.quick import QuickServer, quick_server
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
-# What is promised, in seconds.
-REAL_LIMIT = 30.0
-
 
 @dataclass(frozen=True)
 class Pace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
@@ -88,14 +87,6 @@ def test_rates_of_two_looks_are_over_what_is_between_them():
     assert (worker["tasks_per_second"], worker["sent_bytes_per_second"], worker["cpu_percent"]) == (3, 500, 50)
 
 
-def test_rates_of_what_has_come_meanwhile_are_over_its_own_time():
-    now = with_worker(dataclasses.replace(NODE, uptime_seconds=110.0), pid=301, age_seconds=1, tasks=6)
-    assert compare(now, NODE)["clients"][0]["workers"][0]["tasks_per_second"] == 6
-    other = dataclasses.replace(CLIENT, session_pid=999, tasks=3, age_seconds=1.5)
-    now = dataclasses.replace(now, clients=[other])
-    assert compare(now, NODE)["clients"][0]["tasks_per_second"] == 2
-
-
 @pytest.mark.parametrize("changed", [{"pid": 101}, {"host": "node02"}, {"uptime_seconds": 99.0}])
 def test_node_server_that_was_restarted_is_compared_to_nothing(changed):
     now = dataclasses.replace(NODE, tasks=2, **{"uptime_seconds": 200.0, **changed})
@@ -103,11 +94,6 @@ def test_node_server_that_was_restarted_is_compared_to_nothing(changed):
     assert node["interval_seconds"] is None
     assert node["tasks_per_second"] == 2 / now.uptime_seconds
     assert node["clients"][0]["tasks_per_second"] == 7 / 11
-
-
-def test_new_born_worker_has_a_finite_rate():
-    worker = compare(with_worker(age_seconds=0.0))["clients"][0]["workers"][0]
-    assert 0 < worker["tasks_per_second"] < 10**6
 
 
 # --- data
@@ -128,23 +114,6 @@ def test_data():
     assert node["load_average"] == 1.5
     (worker,) = client["workers"]
     assert (worker["pid"], worker["state"], worker["cpu_percent"], worker["stack"]) == (300, "running", 40, None)
-
-
-def test_data_of_what_is_not_there():
-    data = look(GONE, ignored={"/pool/a.json": "it is empty"}, before=look(READY))
-    assert data["exit_status"] == 1
-    assert data["time_unix_seconds"] == 1000
-    assert data["schema"] == 1
-    assert data["nodes"] == [
-        {"address": GONE.address, "state": "unreachable", "error": GONE.error, "interval_seconds": None}
-    ]
-    assert data["ignored_files"] == [{"path": "/pool/a.json", "reason": "it is empty"}]
-    json.dumps(data)
-
-
-def test_data_of_a_second_look_tells_the_interval():
-    later = dataclasses.replace(READY, status=dataclasses.replace(NODE, uptime_seconds=102.5))
-    assert look(later, before=look(READY))["nodes"][0]["interval_seconds"] == 2.5
 
 
 # --- text
@@ -169,12 +138,6 @@ client gpu01:2304: 4 errors, the last one 3.0 s ago: LookupError: a damaged file
     )
 
 
-def test_machine_of_several_node_servers_counts_once():
-    lines = as_text(look(READY, Answer("node01:6544", dataclasses.replace(NODE, pid=101))), "now").splitlines()
-    # clients, workers, CPU, load, CPUs, mem %
-    assert lines[2].removeprefix("all: 2 of 2 ready").split()[:6] == ["1", "2", "0.8", "1.5", "2", "25"]
-
-
 def test_text_with_workers():
     text = details(READY, GONE)
     assert text.split("\n\n")[1] == (
@@ -192,31 +155,6 @@ def test_text_with_workers():
 
 def test_text_without_node_servers_has_no_table():
     assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == ["@/pool: no node server found"]
-
-
-def test_client_without_workers_is_not_shown_as_idle():
-    elsewhere = dataclasses.replace(CLIENT, pid=2305, rank=7, workers=[], last_error=None)
-    node = dataclasses.replace(NODE, clients=[CLIENT, elsewhere, elsewhere])
-    text = details(Answer("node01:6543", node))
-    assert "rank 7" not in text
-    assert "\n  1 client, 1 worker," in text
-    assert text.endswith("\n  2 more clients with a session but no workers here\n")
-    assert text.splitlines()[2].split()[5:7] == ["1", "1"]
-    # One whose session builds a dataset is at work.
-    building = dataclasses.replace(elsewhere, state="running")
-    text = details(Answer("node01:6543", dataclasses.replace(NODE, clients=[CLIENT, building])))
-    assert "  client gpu01:2305 rank 7\n    session 200 running" in text
-    assert text.splitlines()[2].split()[5:7] == ["2", "1"]
-
-
-def test_last_error_is_that_of_the_node_where_it_came_last():
-    other = dataclasses.replace(CLIENT, errors=5, last_error="ValueError: \x1b[2J", last_error_seconds=1.0)
-    well = dataclasses.replace(CLIENT, pid=1, errors=0, last_error=None, last_error_seconds=None, workers=[])
-    nodes = dataclasses.replace(NODE, clients=[CLIENT, well]), dataclasses.replace(NODE, clients=[other])
-    for order in nodes, nodes[::-1]:
-        text = as_text(look(*(Answer(f"node:{port}", node) for port, node in enumerate(order))), "now")
-        assert text.splitlines()[-1] == "client gpu01:2304: 7 errors, the last one 1.0 s ago: ValueError: ?[2J"
-        assert "gpu01:1" not in text
 
 
 WAITING = dataclasses.replace(CLIENT, loops=[LOOP], loops_seconds=2.0)
@@ -250,25 +188,10 @@ def test_text_says_what_loops_wait_for():
     assert as_text(document, "now").splitlines()[5].startswith(line)
 
 
-def test_text_names_clients_whose_workers_serve_no_known_loop():
-    """A client of another version may send no report."""
-    without_workers = dataclasses.replace(CLIENT, pid=7, workers=[])
-    nodes = with_clients(WAITING, dataclasses.replace(CLIENT, pid=8)), with_clients(without_workers)
-    lines = as_text(look(*(Answer(f"a:{port}", node) for port, node in enumerate(nodes))), "now").splitlines()
-    assert [line for line in lines if "no loop" in line] == [
-        "client gpu01:8: no loop is under way, or none has been reported"
-    ]
-
-
 def test_text_of_a_loop_cannot_do_anything_to_a_terminal():
     loop = dataclasses.replace(LOOP, text="\x1b[2J\nwell")
     text = as_text(look(Answer("a:1", with_clients(dataclasses.replace(WAITING, loops=[loop])))), "now")
     assert "rank 3: ?[2J?well\n" in text
-
-
-def test_text_of_a_second_look_tells_the_interval():
-    later = dataclasses.replace(READY, status=dataclasses.replace(NODE, uptime_seconds=102.0))
-    assert as_text(look(later, before=look(READY)), "now").startswith("now, rates: over the last 2.0 s\n")
 
 
 def test_text_names_empty_registers_and_files_that_were_ignored():
