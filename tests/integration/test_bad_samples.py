@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import warnings
 
 import pytest
 import torch
@@ -146,19 +145,6 @@ def test_batches_that_are_asked_for_at_once_are_skipped_as_a_whole(where):
     assert loader.num_skipped == 9
 
 
-def test_single_samples_are_skipped(where):
-    loader = make(Bad(*BAD), where, batch_size=None)
-    assert [sample["index"] for sample in loader] == [index for index in range(20) if index not in BAD]
-    assert loader.num_skipped == 5
-
-
-def test_nothing_but_bad_samples_is_an_empty_pass(where):
-    loader = make(Bad(*range(20)), where, persistent_workers=True)
-    for _epoch in range(2):
-        assert list(loader) == []
-        assert loader.num_skipped == 20
-
-
 def test_too_many_bad_samples_are_an_error_that_has_the_last_one_as_its_cause(where):
     loader = make(Bad(*BAD), where, max_skipped=2)
     iterator = iter(loader)
@@ -227,29 +213,6 @@ def test_a_generator_that_raises_ends_its_stream(where, caplog):
     assert "stream 0 has ended right after an exception" in warned(caplog)[-1]
 
 
-def test_a_stream_without_some_samples_is_no_longer_than_its_length(where):
-    loader = make(BadStream(0, 2, 4, generator=True), where)
-    assert len(loader) == 6
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(loader)
-
-
-@pytest.mark.parametrize("generator", [False, True])
-def test_streams_go_on_after_skipped_batches(where, generator):
-    def loader():
-        return make(BadStream(4, 7, 9, 11, generator=generator), where)
-
-    whole = loader()
-    expected = numbers(whole)
-    for num_batches in 0, len(expected) - 1, len(expected):
-        first, second = loader(), loader()
-        batches = numbers(itertools.islice(iter(first), num_batches))
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert batches + numbers(second) == expected
-        assert second.num_skipped == whole.num_skipped
-
-
 # With retry_on
 
 
@@ -281,18 +244,3 @@ class DeadlyStream(BadStream):
         if number in self.bad:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().make(number)
-
-
-def test_stream_ends_with_a_sample_that_kills_its_workers(server):
-    iterator = iter(make(DeadlyStream(6), server.address))
-    numbers, errors = [], []
-    while True:
-        try:
-            numbers += next(iterator)[0].tolist()
-        except StopIteration:
-            break
-        except ConnectionLostError as error:
-            errors.append(str(error))
-    assert sorted(numbers) == [0, 1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 17]
-    assert len(errors) == 1
-    assert errors[0].count("while it loaded sample 3 of its stream") == 3

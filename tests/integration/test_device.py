@@ -173,15 +173,6 @@ def test_batches_out_of_order(device, workers):
     assert sorted(found) == [0, 4, 8, 12, 16]
 
 
-@pytest.mark.parametrize("where", ["workers", "inline", "this process"])
-def test_samples_without_batches(device, workers, where):
-    loader = RPCDataloader(Images(), batch_size=None, device=NAME, **where_of(where, workers))
-    for index, sample in enumerate(loader):
-        assert sample["label"].item() == sample["index"] == index
-        assert device.holds(sample["image"])
-        assert device.holds(sample["label"])
-
-
 @pytest.mark.parametrize("where", ["workers", "inline"])
 def test_streams_and_their_state(device, workers, where):
     options = {"batch_size": 4, "device": NAME, **where_of(where, workers)}
@@ -201,31 +192,11 @@ def test_streams_and_their_state(device, workers, where):
         check(batch, list(range(4 * number, 4 * number + 4)), device)
 
 
-def test_state_counts_what_was_delivered(device, workers):
-    loader = RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers)
-    iterator = iter(loader)
-    next(iterator)
-    wait_until(lambda: len(device.copied) == 2, what="the second batch on its way")
-    resumed = RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers)
-    resumed.load_state_dict(loader.state_dict())
-    check(next(iter(resumed)), [4, 5, 6, 7], device)
-    check(next(iterator), [4, 5, 6, 7], device)
-
-
 class Holes(Images):
     def __getitem__(self, index):
         if index in (1, 4, 5, 6, 7):
             raise ValueError(f"no sample {index}")
         return super().__getitem__(index)
-
-
-def test_skipped_samples(device, workers):
-    loader = RPCDataloader(Holes(), batch_size=4, device=NAME, workers=workers, on_error="skip")
-    batches = list(loader)
-    assert len(batches) == 4
-    check(batches[0], [0, 2, 3], device)
-    check(batches[1], [8, 9, 10, 11], device)
-    assert loader.num_skipped == 5
 
 
 def test_an_exception_comes_in_place_of_its_batch(device, workers):
@@ -238,15 +209,6 @@ def test_an_exception_comes_in_place_of_its_batch(device, workers):
             check(next(iterator), list(range(4 * number, 4 * number + 4)), device)
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-def test_an_error_of_the_device_comes_in_place_of_its_batch(device, workers):
-    device.errors[1] = RuntimeError("out of memory")
-    iterator = iter(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))
-    check(next(iterator), [0, 1, 2, 3], device)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        next(iterator)
-    check(next(iterator), [8, 9, 10, 11], device)
 
 
 @pytest.mark.parametrize("where", ["workers", "inline"])
@@ -285,14 +247,6 @@ def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     wait_until(lambda: run.is_closed, what="the end of the iterator")
     wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
     assert device.copied
-
-
-def test_a_pass_that_is_left_is_not_delivered_in_the_next_one(device, workers):
-    loader = RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers, persistent_workers=True)
-    for _ in range(3):
-        iterator = iter(loader)
-        check(next(iterator), [0, 1, 2, 3], device)
-        check(next(iterator), [4, 5, 6, 7], device)
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "xpu", 0])

@@ -56,16 +56,6 @@ def test_next_epoch_begins_with_what_is_registered_then(register):
     assert pids == {second.pid}
 
 
-def test_persistent_workers_are_joined_by_others_too(register):
-    first = register()
-    loader = RPCDataloader(RPCDataset(register.workers, Hosted, 100), persistent_workers=True)
-    iterator = iter(loader)
-    take(iterator, 100)
-    second = register()
-    wait_for_crew(iterator, 4)
-    assert take(iter(loader), 100) == ([*range(100)], {first.pid, second.pid})
-
-
 def test_each_rank_gets_its_share_of_a_server_that_joins(register):
     register()
     dataset = RPCDataset(register.workers, Hosted, 300)
@@ -76,15 +66,6 @@ def test_each_rank_gets_its_share_of_a_server_that_joins(register):
     for iterator in iterators:
         wait_for_crew(iterator, 2)
         assert take(iterator, 300)[0] == [*range(300)]
-
-
-def test_number_of_workers_stays_what_was_asked_for(register):
-    register()
-    iterator = iter(RPCDataloader(RPCDataset(register.workers, Hosted, 300), num_workers=3))
-    wait_for_crew(iterator, 2)
-    register()
-    wait_for_crew(iterator, 3)
-    assert take(iterator, 300)[0] == [*range(300)]
 
 
 def test_streams_of_a_server_that_leaves_go_on_elsewhere(register):
@@ -117,17 +98,6 @@ def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, re
     assert indices == [*range(100, 400)]
     assert left - {first.pid} == pids - {first.pid} | {second.pid}
     assert take(iter(loader), 400) == ([*range(400)], left - {first.pid})
-
-
-def test_embedded_pool_beside_servers_is_no_part_of_the_shares_of_ranks(serve):
-    server = serve("--num-workers", "2")
-    dataset = RPCDataset(f"{server.address},local:1", Hosted, 100)
-    for rank in range(2):
-        iterator = iter(RPCDataloader(dataset, partition=(rank, 2)))
-        wait_for_crew(iterator, 2)
-        indices, pids = take(iterator, 100)
-        assert indices == [*range(100)]
-        assert len(pids) == 2
 
 
 def test_named_server_of_a_mixture_joins_when_it_comes(serve, register, monkeypatch):

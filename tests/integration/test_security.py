@@ -9,10 +9,8 @@ import os
 import pickle
 import re
 import secrets
-import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rpcdataloader import RPCDataset, __version__, launch, rpc_async
+from rpcdataloader import RPCDataset, launch, rpc_async
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import (
     AuthenticationError,
@@ -513,71 +511,6 @@ def test_names_that_a_stranger_gives_do_not_write_into_the_log(server):
 # --- other versions
 
 
-def test_client_of_another_version_of_the_protocol(server):
-    identity = dataclasses.replace(local_identity("client"), protocol=77)
-    handshake = Handshake(secret_of_the_suite(), identity, Preamble(bytes(16)))
-    with dial(server, handshake.data_to_send()) as sock, pytest.raises(RemoteProtocolError) as raised:
-        shake_hands(sock, handshake)
-    assert f"the client on {identity.host} (pid {os.getpid()}) runs rpcdataloader " in str(raised.value)
-    assert re.search(
-        rf"the node server on \S+ \(pid \d+\) runs rpcdataloader {__version__} \(version 3 of the protocol\)",
-        str(raised.value),
-    )
-    wait_until(lambda: "(version 77 of the protocol)" in server.log)
-
-
-def other_interpreter():
-    """The command of a Python of another minor version, or None."""
-    for minor in range(10, 16):
-        name = f"python3.{minor}"
-        if minor == sys.version_info[1] or shutil.which(name) is None:
-            continue
-        # Some managers of versions install a command for each of them that works for the one that is asked for.
-        env = {**os.environ, "PYENV_VERSION": f"3.{minor}"}
-        show = "import sys; print(*sys.version_info[:2])"
-        result = subprocess.run([name, "-c", show], env=env, capture_output=True, text=True, check=False)
-        if result.stdout.split() == ["3", str(minor)]:
-            return name, env
-    return None
-
-
-OTHER_CLIENT = """
-import sys
-from rpcdataloader.errors import RPCError
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import open_channel
-from rpcdataloader.wire.credentials import load_credentials
-from rpcdataloader.wire.channel import local_identity
-from rpcdataloader.wire.transport import Deadline
-try:
-    open_channel(Address.parse(sys.argv[1]), load_credentials(), local_identity("client"), bytes(16), Deadline(20))
-except RPCError as exc:
-    print(type(exc).__name__, exc)
-print(*sorted({"torch", "numpy", "cloudpickle", "pickle"} & set(sys.modules)))
-"""
-
-
-def test_client_of_another_version_of_python(server):
-    """A real one, which needs neither torch nor numpy to be told."""
-    interpreter = other_interpreter()
-    if interpreter is None:
-        pytest.skip("there is no other version of Python here")
-    command, env = interpreter
-    env = {**env, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run(
-        [command, "-c", OTHER_CLIENT, server.address], env=env, capture_output=True, text=True, check=True
-    )
-    error, loaded = result.stdout.splitlines()
-    ours = f"CPython 3.{sys.version_info[1]}"
-    assert error.startswith(f"RemoteProtocolError {server.address}: ")
-    theirs = "CPython " + command.removeprefix("python")
-    assert f"runs {theirs}" in error
-    assert f"runs {ours}" in error
-    assert "use the same minor version of Python on both sides" in error
-    assert loaded == ""
-    wait_until(lambda: f"runs {theirs}" in server.log)
-
-
 # --- secrets
 
 
@@ -650,7 +583,6 @@ def test_secret_is_nowhere_to_be_seen(serve, tmp_path, monkeypatch, options):
     )
 
     def look():
-        import subprocess
 
         command_lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in (os.getpid(), os.getppid())]
         return repr(dict(os.environ)), subprocess.run(["env"], capture_output=True, text=True).stdout, command_lines

@@ -216,21 +216,6 @@ def test_servers_are_told_that_the_starter_is_there_from_the_beginning_and_again
         wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)
 
 
-def test_servers_hear_from_a_starter_whose_terminal_has_stopped(start, tmp_path):
-    starter = start("node1", before="ssh.HEARTBEAT = 0.05", is_stopped=True)
-    starter.workers()
-    (server,) = starter.servers()
-    wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)
-    os.write(starter.terminal, b"\x11")  # Ctrl-Q
-    shown = b""
-    while b"2 workers" not in shown:
-        shown += os.read(starter.terminal, 4096)
-    assert b"[node1] a message of the day" in shown
-    os.write(starter.terminal, b"\x13")
-    starter.process.send_signal(signal.SIGTERM)
-    assert starter.wait() == 0
-
-
 def test_secret_in_a_file_of_the_hosts_is_not_sent(start):
     starter = start("node1", options=("--", "--token-file", "/shared/token"))
     starter.workers()
@@ -260,19 +245,6 @@ def test_nothing_is_left_when_the_starter_ends(start, end):
     assert not any(map(is_running, servers)), "it has waited for them"
 
 
-def test_started_with_nohup_it_goes_on_without_its_terminal(start):
-    starter = start("node1", "node2", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
-    starter.workers()
-    starter.close_terminal()
-    starter.process.send_signal(signal.SIGHUP)
-    os.kill(next(iter(starter.servers())), signal.SIGKILL)
-    # While it ends them, it does not complain of servers that end.
-    wait_until(lambda: "the node server or its connection has ended" in starter.errors)
-    starter.process.send_signal(signal.SIGTERM)
-    assert starter.wait() == 0
-    assert "ending 1 node servers" in starter.errors
-
-
 def test_second_signal_does_not_wait_for_servers_that_are_busy(start, tmp_path):
     starter = start("node1 --preload slow")
     starter.workers()
@@ -295,15 +267,6 @@ def test_server_that_does_not_start_ends_the_others(start):
     assert "error: the node server on node2 did not start (exit status 3 of ssh)" in starter.errors
     assert starter.output == ""
     assert not any(map(is_running, starter.servers()))
-
-
-def test_starter_without_servers_ends(start):
-    starter = start("node1")
-    starter.workers()
-    (server,) = starter.servers()
-    os.kill(server, signal.SIGKILL)
-    assert starter.wait() == 1
-    assert "error: no node server is left" in starter.errors
 
 
 @pytest.mark.parametrize(

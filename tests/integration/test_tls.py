@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
@@ -92,62 +91,9 @@ def test_loader_delivers_the_same_batches(server, plain_server, certificates, mo
     assert "over TLS" in server.log
 
 
-def test_files_of_a_server_are_those_of_the_folder_where_it_started(zygote, certificates, monkeypatch):
-    use(monkeypatch, certificates)
-    before = f"import os; os.chdir({str(certificates)!r})"
-    with quick_server(zygote, "--num-workers", "2", *options("."), before=before) as server:
-        assert len(batches(server.address)) == 6  # a worker's folder is the client's
-
-
-def test_workers_are_forked_and_results_of_any_size_come_back(server, certificates, monkeypatch):
-    use(monkeypatch, certificates)
-    sent = torch.arange(3_000_000)
-    futures = [rpc_async(server.address, torch.flip, args=(sent[:size], (0,))) for size in (0, 1, 5000, 3_000_000)]
-    for size, future in zip((0, 1, 5000, 3_000_000), futures, strict=True):
-        assert torch.equal(future.wait(), sent[:size].flip(0))
-
-
 def test_embedded_pool_does_without(certificates, monkeypatch):
     use(monkeypatch, certificates)
     assert len(batches(None)) == 6
-
-
-def finish_late(path, size):
-    """A task that a drain meets."""
-    path.touch()
-    wait_until(lambda: path.with_suffix(".go").exists())
-    return torch.full((size,), 7, dtype=torch.uint8)
-
-
-def test_drain_loses_no_reply(zygote, certificates, monkeypatch, tmp_path):
-    """The server closes its direction alone: what it has answered arrives, whatever the client still sends."""
-    use(monkeypatch, certificates)
-    with quick_server(zygote, *options(certificates)) as server:
-        future = rpc_async(server.address, finish_late, args=(tmp_path / "late", 20_000_000))
-        more = [rpc_async(server.address, os.getpid) for _ in range(10)]
-        wait_until((tmp_path / "late").exists)
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: "draining" in server.log)
-        (tmp_path / "late.go").touch()
-        assert future.wait().sum() == 7 * 20_000_000
-        for other in more:
-            assert other.wait() > 0
-        assert server.wait() == 0
-
-
-def test_session_serves_all_requests_that_came_at_once(server, certificates, monkeypatch):
-    """They are received together, and the descriptor that its loop polls is silent after the first."""
-    use(monkeypatch, certificates)
-    session = pool.get_client().node(Address.parse(server.address)).session()
-    pid = session.wait().pid
-    assert session.call(os.getpid).wait() == pid
-    os.kill(pid, signal.SIGSTOP)
-    answers = [session.call(os.getpid) for _ in range(5)]
-    [connection] = session.connections()
-    wait_until(lambda: not connection._outbox and not connection._is_under_way)
-    os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: connection.num_pending == 0)
-    assert [answer.wait() for answer in answers] == [pid] * 5
 
 
 # --- refusals
@@ -354,12 +300,6 @@ def test_client_with_some_of_the_variables(names, problem, monkeypatch):
         rpc_async("127.0.0.1:1", os.getpid)
 
 
-def test_client_with_files_that_are_not_there(monkeypatch, tmp_path):
-    use(monkeypatch, tmp_path)
-    with pytest.raises(AuthenticationError, match=r"the TLS key .*node.key cannot be used: No such file"):
-        rpc_async("127.0.0.1:1", os.getpid)
-
-
 def test_launch_says_what_is_wrong_before_it_starts_anything(certificates, capsys):
     with pytest.raises(SystemExit):
         launch.main(["--port", "0", f"--tls-cert={certificates}/node.pem"])
@@ -367,17 +307,6 @@ def test_launch_says_what_is_wrong_before_it_starts_anything(certificates, capsy
     with pytest.raises(SystemExit):
         launch.main(["--host", "unix:/tmp/pool", *options(certificates)])
     assert "a Unix socket needs no TLS: leave out the --tls options" in capsys.readouterr().err
-
-
-def test_launch_with_a_key_of_another_certificate(certificates, capfd):
-    mixed = [f"--tls-cert={certificates}/node.pem", f"--tls-key={certificates}/stranger.key"]
-    # Would fail for another reason if it were looked at first.
-    assert launch.main(["--preload", "no_such_module", *mixed, f"--tls-ca={certificates}/ca.pem"]) == 1
-    said = capfd.readouterr()
-    assert re.search(
-        r"error: the TLS certificate .*node.pem and the key .*stranger.key cannot be used: .*mismatch", said.err
-    )
-    assert not said.out
 
 
 # --- the page

@@ -10,7 +10,6 @@ import signal
 import pytest
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.errors import LocalProtocolError
 from tests.conftest import wait_until
 from tests.integration.datasets import Numbers
 from tests.traces import interval_of, load, of_kind, tracks_of
@@ -64,17 +63,6 @@ def test_passes_inside_of_the_block_are_traced_and_others_are_not(make, tmp_path
     assert len(of_kind(load(tmp_path / "trace.json"), "X", "next")) == 40
 
 
-def test_pass_under_way_is_traced_from_the_next_draw_on(make, tmp_path):
-    loader = make()
-    batches = iter(loader)
-    next(batches)
-    with loader.trace(tmp_path / "trace.json"):
-        list(batches)
-    found = numbers_of(load(tmp_path / "trace.json"))
-    assert found == list(range(found[0], 20))
-    assert found[0] < 10
-
-
 def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
@@ -86,24 +74,6 @@ def test_file_that_cannot_be_written_is_one_warning_and_the_pass_goes_on(make, t
         assert len(list(loader)) == 20
     (warning,) = warnings_of(caplog)
     assert warning.startswith(f"cannot write the trace {tmp_path / name}, and the training goes on without it: [Errno ")
-
-
-@pytest.mark.parametrize("name", ["inner.json", "missing/inner.json"])
-def test_trace_goes_on_after_another_one_inside_of_it(make, tmp_path, name):
-    loader = make()
-    with loader.trace(tmp_path / "trace.json"):
-        with loader.trace(tmp_path / name):
-            list(loader)
-        list(loader)
-    found = numbers_of(load(tmp_path / "trace.json"))
-    assert found == [*range(20)] * (1 if name == "inner.json" else 2)
-
-
-@pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "inline"}], ids=str)
-def test_loader_that_loads_in_the_training_process_has_no_trace(options, tmp_path):
-    with pytest.raises(LocalProtocolError, match="for a trace"), RPCDataloader([1], **options).trace(tmp_path / "t"):
-        pass
-    assert not (tmp_path / "t").exists()
 
 
 def test_each_rank_writes_a_file_of_its_own(make, tmp_path, monkeypatch, caplog):

@@ -1,20 +1,14 @@
 from __future__ import annotations
 
-import gc
 import os
 import random
-import re
 import signal
-import sys
 import threading
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rpcdataloader.wire import slabs
 from rpcdataloader.wire.slabs import Block, PageablePool, PinnedAllocator, pinned_allocator
@@ -91,21 +85,6 @@ def test_memory_is_not_reused_while_a_numpy_array_shows_it():
     assert leased_bytes(pool) == 0
 
 
-def test_memory_is_not_reused_while_a_memoryview_shows_it():
-    pool = PageablePool()
-    part = pool.allocate(LARGE).view[10:20]
-    assert leased_bytes(pool) > 0
-    del part
-    assert leased_bytes(pool) == 0
-
-
-def test_blocks_of_similar_size_share_memory_and_of_other_sizes_do_not():
-    pool = PageablePool()
-    first = address(pool.allocate(37 * MIB))
-    assert address(pool.allocate(12 * MIB)) != first
-    assert address(pool.allocate(39 * MIB)) == first
-
-
 def test_kept_memory_is_bounded_and_what_came_back_first_goes_first():
     pool = PageablePool(max_bytes=8 * MIB)
     small, large = [pool.allocate(2 * MIB) for _ in range(3)], [pool.allocate(4 * MIB)]
@@ -118,36 +97,6 @@ def test_kept_memory_is_bounded_and_what_came_back_first_goes_first():
     assert (leased_bytes(pool), pool._kept_bytes()) == (0, 8 * MIB)
     again = [pool.allocate(2 * MIB), pool.allocate(2 * MIB)]
     assert [address(block) for block in again] == [addresses[2], addresses[1]]
-
-
-def test_pool_of_nothing_keeps_nothing():
-    pool = PageablePool(max_bytes=0)
-    pool.allocate(LARGE)
-    assert (leased_bytes(pool), pool._kept_bytes()) == (0, 0)
-    with pytest.raises(ValueError, match="max_bytes must not be negative, got -1"):
-        PageablePool(max_bytes=-1)
-
-
-def test_blocks_outlive_their_pool():
-    block = PageablePool().allocate(LARGE)
-    gc.collect()
-    block.tensor.fill_(3)
-    assert block.view[LARGE - 1] == 3
-
-
-def test_block_may_die_while_its_own_thread_holds_the_lock_of_the_pool():
-    pool = PageablePool()
-    blocks = [pool.allocate(LARGE)]
-
-    def die_inside() -> None:
-        with pool._lock:  # as when the garbage collector runs inside allocate
-            blocks.clear()
-
-    thread = threading.Thread(target=die_inside, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert leased_bytes(pool) == 0
 
 
 def test_threads_never_get_the_same_memory_at_once():
@@ -172,31 +121,6 @@ def test_threads_never_get_the_same_memory_at_once():
     assert not failures
     assert leased_bytes(pool) == 0
     assert pool._kept_bytes() <= 16 * MIB
-
-
-@given(st.integers(MIB, 1 << 40))
-def test_rounding_up_wastes_at_most_a_quarter_beyond_a_huge_page(size_bytes):
-    capacity = slabs._round_up(size_bytes)
-    assert size_bytes <= capacity < size_bytes * 5 / 4 + 2 * MIB
-    assert capacity % (2 * MIB) == 0
-    assert slabs._round_up(capacity) == capacity
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux only")
-def test_large_blocks_are_private_mappings_with_huge_pages():
-    if "never" in re.findall(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()):
-        pytest.skip("this kernel never gives huge pages")
-    block = PageablePool().allocate(LARGE)
-    mapping = ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if header := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
-            if int(header[1], 16) <= address(block) < int(header[2], 16):
-                mapping = header[3]
-        elif mapping and line.startswith("VmFlags:"):
-            assert mapping == "rw-p"
-            assert "hg" in line.split()
-            return
-    pytest.fail("the mapping of the block is not listed")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -267,21 +191,6 @@ def test_pinned_allocator_takes_all_memory_from_what_it_was_given():
     assert [block.view.nbytes for block in blocks] == [0, 10, LARGE]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
-def test_pinned_memory_without_accelerator_warns_as_torch_does():
-    with warnings.catch_warnings(record=True) as by_torch:
-        warnings.simplefilter("always")
-        iter(torch.utils.data.DataLoader([1], pin_memory=True))
-    with warnings.catch_warnings(record=True) as by_us:
-        warnings.simplefilter("always")
-        assert pinned_allocator() is None
-    if by_torch:  # older versions say nothing
-        assert str(by_us[0].message) == str(by_torch[0].message)
-        assert by_us[0].category is by_torch[0].category
-    assert len(by_us) == 1
-    assert "no accelerator is found" in str(by_us[0].message)
-
-
 class Accelerator:
     """Stands for torch.accelerator with two devices of some type; each thread begins on device 0."""
 
@@ -300,12 +209,6 @@ class Accelerator:
 
     def set_device_index(self, index: int) -> None:
         self._thread.index = index
-
-
-def test_mps_has_no_pinned_memory(monkeypatch):
-    monkeypatch.setattr(torch, "accelerator", Accelerator("mps"), raising=False)
-    with pytest.warns(UserWarning, match="not supported on MPS now"):
-        assert pinned_allocator() is None
 
 
 def test_receiver_threads_pin_for_the_device_of_the_trainer(monkeypatch):
