@@ -178,7 +178,7 @@ def test_node_that_is_lost_in_an_epoch_is_replaced(cluster):
     found = cluster.run("lose_node")
     sys.stdout.write(f"{cluster.engine}: {found}\n")  # for docs/pools.md
     assert found["same"]
-    assert found["longest wait"] < 5 * TIMEOUT_SCALE
+    assert found["longest wait"] < 30 * TIMEOUT_SCALE
     assert found["addresses"] == [2, 2, 1]
     assert not found["secret shown"]
     assert found["statuses"] == [0, 2]
