@@ -124,6 +124,7 @@ class Setup:
     names: Mapping[int, str] = field(default_factory=dict)  # name of each worker, for messages
     is_persistent: bool = False  # True if the workers stay for the next epoch
     is_stream: bool = False  # True for an iterable-style dataset, of which some workers may get no samples
+    has_source: bool = False  # True if the sampler is a stream, which others iterate over
 
 
 @dataclass(slots=True)

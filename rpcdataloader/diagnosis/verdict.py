@@ -71,8 +71,8 @@ class Diagnosis:
         bound: Cause of the wait: ``none``, ``start``, ``workers``, ``node``, ``network``, ``trainer``, ``setting`` or
             ``unclear``.
         text: The sentence with the numbers and the remedy.
-        part: What takes longest in the trainer (``sampler``, ``receiving``, ``lock``, ``copies`` or ``next``) or at the
-            start; the name of the setting; ``node`` or ``worker``. Empty for other bounds.
+        part: What takes longest in the trainer (``sampler`` or ``source``, ``receiving``, ``lock``, ``copies`` or
+            ``next``) or at the start; the name of the setting; ``node`` or ``worker``. Empty for other bounds.
         short: The same in at most 30 characters, for progress bars.
         evidence: Numbers behind the verdict; their names end with their units.
         more_workers: Number of further workers that would end the waiting (at least, likely, at most), or bring it to
@@ -225,7 +225,8 @@ def _find_bound(figures: Figures, records: Records) -> _Verdict:
         asleep -= max((wait.seconds for wait in records.waits_of_span), default=0.0) / evidence["batches"]
     if awake > asleep:
         # The thread of the loop is not asleep while another one has the interpreter lock, or the CPU.
-        times = {"sampler": drawn, "copies": 2 * evidence["copy_seconds"], "lock": 2 * lock, "receiving": receiving}
+        sampler = "source" if records.setup.has_source else "sampler"
+        times = {sampler: drawn, "copies": 2 * evidence["copy_seconds"], "lock": 2 * lock, "receiving": receiving}
         part = max(times, key=times.__getitem__)
         return _Verdict("trainer", part if times[part] >= own else "next")
     limit = _HEADROOM * evidence["needed_rate"]
@@ -311,7 +312,7 @@ def _more_workers(figures: Figures, setup: Setup) -> _Verdict:
         values |= {"following": following, "allowed_rate": allowed, "use": ratio(needed, allowed)}
     if goal < _HEADROOM * capacity < needed:
         return _Verdict("workers", values={**values, "advice": "capped"})
-    awake = {"next": evidence["own_seconds"], "sampler": evidence["draw_seconds"]}
+    awake = {"next": evidence["own_seconds"], "source" if setup.has_source else "sampler": evidence["draw_seconds"]}
     if math.isinf(goal) or (kept := sum(awake.values())) * evidence["demand_rate"] >= 1:
         # The loop itself takes less time than the loader does in its thread.
         return _Verdict("workers", values={**values, "advice": "empty"})

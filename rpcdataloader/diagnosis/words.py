@@ -32,6 +32,8 @@ WORDS = {
     "network": "The network carries {network_rate} it/s ({link_bytes}/s): send less than {batch_bytes} per batch "
     "(uint8 in place of float32, crops, compressed data), or use a faster link.",
     "trainer sampler": "The sampler takes {draw_seconds} per batch: make it cheaper, or draw the indices in advance.",
+    "trainer source": "The source of the stream takes {draw_seconds} per batch: give it more source_workers, if the "
+    "stream has shards for them, or move work from the stream into transform.",
     "trainer receiving": "This process spends {receiving_seconds} on receiving and rebuilding each batch of "
     "{batch_bytes}: {less}.",
     "trainer lock": "Bytes of each batch lay unread for {lock_seconds} while other code held the interpreter lock, or "
@@ -86,6 +88,7 @@ _PARTS = {
     "window": "max_in_flight_bytes",
     "next": "next itself",
     "sampler": "the sampler",
+    "source": "the source of the stream",
 }
 
 # Advice without a number of workers.

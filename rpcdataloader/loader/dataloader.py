@@ -20,11 +20,13 @@ from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.fetch.raw import RawBatch, pack
 from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, prepare, warn_once
+from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.states import to_state
 from rpcdataloader.loader.tasks import Progress
@@ -35,6 +37,20 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 # Asked once: frameworks wrap the constructors of loaders while their hooks run.
 _ARGUMENTS_OF_TORCH = tuple(inspect.signature(DataLoader).parameters)
+
+# Arguments that a loader with a transform shares with the loader of its stream.
+_ALSO_OF_SOURCE = (
+    "partition",
+    "max_in_flight_bytes",
+    "max_retries",
+    "reconnect_timeout",
+    "task_timeout",
+    "on_error",
+    "max_skipped",
+    "env",
+    "py_modules",
+    "forward_output",
+)
 
 
 class RPCDataloader(LoaderTools[_T_co]):
@@ -83,6 +99,9 @@ class RPCDataloader(LoaderTools[_T_co]):
         forward_output: Print the output of workers on this process's standard error, each line with its origin.
         min_workers: Number of workers that a pass waits for, at most for the connect timeout: until the node servers
             have this many for this process. 0 to begin with the present ones.
+        transform: Function of a sample, called in all workers, while ``source_workers`` iterate over the iterable-style
+            dataset, which yields raw samples. :doc:`iterable` explains it.
+        source_workers: Number of workers that iterate over a dataset with a ``transform``.
         snapshot_every_n_steps: Accepted from scripts for torchdata's ``StatefulDataLoader``, without effect: a state is
             exact after every batch.
 
@@ -97,6 +116,9 @@ class RPCDataloader(LoaderTools[_T_co]):
     partition: Any
     py_modules: Any
     snapshot_every_n_steps: int
+    source_workers: int
+    transform: Callable[[Any], Any] | None
+    workers: Any
 
     def __init__(
         self,
@@ -132,6 +154,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
         forward_output: bool = False,
         min_workers: int = 0,
+        transform: Callable[[Any], Any] | None = None,
+        source_workers: int = 1,
         snapshot_every_n_steps: int = 1,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -160,6 +184,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         self._pass: PassIterator | None = None  # with persistent workers
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next iterator
+        self._kept_source: Source | None = None  # of a loader with a transform
         self._shipped: RemoteDataset | None = None
         self._memory: PageablePool | None = None  # for batches, kept from pass to pass
         # Public attributes have the names of arguments: frameworks recreate the loader from them.
@@ -174,6 +199,10 @@ class RPCDataloader(LoaderTools[_T_co]):
             self.__dict__["persistent_workers"] = persistent_workers
             if isinstance(where, Local) and num_workers:
                 self.check_worker_number_rationality()
+        if transform is None and source_workers != 1:
+            raise ValueError("source_workers iterate over a dataset with a transform: give one")
+        if transform is not None:
+            check_transform(self, where)
         settings = PassSettings.of(self)
         if not own and (settings.task_timeout is not None or settings.retry_on):
             raise ValueError("task_timeout and retry_on need workers: give workers or num_workers")
@@ -213,6 +242,26 @@ class RPCDataloader(LoaderTools[_T_co]):
         return self._time(iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator))
 
     @property
+    def _source(self) -> Source:
+        """The raw samples of a loader with a ``transform``."""
+        if self._kept_source is None:
+            where = "local" if isinstance(self._where, Local) else self.workers
+            loader: RPCDataloader[RawBatch] = RPCDataloader(
+                self.dataset,  # type: ignore[arg-type]  # whose samples are packed
+                self.batch_size or 1,
+                collate_fn=pack,
+                num_workers=self.source_workers,
+                drop_last=self.drop_last,
+                worker_init_fn=self.worker_init_fn,
+                generator=torch.Generator(),
+                persistent_workers=self.persistent_workers,
+                workers=None if isinstance(self.dataset, RPCDataset) else where,
+                **{name: getattr(self, name) for name in _ALSO_OF_SOURCE},
+            )
+            self._kept_source = Source(loader, self.generator, auto_collation=self.batch_size is not None)
+        return self._kept_source
+
+    @property
     def num_skipped(self) -> int:
         """Number of skipped samples (``on_error="skip"``) among those delivered in the current or the last pass."""
         return self._progress[1].num_skipped if self._progress is not None else 0
@@ -233,7 +282,7 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        here = "_pass", "_shipped", "_memory", "_progress", "_last", "_recorder", "_timed", "_trace"
+        here = "_pass", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_timed", "_trace"
         return {**self.__dict__, **dict.fromkeys(here)}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:
@@ -245,7 +294,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             )
         if isinstance(self._where, Inline):
             os.environ.update(settings.env)
-            local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
+            local = access_of(settings.dataset) if isinstance(settings.dataset, RPCDataset) else settings.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
         with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):
             return self._begin_remote(settings, saved)
@@ -254,11 +303,11 @@ class RPCDataloader(LoaderTools[_T_co]):
         assert self._where is not None
         assert not isinstance(self._where, Inline)
         recorder, pickling = self._new_recorder(), 0.0
-        if isinstance(self.dataset, RPCDataset):
-            dataset: RemoteDataset = access_of(self.dataset)
+        if isinstance(settings.dataset, RPCDataset):
+            dataset: RemoteDataset = access_of(settings.dataset)
         else:
             # Kept until the next one: an unchanged dataset is on its nodes already.
-            dataset = self._shipped = ship(self.dataset)
+            dataset = self._shipped = ship(settings.dataset)
             recorder.start.is_instance, pickling = True, time.monotonic() - recorder.start.begun
         dataset.spent, recorder.start.dataset = 0.0, lambda: pickling + dataset.spent
         share = Partition() if self.partition is None else make_partition(self.partition)
@@ -280,6 +329,24 @@ class RPCDataloader(LoaderTools[_T_co]):
         recorder.start.in_iter = time.monotonic() - recorder.start.begun
         self._last, self._recorder = weakref.ref(iterator), recorder
         return iterator
+
+
+def check_transform(loader: RPCDataloader[Any], where: Where | None) -> None:
+    """Check that a loader can have a ``transform``.
+
+    Raises:
+        ValueError: It has no workers, or its dataset is no stream.
+        TypeError: The ``transform`` is no function.
+    """
+    if not callable(loader.transform):
+        raise TypeError(f"transform must be a function of a sample, but is {loader.transform!r}")
+    if where is None:
+        raise ValueError("transform needs workers: give workers or num_workers")
+    if not isinstance(loader.dataset, IterableDataset):
+        raise ValueError("transform is for iterable-style datasets; a map-style one transforms in __getitem__")
+    check_numbers(source_workers=loader.source_workers)
+    if loader.source_workers < 1:
+        raise ValueError(f"source_workers must be at least 1, but is {loader.source_workers}")
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:

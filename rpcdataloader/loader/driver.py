@@ -30,6 +30,7 @@ from rpcdataloader.loader.copying import Carrier
 from rpcdataloader.loader.executor import Executor, Opening
 from rpcdataloader.loader.intake import Intake
 from rpcdataloader.loader.passes import Pass
+from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.seat import Seat
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
@@ -464,7 +465,7 @@ class Driver:
             # The window of a table of streams shrinks with each that ends, whose worker stays.
             window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window
             limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
-            kept = settings.persistent_workers, settings.iterable
+            kept = settings.persistent_workers, settings.iterable, isinstance(settings.sampler, Source)
             self.recorder.setup = Setup(workers, *limits, names, *kept)
 
 

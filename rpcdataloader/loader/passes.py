@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
     begin_sampler,
@@ -32,11 +31,6 @@ class Pass:
     first: int  # position at which all ranks together begin; above 0 where a sampler resumes in the middle
     ranks: tuple[int, int]  # rank and world size
     resumed: tuple[StreamState, ...]  # saved states from which streams continue
-
-
-def draw_base_seed(generator: torch.Generator | None) -> int:
-    """Draw the seed of a pass at the time and in the way of torch's loader, so that both leave the same state."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def undone_afterwards(saved: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[None]:

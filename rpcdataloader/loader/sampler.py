@@ -1,12 +1,16 @@
-"""A distributed sampler whose pass other ranks can resume."""
+"""Samplers: a distributed one whose pass other ranks can resume; and a pass over a stream as the sampler of another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler
+
+from rpcdataloader.errors import RPCError
+from rpcdataloader.fetch.raw import FailedSample, RawBatch
 
 
 class ResumableDistributedSampler(DistributedSampler[Any]):
@@ -101,3 +105,51 @@ def order_of(sampler: DistributedSampler[Any], length: int, start: int) -> dict[
         "length": length,
         "start": start,
     }
+
+
+def draw_base_seed(generator: torch.Generator | None) -> int:
+    """Draw the seed of a pass at the time and in the way of torch's loader, so that both leave the same state."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+class _Batches(Iterator[list[Any]]):
+    def __init__(self, batches: Iterator[RawBatch]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> list[Any]:
+        try:
+            return next(self._batches).indices
+        except (StopIteration, RPCError):
+            raise
+        except Exception as error:  # of the stream
+            return [FailedSample(error)]
+
+
+class Source:
+    """The sampler of a loader with a ``transform``: the raw samples of a stream, from a pass of its own.
+
+    Args:
+        loader: Loader of the stream, whose batches are packed (``fetch/raw.py``), with a generator of its own.
+        generator: Generator of the loader with the ``transform``.
+        auto_collation: False to yield single samples.
+    """
+
+    def __init__(self, loader: Any, generator: torch.Generator | None, *, auto_collation: bool) -> None:
+        self._loader, self._seeds, self._auto_collation = loader, generator, auto_collation
+
+    def __iter__(self) -> Iterator[Any]:
+        self._loader.generator.manual_seed(draw_base_seed(self._seeds))
+        batches = _Batches(self._loader._begin_quietly())
+        return batches if self._auto_collation else itertools.chain.from_iterable(batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last batch."""
+        return self.capture()()
+
+    def capture(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that gives the state of this moment; cheap, as it is called for every batch."""
+        return self._loader._captured_state()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on from a state."""
+        self._loader.load_state_dict(state)

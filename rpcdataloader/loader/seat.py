@@ -77,7 +77,9 @@ class Seat(WorkerOwner):
                     request.flags, probe.sent = Flag.MEASURED, self._driver.now()
                 # Fails if the worker was just lost, which is about to be reported, and puts the task back.
                 with contextlib.suppress(RPCError):
-                    sent.request_id = self.worker.connection.submit(MessageType.CALL, sent.task.request, (), request)
+                    sent.request_id = self.worker.connection.submit(
+                        MessageType.LOAD, sent.task.request.payload, sent.task.request.buffers, request
+                    )
                 if probe is not None:
                     probe.sent = self._driver.now()
 

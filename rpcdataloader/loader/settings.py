@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.fetch.raw import Transformed
 from rpcdataloader.host.environment import Module
 from rpcdataloader.host.resources import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device
@@ -64,6 +65,8 @@ class PassSettings:
             "iterable": isinstance(loader.dataset, IterableDataset),
             "prefetch_factor": 2 if loader.prefetch_factor is None else loader.prefetch_factor,
         }
+        if loader.transform is not None:
+            values |= {"dataset": Transformed(loader.transform), "sampler": loader._source, "iterable": False}
         return cls(**values)
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
-from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
+from rpcdataloader.loader.sampler import ResumableDistributedSampler, Source, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
 
@@ -44,7 +44,8 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     return {
         "version": VERSION,
         **{name: getattr(progress, name) for name in _PLAIN},
-        "ahead": {str(number): list(batch) for number, batch in progress.ahead.items()},
+        "sampler": _to_plain(progress.sampler),
+        "ahead": {str(number): [*batch, _to_plain(state)] for number, (*batch, state) in progress.ahead.items()},
         "streams": [list(stream[:-1]) for stream in progress.streams],
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
         "in_step": progress.in_step and settings.in_order,
@@ -53,6 +54,11 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "generators": _generator_states(settings),
         "start": {**progress.start, "order": order},
     }
+
+
+def _to_plain(sampler: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """States of a sampler and its iterator, of which some were captured only."""
+    return None if sampler is None else {name: state() if callable(state) else state for name, state in sampler.items()}
 
 
 def _check_version(state: Any) -> None:
@@ -263,7 +269,7 @@ def skip_delivered(
 
 def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
     """Bring the loader's own generators and its sampler to their state after a saved pass of which nothing is left."""
-    if saved["sampler"] is not None:
+    if saved["sampler"] is not None and not isinstance(settings.sampler, Source):
         with generators_restored():
             set_states(states_from_plain(saved["start"]["global"]))
             _restore_generators(settings, saved["start"]["generators"])
@@ -289,6 +295,8 @@ def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[]
     stateful = {name: owner for name, owner in owners.items() if owner is not None}
 
     def get_state() -> dict[str, Any]:
+        if isinstance(sampler, Source):
+            return {"sampler": sampler.capture()}
         # The sampler may go on changing the same object.
         return {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
 

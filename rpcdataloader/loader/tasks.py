@@ -16,8 +16,7 @@ from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices
 from rpcdataloader.wire.exceptions import loads_exception
-from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.pickling import NO_TENSORS, dumps
+from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -42,7 +41,7 @@ class Task:
     position: int  # position of its first sample in the epoch
     num_samples: int
     sampler_state: Any = None  # state of the sampler after this batch, if it has one
-    request: bytes = b""  # request to a worker; empty without workers
+    request: Encoded = None  # type: ignore[assignment]  # to a worker
     # Waits for the stack of the last worker that exceeded the time limit.
     stack: Callable[[], str] | None = None
     probe: Probe | None = None  # times of its way so far, if measured; each copy that is sent gets its own
@@ -73,8 +72,7 @@ class TaskSource:
 
         Raises:
             StopIteration: The sampler is at its end, or an exception has ended it before.
-            ValueError: The indices are large arrays or tensors.
-            SerializationError: They cannot be pickled.
+            SerializationError: The indices cannot be pickled.
         """
         num_samples = 1
         while True:
@@ -96,7 +94,7 @@ class TaskSource:
             try:
                 if is_wanted:
                     self._complete(task)
-            except (SerializationError, ValueError):
+            except SerializationError:
                 self._drawn = []
                 raise
             # Now, without a call in between: what has raised leaves no gap.
@@ -129,20 +127,17 @@ class TaskSource:
             task.request = load_request(task)
 
 
-def load_request(task: Task) -> bytes:
-    """Return the payload of a request for a batch."""
-    call = tuple(Call(None, (task.indices, task.position, task.number), {}))
+def load_request(task: Task) -> Encoded:
+    """Return the content of a request for a batch."""
+    content, large = (task.indices, task.position, task.number), list[pickle.PickleBuffer]()
     try:
-        pickled = pickle.dumps(call, protocol=5)
+        pickled = pickle.dumps(content, protocol=5, buffer_callback=large.append)
         # Not of a class of the training script, which must be sent along.
-        if b"_main__" not in pickled:
-            return pickled + NO_TENSORS
+        if not large and b"_main__" not in pickled:
+            return Encoded(pickled + NO_TENSORS, [])
     except Exception:
         logger.debug("too complex for the plain pickler: %r", task.indices, exc_info=True)
-    encoded = dumps(call, name="indices")
-    if encoded.buffers:
-        raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
-    return encoded.payload
+    return dumps(content, name="indices")
 
 
 def describe(task: Task) -> str:

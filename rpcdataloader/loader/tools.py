@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,15 +141,19 @@ class LoaderTools(DataLoader[_T_co]):
         loader = copy.copy(self)
         loader.__dict__.update(_copies_of_samplers(self))  # torch forbids to set samplers
         with generators_restored():
-            collecting = iter(loader)
-            if isinstance(collecting, RemoteIterator):
-                collecting.driver.is_told = True  # its waits say nothing about the loop
-            elif isinstance(collecting, TimedBatches):
-                collecting.is_told = True
-            batches = list(itertools.islice(collecting, num_batches))
+            batches = list(itertools.islice(loader._begin_quietly(), num_batches))
         if not batches:
             raise ValueError("there is nothing to replay: the loader has no batches")
         return itertools.cycle(batches)
+
+    def _begin_quietly(self) -> Iterator[_T_co]:
+        """Begin a pass whose waits say nothing about the loop."""
+        batches: Any = iter(self)
+        if isinstance(batches, RemoteIterator):
+            batches.driver.is_told = True
+        elif isinstance(batches, TimedBatches):
+            batches.is_told = True
+        return batches  # type: ignore[no-any-return]
 
     def _new_recorder(self) -> Recorder:
         """Return the recorder of the next pass."""
@@ -166,9 +171,15 @@ class LoaderTools(DataLoader[_T_co]):
             LocalProtocolError: The loader has no workers (``num_workers=0``).
         """
         self._check_can_resume()
+        return self._captured_state()()
+
+    def _captured_state(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that gives the present state."""
         if self._progress is None:
-            return dict(self._saved or {"version": VERSION})
-        return to_state(*self._progress)
+            return lambda: dict(self._saved or {"version": VERSION})
+        settings, progress = self._progress
+        now = dataclasses.replace(progress, streams=[*progress.streams])
+        return lambda: to_state(settings, now)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Let the next iterator resume from the saved position: the remaining batches, bit for bit.

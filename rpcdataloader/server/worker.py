@@ -253,7 +253,7 @@ class Worker:
         if message is None:
             # The client is gone, so replies are useless.
             os._exit(0)
-        if message.type == MessageType.CALL:
+        if message.type in (MessageType.CALL, MessageType.LOAD):
             if self._life is not Life.SERVING:
                 # Above the last request of the GOAWAY to come: the client gives it to another worker then. Accepting it
                 # would let a busy client keep this worker from ending.
@@ -304,17 +304,18 @@ class Worker:
             self._cancelled.discard(request_id)
             self._send_reply(MessageType.ERROR, request_id, self._error(RPCTimeoutError("the caller has given up")))
             return
+        is_task = message.type == MessageType.LOAD
         try:
-            call = Call(*loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
+            content = loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True)
+            call = Call(load, content, {}) if is_task else Call(*content)
         except BaseException as exc:
             self._reply_error(request_id, exc)
             return
-        is_task = call.func is None
         measured = bool(message.flags) and is_task
         if measured:
             self._meter.begin(idle / 1e9)
-        del message
-        self._execute(request_id, call, measured)
+        del message, content
+        self._execute(request_id, call, measured, self._row.tasks if is_task else self._row.calls)
         if is_task and self._context.settings.max_tasks_per_worker:
             self._count_task()
 
@@ -323,14 +324,14 @@ class Worker:
         if self._num_tasks == self._context.settings.max_tasks_per_worker and self._life is Life.SERVING:
             self._begin_drain(Life.RETIRING)
 
-    def _execute(self, request_id: int, call: Call, measured: bool) -> None:
+    def _execute(self, request_id: int, call: Call, measured: bool, counter: memoryview) -> None:
         if self._outbox.num_waiting:
             self._outbox.wait()
         # The idle time is noted when nothing more is there, which costs less than after each request.
         row = self._row
         row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, self._num_calls
         try:
-            result = (call.func or load)(*call.args, **call.kwargs)
+            result = call.func(*call.args, **call.kwargs)
             if call.keep:
                 result = self._handles.add(result)
             if measured:
@@ -346,7 +347,6 @@ class Worker:
         if measured:
             encoded.payload += self._meter.end()
         # Before the client has the answer, so that it finds it counted.
-        counter = row.calls if call.func else row.tasks
         counter[0] += 1
         self._send_reply(MessageType.REPLY, request_id, encoded, Flag.MEASURED if measured else 0)
 

@@ -23,7 +23,8 @@ different versions can tell each other.
 Invariant: no length is believed before its MAC and its limit have been checked, no block is allocated before the
 digest of the table that gives its size, and no message is handed out before all of that. The MAC covers the body
 through its digest, and so the blocks of CALL and BUILD, whose bytes user code may interpret, for example as pickles.
-It does not cover the blocks of replies: batches are too large to hash (TLS protects those).
+It does not cover those of LOAD and of replies, which are the memory of arrays, tensors and byte strings: samples are
+too large to hash (TLS protects those).
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class MessageType(IntEnum):
     REPORT = 27
     MAPPING = 28
     RETURN = 29
+    LOAD = 30
 
 
 class Flag(IntFlag):

@@ -154,8 +154,7 @@ class Log(Json):
 class Call(NamedTuple):
     """Run ``func(*args, **kwargs)``. Pickled as a plain tuple, which is smaller and faster."""
 
-    # None to load a batch: pickling a function by name takes longer than everything else in such a request.
-    func: Callable[..., Any] | None
+    func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keep: bool = False  # hold the result on the worker and reply with its handle

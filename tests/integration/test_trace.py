@@ -64,7 +64,8 @@ def test_passes_inside_of_the_block_are_traced_and_others_are_not(make, tmp_path
 
 
 def warnings_of(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [warning for warning in warnings if " without the loader. " not in warning]  # of a busy machine
 
 
 @pytest.mark.parametrize("name", ["missing/trace.json", "."])

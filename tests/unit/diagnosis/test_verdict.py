@@ -63,6 +63,7 @@ PASSES = {
     "trainer lock": {"consumer": 0.02, "blocked": 0.01, "lock": 0.012, "receive_cpu": 0.001},
     "trainer copies": {"consumer": 0.01, "blocked": 0.01, "copy": 0.02},
     "trainer sampler": {"consumer": 0.02, "drawn": 0.01},
+    "trainer source": {"consumer": 0.02, "drawn": 0.01, "has_source": True},
     "setting prefetch_factor": {
         "consumer": 0.01, "blocked": 0.01, "prefetch_factor": 1, "latency": 0.06, "stages": ALONE
     },
@@ -200,6 +201,10 @@ SENTENCES = {
         "convert them on the device."
     ),
     "trainer sampler": "The sampler takes 10 ms per batch: make it cheaper, or draw the indices in advance.",
+    "trainer source": (
+        "The source of the stream takes 10 ms per batch: give it more source_workers, if the stream has shards for "
+        "them, or move work from the stream into transform."
+    ),
     "setting prefetch_factor": (
         "Each batch takes 80 ms, 4 may be in flight, and 12 are needed: set prefetch_factor=3 (now 1)."
     ),

@@ -106,7 +106,7 @@ def test_every_argument_stays_an_attribute():
     assert RPCDataloader(dataset, sampler=sampler, workers=ADDRESS).sampler is sampler
     assert RPCDataloader(dataset, batch_sampler=batch_sampler, workers=ADDRESS).batch_sampler is batch_sampler
     assert isinstance(RPCDataloader(dataset, shuffle=True, workers=ADDRESS).sampler, RandomSampler)
-    assert set(ARGUMENTS) | {"dataset", "shuffle", "sampler", "batch_sampler"} == set(
+    assert set(ARGUMENTS) | {"dataset", "shuffle", "sampler", "batch_sampler", "transform", "source_workers"} == set(
         inspect.signature(RPCDataloader).parameters
     )
 

@@ -193,6 +193,7 @@ GOLDEN_MACS = {
     MessageType.REPORT: "2bca2dcdb0345fc08459ff073180b4af",
     MessageType.MAPPING: "b719d871bb03e76a0abcee54f2bbdbf4",
     MessageType.RETURN: "38ca11299f69572202fc9b0b741cd564",
+    MessageType.LOAD: "6a0bc11117bcbb0760f656d5670470f0",
 }
 
 

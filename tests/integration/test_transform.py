@@ -1,0 +1,264 @@
+"""Streams whose samples are transformed in all workers: ``transform=``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import BadSamplesError, SerializationError
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+LENGTH = 40
+LARGE = 100_000  # bytes that are not copied into a pickle
+
+
+class Stream(IterableDataset):
+    """Numbers in dicts, with a large byte string and an array."""
+
+    def __init__(self, length=LENGTH, size=LARGE, broken=(), log=None):
+        self.length, self.size, self.broken, self.log, self.epoch = length, size, broken, log, 0
+
+    def __len__(self):
+        return self.length
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(Numbers(self, worker.id, worker.num_workers))
+
+
+class Numbers:
+    def __init__(self, stream, first, step):
+        self.stream, self.numbers = stream, iter(range(first, stream.length, step))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        number = next(self.numbers)
+        note(self.stream.log, f"source {os.getpid()}")
+        if number in self.stream.broken:
+            raise ValueError(f"sample {number} is broken")
+        number += 1000 * self.stream.epoch
+        content = {"bytes": bytes([number % 256]) * self.stream.size, "array": np.full(20_000, number)}
+        return {"number": number, "noise": torch.rand(()), **content}
+
+
+class Decode:
+    """Checks a raw sample, and returns its number and random numbers."""
+
+    def __init__(self, broken=(), log=None, deadly=None):
+        self.broken, self.log, self.deadly = broken, log, deadly
+
+    def __call__(self, sample):
+        number = sample["number"]
+        note(self.log, f"{number} {os.getpid()}")
+        if self.deadly is not None and number == 21 and not os.path.exists(self.deadly):
+            Path(self.deadly).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number in self.broken:
+            raise KeyError(f"no label for {number}")
+        assert type(sample["bytes"]) is bytes
+        assert sample["bytes"] == bytes([number % 256]) * len(sample["bytes"])
+        assert (sample["array"] == number).all()
+        sample["array"] += 1  # each sample has memory of its own
+        return torch.tensor([float(number), float(sample["noise"]), float(torch.rand(()))])
+
+
+def note(path, text):
+    if path is not None:
+        with open(path, "a") as file:
+            file.write(text + "\n")
+
+
+def make(workers, stream=None, decode=None, batch_size=4, **options):
+    loader = RPCDataloader(
+        Stream() if stream is None else stream,
+        batch_size,
+        workers=workers,
+        transform=decode or Decode(),
+        generator=torch.Generator().manual_seed(5),
+        **options,
+    )
+    assert isinstance(loader, RPCDataloader)
+    return loader
+
+
+def as_lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def numbers(batches):
+    return [int(sample[0]) for batch in batches for sample in batch]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    torch.manual_seed(11)
+    return as_lists(make("inline"))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(11)
+
+
+def test_batches_are_those_of_the_stream_for_any_number_of_workers(expected, wide_servers, tmp_path):
+    assert numbers(expected) == list(range(LENGTH))
+    for num_workers in (1, 3):
+        log = tmp_path / f"log{num_workers}"
+        loader = make(wide_servers[0].address, decode=Decode(log=str(log)), num_workers=num_workers)
+        assert as_lists(loader) == expected
+        notes = [line.split() for line in log.read_text().splitlines()]
+        assert sorted(int(number) for number, _pid in notes) == list(range(LENGTH)), "each is transformed once"
+        assert len({pid for _number, pid in notes}) == num_workers, "by all workers"
+
+
+def test_source_workers_take_their_parts(wide_servers, tmp_path):
+    log = tmp_path / "log"
+    loader = make(wide_servers[0].address, Stream(log=str(log)), num_workers=2, source_workers=2)
+    assert numbers(loader)[:8] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert len(set(log.read_text().split("\n"))) == 3  # two, and the end
+
+
+def test_small_samples_single_samples_and_incomplete_batches(wide_servers):
+    address = wide_servers[0].address
+    stream = Stream(length=10, size=10)
+    assert [len(batch) for batch in make(address, stream, num_workers=2)] == [4, 4, 2]
+    assert [len(batch) for batch in make(address, stream, num_workers=2, drop_last=True)] == [4, 4]
+    single = make(address, stream, batch_size=None, num_workers=2)
+    assert [int(sample[0]) for sample in single] == list(range(10))
+    assert len(make(address, stream, num_workers=2)) == 3
+    assert list(make(address, Stream(length=0), num_workers=2)) == []
+
+
+def test_remote_stream_and_epochs(wide_servers):
+    dataset = RPCDataset(wide_servers[0].address, Stream, 12)
+    for persistent in (False, True):
+        loader = RPCDataloader(dataset, 4, transform=Decode(), num_workers=2, persistent_workers=persistent)
+        first = as_lists(loader)
+        dataset.set_epoch(1 + persistent)
+        second = as_lists(loader)
+        assert numbers(first) == list(range(1000 * persistent, 1000 * persistent + 12))
+        assert numbers(second) == list(range(1000 + 1000 * persistent, 1012 + 1000 * persistent))
+        assert first[0][0][2] != second[0][0][2]
+
+
+@pytest.mark.parametrize("who", ["source", "transform"])
+def test_a_worker_that_is_killed_changes_nothing(expected, wide_servers, tmp_path, who):
+    log, deadly = tmp_path / "log", str(tmp_path / "killed") if who == "transform" else None
+    loader = make(wide_servers[0].address, Stream(log=str(log)), Decode(deadly=deadly), num_workers=2)
+    batches = iter(loader)
+    found = as_lists(itertools.islice(batches, 3))
+    if who == "source":
+        os.kill(int(log.read_text().split()[1]), signal.SIGKILL)
+    assert found + as_lists(batches) == expected
+
+
+@pytest.mark.parametrize("source_workers", [1, 2])
+def test_resumes_with_another_number_of_workers(wide_servers, source_workers):
+    address = wide_servers[0].address
+    options = {"source_workers": source_workers}
+    whole = as_lists(make(address, num_workers=2, **options))
+    for num_batches in (0, 1, 4, 10):
+        torch.manual_seed(11)
+        loader = make(address, num_workers=3, **options)
+        batches = iter(loader)
+        head = as_lists(itertools.islice(batches, num_batches))
+        state = json.loads(json.dumps(loader.state_dict()))
+        del batches
+        torch.manual_seed(12)
+        resumed = make(address, num_workers=1, **options)
+        resumed.load_state_dict(state)
+        assert head + as_lists(resumed) == whole
+
+
+def test_epoch_after_a_resumed_one_is_that_after_the_whole(wide_servers):
+    address = wide_servers[0].address
+    whole = make(address, num_workers=2)
+    epochs = [as_lists(whole) for _epoch in range(2)]
+    torch.manual_seed(11)
+    loader = make(address, num_workers=2)
+    list(itertools.islice(loader, 3))
+    resumed = make(address, num_workers=2)
+    resumed.load_state_dict(loader.state_dict())
+    assert as_lists(resumed) == epochs[0][3:]
+    assert as_lists(resumed) == epochs[1]
+
+
+def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
+    address = wide_servers[0].address
+    batches = iter(make(address, Stream(broken=(9,)), Decode(broken=(5,)), num_workers=2))
+    assert numbers([next(batches)]) == [0, 1, 2, 3]
+    with pytest.raises(KeyError, match="no label for 5") as caught:
+        next(batches)
+    assert "a sample of source worker 0 at position 5, batch 1" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="sample 9 is broken") as caught:
+        next(batches)
+    assert "position 9 of stream 0, batch 2" in caught.value.__notes__[0]
+    assert numbers(batches)[:3] == [10, 11, 12]
+
+
+def test_samples_that_fail_can_be_skipped(wide_servers, caplog):
+    options = {"num_workers": 2, "on_error": "skip"}
+    loader = make(wide_servers[0].address, Stream(broken=(9,)), Decode(broken=(5, 6)), **options)
+    assert numbers(loader) == [number for number in range(LENGTH) if number not in (5, 6, 9)]
+    assert "no label for 5" in caplog.text
+    assert "sample 9 is broken" in caplog.text
+    loader = make(wide_servers[0].address, decode=Decode(broken=range(5)), max_skipped=3, **options)
+    with pytest.raises(BadSamplesError, match="more than max_skipped=3"):
+        list(loader)
+
+
+def test_replay_and_diagnosis(wide_servers):
+    loader = make(wide_servers[0].address, num_workers=2)
+    replayed = as_lists(itertools.islice(loader.replay(2), 4))
+    assert replayed[:2] == replayed[2:]
+    assert len(list(loader)) == 10
+    assert loader.diagnosis().evidence["batches"] > 0
+
+
+class Unpicklable(IterableDataset):
+    def __iter__(self):
+        yield {"lock": threading.Lock()}
+
+
+def test_mistakes_are_named_at_once(wide_servers):
+    address = wide_servers[0].address
+    with pytest.raises(ValueError, match="transform needs workers"):
+        RPCDataloader(Stream(), transform=Decode())
+    with pytest.raises(ValueError, match="transform is for iterable-style datasets"):
+        RPCDataloader([1, 2], transform=Decode(), workers=address)
+    with pytest.raises(TypeError, match="transform must be a function of a sample, but is 3"):
+        make(address, decode=3)
+    with pytest.raises(ValueError, match="source_workers must be at least 1, but is 0"):
+        make(address, source_workers=0)
+    with pytest.raises(ValueError, match="source_workers iterate over a dataset with a transform"):
+        RPCDataloader(Stream(), workers=address, source_workers=2)
+    with pytest.raises(SerializationError, match=r"samples\[0\]\['lock'\] is a _thread.lock"):
+        next(iter(make(address, Unpicklable(), num_workers=1)))
+
+
+class Sums(Dataset):
+    def __getitem__(self, payload):
+        return sum(float(part.sum()) for part in payload.values())
+
+
+def test_sampler_may_yield_payloads_of_any_size(wide_servers):
+    """As with torch: what the sampler yields is what the dataset gets."""
+    payloads = [{"array": np.full(100_000, i), "tensor": torch.full((50_000,), float(i))} for i in range(6)]
+    loader = RPCDataloader(Sums(), 2, sampler=payloads, workers=wide_servers[0].address, num_workers=2)
+    assert as_lists(loader) == [[150_000.0 * i, 150_000.0 * (i + 1)] for i in (0, 2, 4)]
