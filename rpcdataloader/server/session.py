@@ -27,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.server import events
@@ -47,7 +49,7 @@ from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.handshake import STATUS_ID
 from rpcdataloader.wire.messages import Exited, Log, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
-from rpcdataloader.wire.slabs import PageablePool
+from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.status import MAX_REPORT_BYTES, Report
 from rpcdataloader.wire.transport import Transport
 
@@ -152,8 +154,10 @@ class Session:
         self._context = context
         self._where = f"the session (pid {os.getpid()}) on {context.node}"
         self._datasets = DatasetTable()
-        pool = PageablePool()
-        channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
+        # Not from a pool: what a dataset was built from is not used again, and every fork would inherit it.
+        channel.allocate_with(
+            lambda _id, sizes: [Block(torch.empty(size, dtype=torch.uint8, device="cpu")) for size in sizes]
+        )
         self._workers: dict[int, ForkedWorker] = {}
         self._last_number = 0  # of the youngest worker
         self._has_warned = False  # of threads
