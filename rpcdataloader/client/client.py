@@ -118,11 +118,11 @@ class Client:
     def _find(self, where: Remote) -> dict[Address, str]:
         """The node servers of the moment, or the first ones that come."""
         timeout, deadline = self._settings.connect_timeout, None
-        place = " or ".join(lookup.place for lookup in where.lookups)
+        condition = " or ".join(lookup.condition for lookup in where.lookups)
         while not (found := self.look(where)):
             if deadline is None:
                 deadline = Deadline(timeout)
-                logger.warning("waiting for a node server to be %s, for at most %g s", place, timeout)
+                logger.warning("waiting for a node server to be %s, for at most %g s", condition, timeout)
             if not deadline.pause(min(*(lookup.pause for lookup in where.lookups), timeout / 10)):
                 problems = "; ".join(
                     f"{name}: {reason}"
@@ -131,7 +131,7 @@ class Client:
                 )
                 # Other users may have chosen the names, if they can write to the directory.
                 raise ConnectError(
-                    f"no node server is {place}, and none came within {timeout:g} s"
+                    f"no node server is {condition}, and none came within {timeout:g} s"
                     + (f" ({printable(problems)})" if problems else "")
                     + "; "
                     + "; ".join(lookup.advice for lookup in where.lookups)

@@ -41,7 +41,7 @@ class Names(Lookup):
 
     def __init__(self, name: Address) -> None:
         self._name = name
-        self.place = f"behind the name {name.host}"
+        self.condition = f"behind the name {name.host}"
         self.advice = "does it exist, and are the node servers ready?"
         self.problems: dict[str, str] = {}
         self._found: dict[Address, str] = {}

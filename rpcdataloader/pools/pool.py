@@ -108,7 +108,7 @@ class PoolWorkers(Lookup, Iterable[str]):
         self.problems: dict[str, str] = {}
 
     pause = 1.0
-    place = "in the pool"
+    condition = "in the pool"
     advice = "is the block of the pool still under way?"
 
     @property

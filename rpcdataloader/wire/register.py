@@ -191,13 +191,13 @@ class Lookup(ABC):
 
     Attributes:
         pause: Seconds between two looks.
-        place: Origin of the servers, in words.
+        condition: State that a server must reach to be found, in words, such as ``registered in /pool``.
         advice: Hint for a user who finds no servers.
         problems: Reasons why entries were not used at the last look, by their names.
     """
 
     pause: float
-    place: str
+    condition: str
     advice: str
     problems: dict[str, str]
 
@@ -244,7 +244,7 @@ class Register(Lookup):
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.place = f"registered in {directory}"
+        self.condition = f"registered in {directory}"
         self.advice = f"start some with: python -m rpcdataloader.launch --register {directory}"
         self.problems: dict[str, str] = {}
         self._lock = threading.Lock()
