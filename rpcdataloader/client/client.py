@@ -287,7 +287,7 @@ class Reporter:
         self.num_failures = 0
         self._alarm = alarm
         self._find_nodes = find_nodes
-        self._has_told = False  # whether the last report had a loop; for the alarm's thread alone
+        self._has_reported = False  # whether the last report had a loop; for the alarm's thread alone
         self._lock = threading.Lock()
         # Guarded by the lock; the alarm is set while it has elements:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
@@ -308,12 +308,12 @@ class Reporter:
         try:
             found = [describe() for loop in list(self._loops) if (describe := loop()) is not None]
             told = [status for status in found if status is not None]
-            if told or self._has_told:  # the last report has no loop
+            if told or self._has_reported:  # the last report has no loop
                 payload = Report.of(told)
                 for node in self._find_nodes():
                     for session in node.sessions[-1:]:
                         session.report(payload)
-            self._has_told = bool(told)
+            self._has_reported = bool(told)
         except Exception:
             self.num_failures += 1
             level = logging.WARNING if self.num_failures == 1 else logging.DEBUG

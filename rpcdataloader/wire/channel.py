@@ -323,7 +323,7 @@ def accept_channel(
 
 
 def _accept_tls(transport: Transport, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsTransport:
-    told: TlsError | None = None
+    answer: TlsError | None = None
     try:
         if files is None:
             raise TlsError(
@@ -335,10 +335,10 @@ def _accept_tls(transport: Transport, handshake: Handshake, preamble: Preamble, 
                 f"this node server requires TLS, and the client does not speak it; set {VARIABLES} for the client"
             )
         # An unauthenticated client learns nothing of the server's files.
-        told = TlsError("this node server can no longer use its own certificate; its log says why")
+        answer = TlsError("this node server can no longer use its own certificate; its log says why")
         credentials = files.load("server")
     except TlsError as exc:
-        handshake.refuse(told or exc)
+        handshake.refuse(answer or exc)
         _send_farewell(transport, handshake.data_to_send())
         raise
     secure = TlsTransport(transport, credentials)
