@@ -36,11 +36,11 @@ from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
 from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output, stop_forwarding
-from rpcdataloader.server.processes import Life, Loop, Process, name_process, name_threads, num_threads
+from rpcdataloader.server.processes import Life, Loop, Process, ended_after, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, StackFile, WorkerStacks
 from rpcdataloader.server.status import serve_status
-from rpcdataloader.server.worker import run_worker_process
+from rpcdataloader.server.worker import Worker, admit
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
 from rpcdataloader.wire.copies import Copies, map_copies
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
@@ -346,18 +346,11 @@ class Session:
                 def run(link: Link) -> None:
                     self._forget_in_child()
                     transport = Transport(sock, event.peer)
-                    run_worker_process(
-                        transport,
-                        descriptors[1:],
-                        self._node,
-                        link,
-                        self._datasets,
-                        self._context,
-                        event,
-                        row,
-                        stacks,
-                        HANDSHAKE_TIMEOUT,
-                    )
+                    # The kernel ends the process if it takes longer: this one may be busy.
+                    with ended_after(HANDSHAKE_TIMEOUT):
+                        channel = admit(transport, descriptors[1:], self._node, self._context, event, row)
+                    if channel is not None:
+                        Worker(channel, link, self._datasets, event.worker, self._context, row, stacks).run()
 
                 process, link = fork_linked(run)
             except OSError as exc:

@@ -30,7 +30,7 @@ from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Drain, GaveUp, Link, WantsStacks, WorkerBegun, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
-from rpcdataloader.server.processes import Life, ended_after, keep_freed_memory, name_process, prefer_for_oom
+from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import WorkerStacks
@@ -50,53 +50,49 @@ logger = logging.getLogger("rpcdataloader.worker")
 LOOK_PERIOD_NS = 1_000_000
 
 
-def run_worker_process(
+def admit(
     transport: Transport,
     output: Sequence[int],
     node: Link,
-    session: Link,
-    datasets: DatasetTable,
     context: ServerContext,
     connection: WorkerConnection,
     row: Row,
-    stacks: WorkerStacks,
-    handshake_timeout: float,
-) -> None:
-    """Serve one worker connection until its client has gone."""
+) -> Channel | None:
+    """Begin to serve a connection as a worker; None if its client gets none. The caller limits the time.
+
+    Args:
+        output: The pipe for this process's output, unless the client is refused.
+    """
     name_process("rpcdl-worker")
     prefer_for_oom()
     keep_freed_memory()
     try:
-        # The kernel ends this process if it takes longer: the session may be busy.
-        with ended_after(handshake_timeout):
-            try:
-                channel = accept_channel(transport, context.credentials, local_identity("server"), context.tls)
-            except RPCError as exc:
-                if not isinstance(exc, ConnectionLostError):
-                    node.send(context.refusal(connection.peer, exc))
-                    # It has had its word in the log, however long it stays.
-                    signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
-                    transport.linger()
-                return
+        channel = accept_channel(transport, context.credentials, local_identity("server"), context.tls)
         if channel is None:
-            return
+            return None
         if connection.refusal is not None:
             channel.send(MessageType.BUSY, payload=Busy(connection.refusal).encode())
             channel.transport.finish()
-            return
-        number = connection.worker
+            return None
         redirect_output(*output)
-        node.send(WorkerBegun(number, os.getpid()))
+        node.send(WorkerBegun(connection.worker, os.getpid()))
         node.close()
         row.since[0], row.began[0] = time.monotonic_ns(), 1
-        welcome = Welcome(context.node, os.getpid(), channel.session_id.hex(), context.num_workers, number)
+        session_id = channel.session_id.hex()
+        welcome = Welcome(context.node, os.getpid(), session_id, context.num_workers, connection.worker)
         channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
         # The pass was over before its last worker had started.
-        return
+        return None
+    except RPCError as exc:
+        node.send(context.refusal(connection.peer, exc))
+        # It has had its word in the log, however long it stays.
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+        transport.linger()
+        return None
     keep_whereabouts(row.batch, row.sample)
     channel.transport.count_in(row.traffic)
-    Worker(channel, session, datasets, number, context, row, stacks).run()
+    return channel
 
 
 class Worker:
