@@ -33,8 +33,8 @@ class Rows:
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self._num_samples = 0
-        # By the tensor's place in its sample: the tensor of the batch, and its rows so far.
-        self._columns: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        # By the tensor's place in its sample: the tensor of the batch, and its rows.
+        self._columns: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
 
     def begin(self, num_samples: int) -> None:
         """Begin a batch, and let go of the one before."""
@@ -62,20 +62,17 @@ class Rows:
             if size_bytes < MIN_RECYCLED_BYTES:
                 return value
             flat = self._allocator.allocate(size_bytes).tensor
-            column = flat.view(value.dtype).view(self._num_samples, *value.shape), []
-            self._columns[key] = column
-        whole, rows = column
+            whole = flat.view(value.dtype).view(self._num_samples, *value.shape)
+            column = self._columns[key] = whole, whole.unbind()
+        row = column[1][number]
         # The collate function raises the error for a tensor of another shape.
-        if len(rows) != number or not are_alike((whole[number], value)):
-            return value
-        rows.append(whole[number].copy_(value))
-        return rows[-1]
+        return row.copy_(value) if is_plain(value) and value.shape == row.shape and value.dtype is row.dtype else value
 
     def find(self, batch: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The tensor of the batch that has these rows; None without one."""
         for whole, rows in self._columns.values():
-            if len(rows) == len(batch) and all(map(operator.is_, rows, batch)):
-                return whole if len(rows) == self._num_samples else whole[: len(rows)]
+            if all(map(operator.is_, rows, batch)):
+                return whole if len(batch) == len(rows) else whole[: len(batch)]
         return None
 
 
