@@ -96,7 +96,12 @@ _TORCH = "torch DataLoader"
 
 CLAIMS = {
     "float32-tcp": Claim(Goal(_IMAGES, _TORCH, 1.35), "float32", "ours-tcp", "torch", "rate"),
-    "float32-unix": Claim(Goal(f"{_IMAGES}, Unix socket", _TORCH, 1.7), "float32", "ours-unix", "torch", "rate"),
+    "float32-unix": Claim(Goal(f"{_IMAGES}, one machine", _TORCH, 4.0), "float32", "ours-unix", "torch", "rate"),
+    "uint8-unix": Claim(Goal("64x3x224x224 uint8, one machine", _TORCH, 5.0), "uint8", "ours-unix", "torch", "rate"),
+    "jpeg-unix": Claim(Goal("JPEG decode and crop, one machine", _TORCH, 1.15), "jpeg", "ours-unix", "torch", "rate"),
+    "cpu-unix": Claim(
+        Goal("trainer CPU per GB, one machine", _TORCH, 0.25, True), "float32", "ours-unix", "torch", "cpu"
+    ),
     "float32-bare": Claim(
         Goal(_IMAGES, "bare sockets, batches made", 0.95), "float32", "ours-tcp", "bare-made", "rate"
     ),

@@ -53,7 +53,8 @@ def test_table_of_claims_is_that_of_the_recorded_ratios():
     for name, claim in CLAIMS.items():
         row = rows[claim.goal.work, claim.goal.against]
         worst = max if claim.goal.at_most else min
-        assert recorded[name] == worst(float(row["ratio"]), float(row["on a slower machine"])), name
+        ratios = [row["ratio"], row["on a slower machine"]]
+        assert recorded[name] == worst(float(ratio) for ratio in ratios if ratio != "-"), name
 
 
 def test_quotes_are_of_one_real_pass_for_each_bound_in_the_words_of_today():
