@@ -89,19 +89,6 @@ def test_loaders_of_torch_are_left_to_accelerate(accelerator):
     assert [batch["index"].tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [[2, 3]]
 
 
-def test_preparing_twice_shards_once(accelerator, make_loader, seen):
-    loader = prepare(accelerator, make_loader())
-    assert prepare(accelerator, loader) is loader
-    assert accelerator.prepare(loader) is loader
-    assert len(seen.add_all(loader)) == 4
-
-
-def test_own_batch_sampler(accelerator, shared_server, seen):
-    dataset = RPCDataset(shared_server.address, Points, 10)
-    loader = prepare(accelerator, RPCDataloader(dataset, batch_sampler=[[1, 2], [5]], collate_fn=collate))
-    assert seen.add_all(loader) == [[1, 2], [5]]
-
-
 def test_saved_state_goes_on_in_the_middle_of_an_epoch(accelerator, make_loader, seen, tmp_path):
     torch.manual_seed(3)
     loader = prepare(accelerator, make_loader(shuffle=True))

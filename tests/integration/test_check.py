@@ -142,12 +142,6 @@ def test_samples_of_many_kinds(check):
     assert status == 0, output
 
 
-def test_instance_and_plain_sequence(check):
-    for source in "Data = Base()", "Data = [1, 2, 3]":
-        status, output = check(source)
-        assert status == 0, output
-
-
 def test_dataset_without_length(check):
     source = """
         class Data(Dataset):
@@ -190,21 +184,6 @@ def test_open_file_leaves_building_to_workers(check, tmp_path):
     status, output = check(source)
     assert status == 0
     assert "each worker builds its own: it holds files open" in line_of(output, "inherits")
-
-
-def test_threads_leave_building_to_workers(check):
-    source = """
-        class Data(Base):
-            def __init__(self):
-                self.end = threading.Event()
-                thread = threading.Thread(target=self.end.wait)
-                thread.start()
-            def __del__(self):
-                self.end.set()
-    """
-    status, output = check(source)
-    assert status == 0
-    assert "each worker builds its own: its constructor started threads" in line_of(output, "inherits")
 
 
 def test_connections_that_workers_would_share_are_named(check):
@@ -298,18 +277,6 @@ def test_field_that_differs_is_named_with_the_usual_cause(check, body, run, path
     assert "sample[1]" not in found
 
 
-def test_seeded_generators_give_equal_samples(check):
-    source = """
-        class Data(Base):
-            def __init__(self):
-                self.order = torch.randperm(20)
-            def __getitem__(self, index):
-                return self.order[index], np.random.default_rng(get_sample_seed()).random(), np.random.random()
-    """
-    status, output = check(source)
-    assert status == 0, output
-
-
 # --- what does not work at all
 
 
@@ -343,12 +310,6 @@ def test_what_builds_no_dataset(check, source, name, line):
     # Which says nothing about a worker that is gone.
     assert ("FACTORY called with no arguments: def make(): return Data(root=...)" in found) != ("session" in found)
     assert end == "does not work as it is: builds"
-
-
-def test_exception_of_the_factory_shows_where(check):
-    _status, output = check("def make():\n    raise ValueError\n", name="make")
-    where = r"ValueError\n +\S+/checked\d+.py, line \d+, in make\n +raise ValueError\n"
-    assert re.search(rf"not on \S+: {where}", output)
 
 
 def test_module_that_does_not_exist(tmp_path, monkeypatch, capsys, shared_server):
@@ -404,34 +365,6 @@ def test_nobody_at_the_address(check, monkeypatch):
 
 
 # --- iterable datasets
-
-
-def test_iterable_dataset_is_loaded_from_its_beginning_each_time(check):
-    source = """
-        class Data(IterableDataset):
-            def __iter__(self):
-                for index in range(12):
-                    yield torch.rand(2), index
-        class Once(IterableDataset):
-            def __init__(self):
-                self.samples = iter(range(12))
-            def __iter__(self):
-                return self.samples
-        class Empty(IterableDataset):
-            def __iter__(self):
-                return iter([])
-    """
-    _status, output = check(source)
-    assert "which is iterable" in line_of(output, "builds")
-    assert line_of(output, "samples").startswith("ok")
-    assert line_of(output, "repeats").startswith("ok")
-    assert "(measured with 12)" in line_of(output, "speed")
-    status, output = check(source, name="Once")
-    assert status == 1
-    assert "number of samples: Expected 4 but got 8" in line_of(output, "repeats")
-    status, output = check(source, name="Empty")
-    assert status == 1
-    assert "iterating over it gives nothing" in line_of(output, "samples")
 
 
 # --- the command line

@@ -548,9 +548,3 @@ def test_links_lead_somewhere():
             assert found.exists(), f"{path.name} links to {target}"
             if anchor:
                 assert anchor in anchors_of(texts[found]), f"{path.name} links to {target}#{anchor}"
-
-
-def test_pages_are_short():
-    longer = {"api.md", "changelog.md"}
-    words = {page: len(text.split()) for page, text in PAGES.items() if page not in longer}
-    assert not {page: number for page, number in words.items() if number > 1200}

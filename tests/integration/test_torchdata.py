@@ -87,22 +87,6 @@ def test_saved_pass_over_a_graph_goes_on_where_it_was(make, owner, server):
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
 
 
-@pytest.mark.parametrize("make", [Rows, StatefulGraph])
-def test_loader_is_the_source_of_a_graph_in_the_trainer(make, server):
-    def begin():
-        loader = load(make(), server)
-        return nodes.Loader(nodes.Prefetcher(nodes.IterableWrapper(loader), 2))
-
-    whole = numbers_of(begin(), [server.pid])
-    assert sorted(whole) == NUMBERS
-    graph = begin()
-    batches = iter(graph)
-    begun = numbers_of((next(batches) for _ in range(5)), [server.pid])
-    resumed = begin()
-    resumed.load_state_dict(graph.state_dict())
-    assert begun + numbers_of(resumed, [server.pid]) == whole
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_script_of_the_stateful_loader_runs_and_its_state_is_named(num_workers, server):
@@ -112,14 +96,6 @@ def test_script_of_the_stateful_loader_runs_and_its_state_is_named(num_workers, 
     loader = load(Rows(), server, snapshot_every_n_steps=2)
     with pytest.raises(ValueError, match=r"state of torchdata's StatefulDataLoader.*: begin the epoch anew"):
         loader.load_state_dict(old.state_dict())
-
-
-def test_loaders_are_mixed_by_a_node(server):
-    sources = {name: nodes.IterableWrapper(load(Rows(), server, shuffle=True)) for name in ("one", "other")}
-    mixed = nodes.MultiNodeWeightedSampler(
-        sources, {"one": 1.0, "other": 3.0}, stop_criteria=nodes.StopCriteria.ALL_DATASETS_EXHAUSTED
-    )
-    assert sorted(numbers_of(nodes.Loader(mixed), [server.pid])) == sorted(2 * NUMBERS)
 
 
 @pytest.mark.parametrize("style", ["random", "distributed"])

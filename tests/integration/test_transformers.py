@@ -10,7 +10,7 @@ import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.integrations import TrainerMixin, prepare
-from tests.integration.training import Points, PointStream, Seen, Texts, collate, flat
+from tests.integration.training import Points, PointStream, Seen, collate, flat
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # its Trainer needs it
@@ -127,25 +127,6 @@ def test_arguments_of_the_loader_are_honoured(make_trainer, model):
     assert len(loader) == 3
     assert loader.collate_fn is collate
     assert trainer.get_eval_dataloader() is trainer.get_eval_dataloader()
-
-
-def test_samples_are_grouped_by_length(make_trainer, model, shared_server):
-    dataset = RPCDataset(shared_server.address, Texts, 10)
-    trainer = make_trainer(model, train=dataset, train_sampling_strategy="group_by_length", num_train_epochs=1)
-    trainer.processing_class = NamedInputs()
-    trainer.train()
-    # The longest sample comes first, so that memory runs out at once if it does.
-    assert model.trained.indices[0][0] == 9
-    assert sorted(flat(model.trained.indices)) == list(range(10))
-
-
-class NamedInputs:
-    """What a Trainer asks a tokenizer for."""
-
-    model_input_names = ("text",)
-
-    def save_pretrained(self, folder):
-        pass
 
 
 @pytest.mark.parametrize("kind", ["RPCDataset", "ordinary dataset"])

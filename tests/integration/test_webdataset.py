@@ -74,15 +74,6 @@ def test_pipeline_that_makes_batches(shards, server):
         assert sorted(numbers_of(loader, [server.pid], 2)) == NUMBERS
 
 
-def test_loader_is_a_stage_of_a_pipeline_in_the_trainer(shards, server):
-    """Samples of several workers are mixed in the trainer, and batched there."""
-    loader = load(pipeline(shards), server, batch_size=5)
-    regrouped = wds.DataPipeline(loader, wds.map(lambda batch: batch._replace(numbers=batch.numbers[::-1])))
-    numbers = numbers_of(regrouped, [server.pid], 2)
-    assert sorted(numbers) == NUMBERS
-    assert numbers[:5] == [4, 3, 2, 1, 0]
-
-
 def test_saved_pass_goes_on_where_it_was(shards, server):
     whole = numbers_of(load(shuffled(shards), server), [server.pid], 2)
     loader = load(shuffled(shards), server)
@@ -149,9 +140,3 @@ def test_pipeline_that_does_not_split_by_rank_is_refused_in_a_distributed_job(sh
     loader = load(pipeline(shards, nodesplitter=wds.single_node_only), server)
     with pytest.raises(ValueError, match="nodesplitter"):
         next(iter(loader))
-
-
-def test_worker_without_a_shard_is_an_error(shards, server):
-    loader = load(pipeline(shards.replace("{0..7}", "{0..2}")), server, num_workers=4)
-    with pytest.raises(ValueError, match="fewer shards than workers"):
-        list(loader)
