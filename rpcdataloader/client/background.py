@@ -252,7 +252,7 @@ def _run_all(following: Callable[[], Callable[[], None] | None], failure: str) -
         del function
 
 
-# Most lines that wait while standard error blocks, as on a stopped terminal.
+# Most lines that wait while standard error blocks, as on a stopped terminal; the oldest are dropped.
 MAX_WAITING = 1000
 
 # Workers' output for the last batch comes after it. At the end, the client waits until no line has come for this long.
@@ -266,13 +266,12 @@ class Printer:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         # Guarded by the condition:
-        self._lines: deque[str] = deque()
-        self._num_left_out = 0
+        self._lines: deque[str] = deque(maxlen=MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def put(self, origin: str, text: str) -> None:
-        """Queue a line, or leave it out; never blocks."""
+        """Queue a line; never blocks."""
         line = f"({escaped(origin[:MAX_CHARS])}) {escaped(text[:MAX_CHARS])}\n"
         with self._changed:
             if self._closed:
@@ -280,10 +279,7 @@ class Printer:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rpcdl-print", daemon=True)
                 self._thread.start()
-            if len(self._lines) < MAX_WAITING:
-                self._lines.append(line)
-            else:
-                self._num_left_out += 1
+            self._lines.append(line)
             self._changed.notify_all()
 
     def linger(self) -> None:
@@ -312,9 +308,6 @@ class Printer:
         """Wait for lines; empty once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closed)
-            if self._num_left_out:
-                self._lines.append(f"(rpcdataloader) {self._num_left_out} lines left out\n")
-                self._num_left_out = 0
             text = "".join(self._lines)
             self._lines.clear()
             return text
