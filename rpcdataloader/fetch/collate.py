@@ -44,29 +44,32 @@ class Rows:
         """The sample with rows of the batch in place of its large tensors; numbers count from 0."""
         kind = type(sample)
         if kind is torch.Tensor:
-            return self._place(sample, None, number)
-        if kind is tuple or kind is list:
-            return kind([self._place(value, key, number) for key, value in enumerate(sample)])
-        if kind is dict:
-            return {key: self._place(value, key, number) for key, value in sample.items()}
-        return sample
+            return self.place([sample], number)[0]
+        if (number and not self._columns) or not (kind is tuple or kind is list or kind is dict):
+            return sample
+        placed: Any = sample.copy() if kind is dict else list(sample)
+        if not number:
+            for key, value in placed.items() if kind is dict else enumerate(placed):
+                self._add_column(key, value)
+        for key, (_whole, rows) in self._columns.items():
+            # The collate function raises the error for a sample that lacks it, and for a tensor of another shape.
+            try:
+                value, row = placed[key], rows[number]
+            except (LookupError, TypeError):
+                continue
+            if is_plain(value) and value.shape == row.shape and value.dtype is row.dtype:
+                placed[key] = row.copy_(value)
+        return tuple(placed) if kind is tuple else placed
 
-    def _place(self, value: Any, key: Any, number: int) -> Any:
-        if type(value) is not torch.Tensor:
-            return value
-        column = self._columns.get(key)
-        if column is None:
-            if number or not is_plain(value) or value.nbytes < _MIN_ROW_BYTES:
-                return value
-            size_bytes = value.nbytes * self._num_samples
-            if size_bytes < MIN_RECYCLED_BYTES:
-                return value
+    def _add_column(self, key: Any, value: Any) -> None:
+        """Take memory for the rows of a tensor of the first sample, if it is large."""
+        if type(value) is not torch.Tensor or not is_plain(value) or value.nbytes < _MIN_ROW_BYTES:
+            return
+        size_bytes = value.nbytes * self._num_samples
+        if size_bytes >= MIN_RECYCLED_BYTES:
             flat = self._allocator.allocate(size_bytes).tensor
             whole = flat.view(value.dtype).view(self._num_samples, *value.shape)
-            column = self._columns[key] = whole, whole.unbind()
-        row = column[1][number]
-        # The collate function raises the error for a tensor of another shape.
-        return row.copy_(value) if is_plain(value) and value.shape == row.shape and value.dtype is row.dtype else value
+            self._columns[key] = whole, whole.unbind()
 
     def find(self, batch: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The tensor of the batch that has these rows; None without one."""
