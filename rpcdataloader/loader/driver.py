@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ class Driver:
         self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
         self.whole = Whole(engine)
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
-        self._drawn: Task | None = None  # from the sampler, not yet in the engine
+        self._drawn: deque[Task] = deque()  # at most one: from the sampler, not yet in the engine
         self.has_changed = True
         self.is_told = False
 
@@ -156,7 +157,7 @@ class Driver:
             if self.ahead is not None:
                 self.ahead.delivery = None
             self.begun = begun
-            self._drawn = None
+            self._drawn.clear()
             now = self.now()
             self.recorder.begin(now)
             self.is_told = False
@@ -223,14 +224,14 @@ class Driver:
         self,
         wants_input: bool,
         began: float,
-        draw: Callable[[float], Task | None],
+        draw: Callable[[deque[Task], float], None],
         carry_out: Callable[[ToDo], None],
     ) -> float:
         """Fill the window from the sampler, outside of the lock as it is user code, and carry out what follows.
 
         Args:
-            began: Time of the call of ``next``; the argument of ``draw``.
-            draw: Function that returns the next task; None at the end of the sampler.
+            began: Time of the call of ``next``; an argument of ``draw``.
+            draw: Function that appends the next task; nothing at the end of the sampler.
             carry_out: :meth:`carry_out`, or a function that shows it.
 
         Returns:
@@ -239,15 +240,15 @@ class Driver:
         table = self.engine.table
         now = began
         while self.engine.failure is None:
-            if wants_input and self._drawn is None:
-                self._drawn = draw(began)
+            if wants_input and not self._drawn:
+                draw(self._drawn, began)
             with self.whole:
                 with self.condition:
                     if wants_input:
-                        if self._drawn is None:
+                        if not self._drawn:
                             table.end_of_input()
-                        elif table.add_task(self._drawn) is not None:
-                            self._drawn = None
+                        elif table.add_task(self._drawn[0]) is not None:
+                            self._drawn.clear()
                         # Otherwise a stream that has ended meanwhile has left less room.
                         wants_input = table.wants_input
                     now = self.now()

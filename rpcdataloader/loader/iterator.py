@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -297,17 +299,19 @@ class RemoteIterator(PassIterator):
     def _send(self, todo: ToDo) -> None:
         _shown("send", self.driver.carry_out, todo)
 
-    def _draw(self, began: float) -> Task | None:
+    def _draw(self, drawn: deque[Task], began: float) -> None:
         """Draw a task; it may be a probe, or shown."""
-        source, recorder = self.driver.begun.source, self.driver.recorder
+        recorder = self.driver.recorder
+        # In one step: a signal handler may raise before a result is assigned, and the task would be lost.
+        following = itertools.islice(self.driver.begun.source, 1)
         if began < recorder.next_probe and not self._is_shown:
-            return next(source, None)
+            drawn.extend(following)
+            return
         since = time.monotonic()
-        task = _shown("draw", next, source, None) if self._is_shown else next(source, None)
-        if task is not None and began >= recorder.next_probe:
+        _shown("draw", drawn.extend, following) if self._is_shown else drawn.extend(following)
+        if drawn and began >= recorder.next_probe:
             now = time.monotonic()
-            task.probe = recorder.probe(now, now - since, task.number)
-        return task
+            drawn[0].probe = recorder.probe(now, now - since, drawn[0].number)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """Add to an error the rank and, after a timeout, the last stack of the task."""

@@ -116,8 +116,9 @@ class TaskSource:
             # In one step: a signal handler may raise between two, and the batch would be lost.
             self._drawn.extend(map(next, (self.samples,)))
         except BaseException as exc:
-            # A generator gives nothing more then, as at its end.
-            self._error = type(exc).__name__ if inspect.isgenerator(self.samples) else ""
+            # A generator that raises gives nothing more, as at its end. A signal handler may also raise after it.
+            has_ended = inspect.isgenerator(self.samples) and self.samples.gi_frame is None
+            self._error = type(exc).__name__ if has_ended else ""
             raise
 
     def _complete(self, task: Task) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
 import itertools
 import os
@@ -102,6 +103,47 @@ class Failing(Tensors):
         if not self.left:
             raise StopIteration
         return self.left.pop(0)
+
+
+def test_no_batch_is_lost_where_a_signal_handler_raises_before_what_was_drawn_has_a_name(workers):
+    loader = RPCDataloader(range(12), workers=workers, timeout=30)
+    num_interrupted, before = 0, sys.gettrace()
+
+    def trace(frame, event, _argument):
+        # Handlers run when a call is over, before the next step of its caller takes the result.
+        nonlocal left, num_interrupted, last
+        if frame.f_code.co_name not in ("advance", "_draw") or "loader" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= last.startswith("CALL")
+            last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if left < 0:
+            left = sys.maxsize
+            num_interrupted += 1
+            raise Alarm
+        return trace
+
+    for num_steps in itertools.count():
+        batches = iter(loader)
+        received, left, last = flat([next(batches)]), num_steps, ""
+        sys.settrace(trace)
+        try:
+            received += flat([next(batches)])
+            break  # there are not that many steps
+        except Alarm:
+            pass
+        finally:
+            sys.settrace(before)
+        failures = []
+        try:
+            for batch in batches:
+                received += batch.tolist()
+        except RuntimeError as error:
+            failures.append(str(error))
+        # The other end is that the pass was in the middle of its work, and says so.
+        assert received == list(range(12)) or "Alarm has interrupted this pass" in failures[0]
+    assert num_interrupted >= 5
 
 
 @pytest.mark.parametrize("where", ["local:1", "inline"])

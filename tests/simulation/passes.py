@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,7 +45,7 @@ class Task:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.request: tuple[int] = (number,)
+        self.request = Encoded((number,))
         self.indices = self.probe = None
         self.position = 0
         self.num_samples = NUM_PLACES
@@ -77,7 +78,7 @@ class Start(NamedTuple):
 class Encoded(NamedTuple):
     """A request to send."""
 
-    payload: Start
+    payload: Start | tuple[int]
     buffers: tuple[()] = ()
 
 
@@ -180,6 +181,7 @@ class Pass:
             prefetch_factor=options.prefetch_factor,
             max_in_flight_bytes=options.max_in_flight_bytes,
             persistent_workers=False,
+            sampler=None,
             partition=SimpleNamespace(rank=1, label=""),  # which logs no diagnosis
         )
         self.begin(payloads, lengths, positions, turn)
@@ -562,14 +564,14 @@ class Pass:
 
     # The consumer
 
-    def draw(self, _began: float) -> Any:
+    def draw(self, drawn: deque[Any], _began: float) -> None:
         """The sampler."""
         if not self.lengths and (self.num_drawn == len(self.payloads) or self.cluster.has_ended):
             self.undelivered.difference_update(self.payloads[self.num_drawn :])
-            return None
+            return
         payload = self.num_drawn if self.lengths else self.payloads[self.num_drawn]
         self.num_drawn += 1
-        return Task(payload)
+        drawn.append(Task(payload))
 
     def take(self, delivery: Entry) -> None:
         """The consumer gets what comes next."""
