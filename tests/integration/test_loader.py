@@ -478,8 +478,11 @@ def many_kinds(samples):
     }
 
 
-def test_every_tensor_of_a_batch_lives_in_pinned_memory(workers, monkeypatch):
+@pytest.mark.parametrize("where", ["TCP", "Unix"])
+def test_every_tensor_of_a_batch_lives_in_pinned_memory(shared_server, unix_server, where, monkeypatch):
+    """Also what a worker on this machine shares, which is copied."""
     pinned, kept = _Pinned(), []
+    workers = {"TCP": shared_server, "Unix": unix_server}[where].address
 
     def pin(batch):
         # What torch would do next: nothing, for it is pinned.
@@ -488,18 +491,19 @@ def test_every_tensor_of_a_batch_lives_in_pinned_memory(workers, monkeypatch):
 
     monkeypatch.setattr(answers, "pinned_allocator", lambda: PinnedAllocator(pinned.empty))
     monkeypatch.setattr(answers, "pin", pin)
-    loader = RPCDataloader(range(8), batch_size=4, workers=workers, pin_memory=True, collate_fn=many_kinds)
+    loader = RPCDataloader(range(40), batch_size=4, workers=workers, pin_memory=True, collate_fn=many_kinds)
     batches = list(loader)
-    assert len(kept) == len(batches) == 2
+    assert len(kept) == len(batches) == 10
     tensors = [
         tensor
         for batch in batches
         for value in batch.values()
         for tensor in (value if isinstance(value, list) else [value])
     ]
-    assert len(tensors) == 2 * 306
+    assert len(tensors) == 10 * 306
     assert all(map(pinned.holds, tensors))
-    assert_same(batches[0], many_kinds([0, 1, 2, 3]))
+    for number, batch in enumerate(batches):
+        assert_same(batch, many_kinds([*range(4 * number, 4 * number + 4)]))
 
 
 def test_batch_type_with_a_method_for_pinning_has_it_called(workers, monkeypatch):

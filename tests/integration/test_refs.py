@@ -112,6 +112,13 @@ def test_object_goes_with_its_last_reference(call, keep):
     wait_until(lambda: call(tasks.num_probes) == 0)
 
 
+def test_objects_whose_references_are_dropped_together_all_go(call, keep):
+    refs = [keep(tasks.Probe) for _ in range(200)]
+    assert call(tasks.num_probes) == 200
+    refs.clear()
+    wait_until(lambda: call(tasks.num_probes) == 0)
+
+
 def test_reference_may_be_dropped_as_soon_as_it_was_passed_on(shared_server, call, fifo):
     gate = rpc_async(shared_server.address, tasks.read_all, (fifo,))
     # Both wait behind the gate; the second call and the release overtake nothing.
