@@ -126,6 +126,7 @@ except KeyboardInterrupt as error:
 """
 
 
+@pytest.mark.slow  # half a millisecond apart: a busy machine presses again before the first one is handled
 def test_repeated_ctrl_c_while_the_pool_starts_gives_one_traceback(script):
     assert script(IMPATIENT, begin=FORK_POOLS + BEGIN) == []
 
