@@ -1,7 +1,7 @@
 """Raw samples of a stream, on their way from the workers that iterate over it to those that transform them.
 
 The trainer deals them out as if they were indices of a map-style dataset. It never unpickles them: a batch is a pickle
-beside the memory of its large byte strings, arrays and tensors, and both are passed on as they came.
+beside the contents of its large byte strings, arrays and tensors, in one block, and both are passed on as they came.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from rpcdataloader.wire.copies import end_of, split
 from rpcdataloader.wire.pickling import dumps, loads
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES
@@ -26,25 +28,21 @@ class RawBatch:
         source: Number of the worker that they come from.
     """
 
-    __slots__ = ("_blocks", "_pickled", "_samples", "num_samples", "source")
+    __slots__ = ("_block", "_pickled", "_samples", "_sizes", "num_samples", "source")
 
-    def __init__(self, num_samples: int, source: int, pickled: bytes, *blocks: Any) -> None:
+    def __init__(self, num_samples: int, source: int, pickled: bytes, sizes: tuple[int, ...], block: Any) -> None:
         self.num_samples, self.source = num_samples, source
-        self._pickled, self._blocks = pickled, blocks
+        self._pickled, self._sizes, self._block = pickled, sizes, block
         self._samples: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RawBatch, (self.num_samples, self.source, self._pickled, *map(pickle.PickleBuffer, self._blocks))
-
-    @property
-    def indices(self) -> list[RawSample]:
-        """One index for each sample."""
-        return [RawSample(self, number) for number in range(self.num_samples)]
+        block = pickle.PickleBuffer(self._block)
+        return RawBatch, (self.num_samples, self.source, self._pickled, self._sizes, block)
 
     def take(self, number: int) -> Any:
         """Return a sample, rebuilt anew if it was taken before."""
         if not self._samples or self._samples[number] is None:
-            blocks = [Block(torch.frombuffer(block, dtype=torch.uint8)) for block in self._blocks]
+            blocks = [Block(torch.from_numpy(part)) for part in split(self._block, self._sizes)]
             self._samples = [(sample,) for sample in loads(self._pickled, blocks, adopt_main=True)]
         (sample,), self._samples[number] = self._samples[number], None
         return sample
@@ -69,6 +67,17 @@ class RawSample:
         return self._batch.take(self._number)
 
 
+class RawIndices(list[RawSample]):
+    """The samples of a batch, pickled as that."""
+
+    def __init__(self, batch: RawBatch) -> None:
+        super().__init__(RawSample(batch, number) for number in range(batch.num_samples))
+        self._batch = batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RawIndices, (self._batch,)
+
+
 class FailedSample:
     """Takes the place of samples of a stream that has raised an exception: transforming it raises that in its turn."""
 
@@ -91,7 +100,12 @@ def pack(samples: Sequence[Any]) -> RawBatch:
     """
     worker = get_worker_info()
     encoded = dumps(list(map(_set_apart, samples)), name="samples")
-    return RawBatch(len(samples), 0 if worker is None else worker.id, encoded.payload, *encoded.buffers)
+    # One block: each costs the trainer an allocation, and a good part of a system call.
+    sizes = tuple(buffer.nbytes for buffer in encoded.buffers)
+    block = np.empty(end_of(sizes), np.uint8)
+    for part, buffer in zip(split(block, sizes), encoded.buffers, strict=True):
+        part[:] = buffer
+    return RawBatch(len(samples), 0 if worker is None else worker.id, encoded.payload, sizes, block)
 
 
 def _set_apart(value: Any) -> Any:
@@ -115,7 +129,7 @@ class _Bytes:
         self._value = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return bytes, (pickle.PickleBuffer(bytearray(self._value)),)  # what arrives over memory can be written
+        return bytes, (pickle.PickleBuffer(self._value),)
 
 
 class Transformed(Dataset[Any]):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.fetch.raw import FailedSample, RawBatch
+from rpcdataloader.fetch.raw import FailedSample, RawBatch, RawIndices
 
 
 class ResumableDistributedSampler(DistributedSampler[Any]):
@@ -118,7 +118,7 @@ class _Batches(Iterator[list[Any]]):
 
     def __next__(self) -> list[Any]:
         try:
-            return next(self._batches).indices
+            return RawIndices(next(self._batches))
         except (StopIteration, RPCError):
             raise
         except Exception as error:  # of the stream

@@ -170,7 +170,8 @@ class Progress:
     # Later delivered batches by number: their number of samples, their digest, and the state of the sampler after them
     # (``in_order=False``).
     ahead: dict[int, tuple[int, int | None, Any]] = field(default_factory=dict)
-    # Digest of the indices delivered without a gap; None if resumed from a state of an earlier version without it.
+    # Digest of the indices delivered without a gap; None for a sampler with a state of its own, and if resumed from a
+    # state of an earlier version without it.
     digest: int | None = 0
     # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
@@ -200,7 +201,9 @@ class Progress:
             return
         num_batches, total, found = self.num_batches, self.num_samples, self.digest
         sampler, ahead = self.sampler, self.ahead
-        batch: tuple[int, int | None, Any] = task.num_samples, digest(task.indices), task.sampler_state
+        # A sampler with a state of its own need not be compared.
+        found_here = digest(task.indices) if task.sampler_state is None else None
+        batch: tuple[int, int | None, Any] = task.num_samples, found_here, task.sampler_state
         if task.number != num_batches:
             ahead = {**ahead, task.number: batch}
         else:

@@ -13,10 +13,11 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rpcdataloader.wire.shared import map_memory
 from rpcdataloader.wire.slabs import Block
@@ -76,14 +77,22 @@ def map_copies(copies: Copies) -> list[Block]:
         memory = map_memory(descriptor, size_bytes, mmap.MAP_PRIVATE)
     finally:
         os.close(descriptor)
-    blocks = []
-    for size, start in zip(copies.sizes, _starts(copies.sizes), strict=False):
-        blocks.append(Block(torch.from_numpy(np.frombuffer(memory[start : start + size], np.uint8))))
-        if blocks[-1].view.nbytes != size:
-            raise OSError(f"{size} bytes from {start} on are not in memory of {size_bytes}")
-    return blocks
+    if end_of(copies.sizes) > -(-size_bytes // _ALIGNMENT) * _ALIGNMENT:
+        raise OSError(f"buffers of {copies.sizes} bytes are not in memory of {size_bytes}")
+    return [Block(torch.from_numpy(part)) for part in split(memory, copies.sizes)]
+
+
+def split(memory: Any, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+    """The buffers of these sizes in memory that has them one after the other, aligned for every dtype."""
+    whole = np.frombuffer(memory, np.uint8)
+    return [whole[start : start + size] for size, start in zip(sizes, _starts(sizes), strict=False)]
+
+
+def end_of(sizes: Sequence[int]) -> int:
+    """The size of memory for buffers of these sizes, in bytes."""
+    return max(_starts(sizes))
 
 
 def _starts(sizes: Sequence[int]) -> Iterator[int]:
-    """Where each buffer begins."""
+    """Where each buffer begins; then the end."""
     return itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
