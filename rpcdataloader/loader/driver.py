@@ -250,7 +250,7 @@ class Driver:
                         elif table.add_task(self._drawn[0]) is not None:
                             self._drawn.clear()
                         # Otherwise a stream that has ended meanwhile has left less room.
-                        wants_input = table.wants_input
+                        wants_input = table.wants_input and self.may_draw()
                     now = self.now()
                     todo = self.act(now)
                 if todo is not None:
@@ -258,6 +258,15 @@ class Driver:
             if not wants_input:
                 break
         return now
+
+    def may_draw(self, *, has_batch: bool = False) -> bool:
+        """Whether to draw from the sampler. Not while that waits for a stream, and a batch is here or under way."""
+        is_ready = self.begun.source.is_ready
+        return is_ready is None or is_ready() or not (has_batch or self.engine.table.tasks)
+
+    def has_delivery(self) -> bool:
+        """Whether :meth:`take` gives a delivery now."""
+        return self.engine.table.has_deliverable if self.ahead is None else self.ahead.delivery is not None
 
     def take(self) -> Entry | None:
         """Return the next delivery, if it is here; with the condition."""

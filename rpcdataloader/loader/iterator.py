@@ -51,6 +51,9 @@ def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
 
+# Seconds between two looks at the source of a stream while the consumer waits for a batch.
+_SOURCE_PAUSE = 0.01
+
 # Seconds. It does not matter whether the device's work hid a shorter wait.
 _LEAST_HIDDEN = 1e-4
 
@@ -181,6 +184,12 @@ class RemoteIterator(PassIterator):
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # last news, and their time
         get_client().reporter.add(self.report)
 
+    def is_ready(self) -> bool:
+        """Whether the next call of ``next`` need not wait: there is a batch, or the end, or a failure."""
+        driver, engine = self.driver, self.driver.engine
+        with driver.condition:
+            return engine.failure is not None or driver.has_delivery() or engine.table.finished
+
     def _next(self) -> Answer:
         driver, engine = self.driver, self.driver.engine
         if os.getpid() != driver.pid:
@@ -199,7 +208,7 @@ class RemoteIterator(PassIterator):
                     if engine.failure is None and engine.table.finished:
                         break
                     blocked += self._wait(deadline)
-                wants_input = engine.table.wants_input
+                wants_input = engine.table.wants_input and driver.may_draw(has_batch=delivery is not None)
             if delivery is not None:
                 break
             self._advance(wants_input, began)
@@ -273,8 +282,11 @@ class RemoteIterator(PassIterator):
         if engine.failure is not None:
             driver.close()
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
+        is_pending = False
         if engine.table.wants_input:
-            return 0.0  # a stream has ended, which makes room for others
+            if driver.may_draw():
+                return 0.0  # a stream has ended, which makes room for others
+            is_pending = True
         now = time.monotonic()
         if deadline is not None and deadline <= now:
             # torch's exception and text, which scripts may match.
@@ -282,6 +294,8 @@ class RemoteIterator(PassIterator):
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
         with driver.whole:
             until = driver.falls_asleep(now, deadline)
+        if is_pending:
+            until = min(until, now + _SOURCE_PAUSE)
         seconds = None if until == math.inf else until - now
         try:
             _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)

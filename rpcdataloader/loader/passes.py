@@ -70,7 +70,7 @@ def begin_pass(
     samples = begin_sampler(settings, None if saved is None else saved["sampler"])
     if before is None and (saved is None or saved["epoch"] == 0):
         before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
-    get_state = sampler_state(settings, samples)
+    get_state, is_ready = sampler_state(settings, samples), getattr(samples, "is_ready", None)
     if saved is None:
         assert before is not None
         streams = [StreamState()] * num_streams if settings.iterable else []
@@ -87,6 +87,7 @@ def begin_pass(
         leave_out={number: digest for number, (_num_samples, digest, _state) in progress.ahead.items()},
         get_state=get_state,
         makes_requests=makes_requests,
+        is_ready=is_ready,
     )
     resumed = () if saved is None else tuple(progress.streams)
     return Pass(source, progress, first, ranks, resumed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.fetch.raw import FailedSample, RawBatch, RawIndices
+from rpcdataloader.fetch.raw import FailedSample, RawIndices
 
 
 class ResumableDistributedSampler(DistributedSampler[Any]):
@@ -112,17 +111,25 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-class _Batches(Iterator[list[Any]]):
-    def __init__(self, batches: Iterator[RawBatch]) -> None:
-        self._batches = batches
+class _RawSamples(Iterator[Any]):
+    """The samples of packed batches, as indices; the batches have one sample each where single indices are wanted."""
 
-    def __next__(self) -> list[Any]:
+    def __init__(self, batches: Any, *, auto_collation: bool) -> None:
+        self._batches, self._auto_collation = batches, auto_collation
+
+    def __next__(self) -> Any:
+        indices: list[Any]
         try:
-            return RawIndices(next(self._batches))
+            indices = RawIndices(next(self._batches))
         except (StopIteration, RPCError):
             raise
         except Exception as error:  # of the stream
-            return [FailedSample(error)]
+            indices = [FailedSample(error)]
+        return indices if self._auto_collation else indices[0]
+
+    def is_ready(self) -> bool:
+        """Whether the next call need not wait."""
+        return self._batches.is_ready()  # type: ignore[no-any-return]
 
 
 class Source:
@@ -139,8 +146,7 @@ class Source:
 
     def __iter__(self) -> Iterator[Any]:
         self._loader.generator.manual_seed(draw_base_seed(self._seeds))
-        batches = _Batches(self._loader._begin_quietly())
-        return batches if self._auto_collation else itertools.chain.from_iterable(batches)
+        return _RawSamples(self._loader._begin_quietly(), auto_collation=self._auto_collation)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch."""

@@ -61,6 +61,8 @@ class TaskSource:
     # Function that gives the sampler's state after each batch; None without a state.
     get_state: Callable[[], Any] | None = None
     makes_requests: bool = False
+    # Function that tells whether the sampler gives indices without waiting for a stream; None if it always does.
+    is_ready: Callable[[], bool] | None = None
     _drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
     _error: str = ""  # name of the exception that has ended the sampler
 

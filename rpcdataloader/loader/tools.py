@@ -238,6 +238,10 @@ class TimedBatches(Iterator[_T_co]):
         self.sums.delivered(began, time.monotonic())
         return batch
 
+    def is_ready(self) -> bool:
+        """Always: a call of ``next`` waits for nobody else."""
+        return True
+
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
 

@@ -156,6 +156,27 @@ def test_remote_stream_and_epochs(wide_servers):
         assert first[0][0][2] != second[0][0][2]
 
 
+class Late(Stream):
+    """Waits for a writer before its second batch."""
+
+    def __init__(self, path):
+        super().__init__(12)
+        self.path = path
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            if sample["number"] == 4:
+                Path(self.path).read_text()
+            yield sample
+
+
+def test_batch_that_is_there_does_not_wait_for_the_stream(wide_servers, fifo):
+    batches = iter(make(wide_servers[0].address, Late(fifo), num_workers=2))
+    assert numbers([next(batches)]) == [0, 1, 2, 3]
+    Path(fifo).write_text("")
+    assert numbers(batches) == list(range(4, 12))
+
+
 @pytest.mark.parametrize("who", ["source", "transform"])
 def test_a_worker_that_is_killed_changes_nothing(expected, wide_servers, tmp_path, who):
     log, deadly = tmp_path / "log", str(tmp_path / "killed") if who == "transform" else None
