@@ -32,11 +32,12 @@ class RawBatch:
 
     def __init__(self, num_samples: int, source: int, pickled: bytes, sizes: tuple[int, ...], block: Any) -> None:
         self.num_samples, self.source = num_samples, source
-        self._pickled, self._sizes, self._block = pickled, sizes, block
+        # An array, not a memoryview, for the garbage collector: see ``picklers.py``.
+        self._pickled, self._sizes, self._block = pickled, sizes, np.frombuffer(block, np.uint8)
         self._samples: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        block = pickle.PickleBuffer(self._block)
+        block = pickle.PickleBuffer(self._block)  # type: ignore[arg-type]  # numpy says so from Python 3.12 on
         return RawBatch, (self.num_samples, self.source, self._pickled, self._sizes, block)
 
     def take(self, number: int) -> Any:

@@ -222,7 +222,8 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     if not array.flags.writeable or not _in_order_of_memory(array).flags.c_contiguous:
         array = array.copy(order="A")
     flat = _in_order_of_memory(array).reshape(-1).view(np.uint8)
-    return np.ndarray, (array.shape, array.dtype, pickle.PickleBuffer(flat.data), 0, array.strides)
+    # Of the array, not of a memoryview: Python 3.11 crashes when it collects a memoryview of another one in a cycle.
+    return np.ndarray, (array.shape, array.dtype, pickle.PickleBuffer(flat), 0, array.strides)  # type: ignore[arg-type]
 
 
 def _in_order_of_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
