@@ -1,4 +1,4 @@
-"""Persistent workers between two passes.
+"""Persistent workers between two passes, or of a pass that was left in the middle.
 
 Where a node has no room for another loader of this client, their places go to that loader.
 """
@@ -39,14 +39,26 @@ class Idler(Protocol):
         """End the workers."""
 
 
+class Leavable(Protocol):
+    """A loader with persistent workers."""
+
+    def _left(self) -> Idler | None:
+        """The workers, if the last pass was left in the middle, so that nobody goes on with it."""
+
+
 class IdleWorkers:
     """The loaders of this client whose persistent workers are idle, by the time since when. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._loaders: weakref.WeakSet[Leavable] = weakref.WeakSet()
         # Guarded by the lock:
         self._idlers: dict[weakref.ref[Idler], None] = {}  # oldest first
         self._freed: dict[str, tuple[int, float]] = {}  # places that are still to be taken, and until when, by node
+
+    def watch(self, loader: Leavable) -> None:
+        """A pass with persistent workers has begun, which may be left in the middle."""
+        self._loaders.add(loader)
 
     def put(self, idler: Idler) -> None:
         """The workers have nothing to do from now on."""
@@ -63,7 +75,8 @@ class IdleWorkers:
     def give_up(self, asking: RemoteWorker) -> bool:
         """Give up a place on the node of ``asking``, which has none left; False if no other loader is idle.
 
-        All workers of a loader go together, the oldest first. The place is free within :data:`ROOM_TIMEOUT`.
+        All workers of a loader go together, the oldest first, and then those of passes that nobody goes on with. The
+        place is free within :data:`ROOM_TIMEOUT`.
         """
         session = asking.session
         now, found = time.monotonic(), None
@@ -82,17 +95,21 @@ class IdleWorkers:
         return count > 0
 
     def _pop(self, asking: RemoteWorker) -> Idler | None:
-        for reference in self._idlers:
-            idler = reference()
-            if idler is None or asking in (workers := idler.workers):  # which is to join those that are idle by now
+        found = [reference() for reference in self._idlers] + [loader._left() for loader in list(self._loaders)]
+        for idler in found:
+            # The one that asks is to join those that are idle by now.
+            if idler is None or idler.is_given_up or asking in (workers := idler.workers):
                 continue
             if any(worker.session is asking.session for worker in workers):
-                del self._idlers[reference]
+                self._idlers.pop(weakref.ref(idler), None)
                 return idler
         return None
 
 
 def describe_holders(workers: Sequence[RemoteWorker]) -> str:
     """Say which workers of a session this process holds; empty without any."""
-    holders = Counter(worker.holder for worker in workers if worker.number)
-    return ", ".join(f"{count} for {holder}" for holder, count in holders.most_common())
+    held = [(worker.holder, worker.group) for worker in workers if worker.number]
+    num_groups = Counter(holder for holder, _group in set(held))
+    counts = Counter(holder for holder, _group in held).most_common()
+    several = {holder: f" ({number} such loaders)" for holder, number in num_groups.items() if number > 1}
+    return ", ".join(f"{count} for {holder}{several.get(holder, '')}" for holder, count in counts)

@@ -200,9 +200,11 @@ class WorkerOwner:
 
     Attributes:
         holder: What it uses the worker for, in words.
+        group: Number that the owners of workers for one thing share.
     """
 
     holder = "calls and questions to datasets"
+    group = 0
 
     def worker_ready(self, worker: RemoteWorker) -> None:
         """The worker takes requests; earlier ones have waited for this moment."""
@@ -234,7 +236,7 @@ class RemoteWorker:
         self.retired = False
         self.exited: Exited | None = None
         self.draining = False
-        self.holder = owner.holder
+        self.holder, self.group = owner.holder, owner.group
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings

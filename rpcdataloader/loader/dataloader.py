@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import sys
 import time
 import warnings
 import weakref
@@ -24,11 +25,11 @@ from rpcdataloader.fetch.raw import RawBatch, pack
 from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
+from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, prepare, warn_once
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
-from rpcdataloader.loader.states import to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools
 from rpcdataloader.wire.slabs import PageablePool
@@ -227,14 +228,25 @@ class RPCDataloader(LoaderTools[_T_co]):
             if saved is not None and saved["finished"] and not self.persistent_workers:
                 saved = None
             if saved is None and iterator is not None and iterator.is_given_up:
-                saved = to_state(settings, iterator.progress)  # the seed and the count of passes stay
+                before = iterator.progress
+                saved = {"finished": True, "base_seed": before.base_seed, "epoch": before.epoch}  # which stay
             iterator = self._pass = None  # ends its workers, whose places are needed
             with errors_of_rank(settings.partition):
                 iterator = self._begin(settings, saved)
-            self._pass = iterator if self.persistent_workers else None
+            if self.persistent_workers:
+                self._pass = iterator
+                get_client().idle.watch(self)
         self._saved = None
         self._progress = settings, iterator.progress
         return iterator if isinstance(iterator, RemoteIterator) else self._time(iterator)
+
+    def _left(self) -> Driver | None:
+        """The workers of a persistent pass that was left in the middle; for a loader that has no room for its own."""
+        iterator = self._pass
+        # This loader's reference, the variable here, and the argument: the user has none.
+        if not isinstance(iterator, RemoteIterator) or sys.getrefcount(iterator) > 3:
+            return None
+        return iterator.driver
 
     def _iterate_here(self) -> Iterator[Any]:
         """torch's own iterator, for ``num_workers=0`` and no workers."""

@@ -355,7 +355,8 @@ class Crew(Generic[N]):
             if worker.late_at <= now and not worker.is_sent_away:
                 if worker.node not in self._mute:
                     self._mute.add(worker.node)
-                    self.say(f"no worker has started on {worker.node} within {limit:g} s; perhaps it builds a dataset")
+                    guess = "perhaps it is full, or builds a dataset"
+                    self.say(f"no worker has started on {worker.node} within {limit:g} s; {guess}")
                 worker.is_late, worker.late_at = True, now + limit
                 self.roster.ask_again(worker.place)
 

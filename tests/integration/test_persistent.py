@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,18 +15,19 @@ from tests.integration.datasets import Augmented, Numbers
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 
-def passes(server):
-    """The batches of two rounds over three loaders."""
+def passes(server, length):
+    """The first batches of two rounds over three loaders."""
     torch.manual_seed(4)
     datasets = [RPCDataset(server.address, Augmented) for _ in range(3)]
     loaders = [RPCDataloader(dataset, 5, shuffle=True, num_workers=1, persistent_workers=True) for dataset in datasets]
-    return [batch for _round in range(2) for loader in loaders for batch in loader]
+    return [batch for _round in range(2) for loader in loaders for batch in itertools.islice(loader, length)]
 
 
-def test_idle_workers_make_room_for_other_loaders_which_give_the_same_batches(serve, caplog):
-    full = passes(serve("--num-workers", "1", "--max-connections", "2"))
+@pytest.mark.parametrize("length", [None, 2], ids=["at its end", "left in the middle"])
+def test_workers_of_a_pass_make_room_for_other_loaders_which_give_the_same_batches(serve, caplog, length):
+    full = passes(serve("--num-workers", "1", "--max-connections", "2"), length)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    wide = passes(serve("--num-workers", "1"))
+    wide = passes(serve("--num-workers", "1"), length)
     assert_same(full, wide)
 
 
@@ -35,7 +38,9 @@ def test_error_of_a_full_server_names_the_loaders_of_this_process(serve, monkeyp
     under_way = [iter(RPCDataloader(Numbers(30), **options)) for _ in range(2)]
     for iterator in under_way:
         next(iterator)
-    what = r"busy: all 2 connections are in use \(--max-connections\); this process holds 2 for a loader of Numbers"
+    what = (
+        r"busy: all 2 connections are in use \(--max-connections\); this process holds 2 for a loader of Numbers \(2 "
+    )
     with pytest.raises(ConnectError, match=what):
         list(RPCDataloader(Augmented(), reconnect_timeout=0, **options))
     assert all(len(list(iterator)) == 29 for iterator in under_way)
