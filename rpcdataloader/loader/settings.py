@@ -145,10 +145,11 @@ class PassSettings:
 
 
 def check_numbers(**values: Any) -> None:
-    """Raise a ``TypeError`` if one of the values is not a number."""
+    """Raise a ``TypeError`` if one of the values is not a number; those of workers are whole ones."""
     for name, value in values.items():
-        if not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} must be a number, but is {value!r}")
+        is_count = name.endswith("workers")
+        if not isinstance(value, numbers.Integral if is_count else numbers.Real):
+            raise TypeError(f"{name} must be a {'whole ' * is_count}number, but is {value!r}")
 
 
 def make_partition(partition: Any) -> Partition | None:
