@@ -26,7 +26,7 @@ from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, 
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.changes import Change, catch_up, without_overwritten
 from rpcdataloader.host.generators import get_states
-from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copies, copied
+from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
 from rpcdataloader.wire.frames import MessageType, digest_blocks
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Build, Encoded
@@ -59,6 +59,7 @@ class RemoteDataset(DatasetRef):
         self.spent = 0.0  # seconds of the longest build on a node in the present pass, with sending
         self._modules = pickled.modules
         self.blocks = pickled.blocks
+        self._copied: Copied | None = None  # for the next session on this machine
         self._digest_of_blocks = b""
         self._digesting = threading.Lock()
         self._shared = shared
@@ -153,13 +154,21 @@ class RemoteDataset(DatasetRef):
             reply: dict[str, Any] = answer.wait()
             return reply
 
-        with contextlib.ExitStack() as stack:
-            copies = None
-            if session.address.is_unix and sum(block.nbytes for block in self.blocks) >= MIN_COPIED_BYTES:
-                with contextlib.suppress(OSError):
-                    copies = stack.enter_context(copied(self.blocks))
-            reply = ask(copies)
+        if session.address.is_unix:
+            self._copy()
+        copied, self._copied = (self._copied, None) if session.address.is_unix else (None, self._copied)
+        reply = ask(None if copied is None else copied.place)
         return ask(None) if "unmapped" in reply else reply
+
+    def copy_early(self) -> None:
+        """Copy large blocks to where workers of this machine can map them, before there is a session that does."""
+        if not self._sessions:
+            self._copy()
+
+    def _copy(self) -> None:
+        if self._copied is None and sum(block.nbytes for block in self.blocks) >= MIN_COPIED_BYTES:
+            with contextlib.suppress(OSError):
+                self._copied = Copied(self.blocks)
 
     def _digest(self) -> bytes:
         """The digest of the blocks, once for all nodes: the one thread that sends would compute it for each."""

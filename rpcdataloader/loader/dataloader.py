@@ -320,6 +320,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         else:
             # Kept until the next one: an unchanged dataset is on its nodes already.
             dataset = self._shipped = ship(settings.dataset)
+            if isinstance(self._where, Local):
+                dataset.copy_early()  # while its pool starts
             recorder.start.is_instance, pickling = True, time.monotonic() - recorder.start.begun
         dataset.spent, recorder.start.dataset = 0.0, lambda: pickling + dataset.spent
         share = Partition() if self.partition is None else make_partition(self.partition)

@@ -7,11 +7,11 @@ under /proc. If it cannot, as in another container, the sender hears so and send
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -43,24 +43,26 @@ class Copies(NamedTuple):
     sizes: tuple[int, ...]  # bytes of each
 
 
-@contextlib.contextmanager
-def copied(buffers: Sequence[memoryview]) -> Iterator[Copies]:
-    """Copy buffers to where another process can map them until this context ends.
+class Copied:
+    """Copies of buffers, which another process can map while this object is alive.
+
+    Attributes:
+        place: Where they are.
 
     Raises:
         OSError: There is no memory for that, or the kernel or a sandbox does not allow it.
     """
-    descriptor = os.memfd_create("rpcdataloader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        descriptor = os.memfd_create("rpcdataloader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, descriptor)
         sizes = tuple(buffer.nbytes for buffer in buffers)
         for buffer, start in zip(buffers, _starts(sizes), strict=False):
             written = 0
             while written < buffer.nbytes:
                 written += os.pwrite(descriptor, buffer[written : written + _PIECE_BYTES], start + written)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        yield Copies(os.getpid(), descriptor, os.fstat(descriptor).st_ino, sizes)
-    finally:
-        os.close(descriptor)
+        self.place = Copies(os.getpid(), descriptor, os.fstat(descriptor).st_ino, sizes)
 
 
 def map_copies(copies: Copies) -> list[Block]:

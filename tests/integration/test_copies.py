@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.wire.copies import Copies, copied, map_copies
+from rpcdataloader.wire.copies import Copied, Copies, map_copies
 
 MIB = 1 << 20
 
@@ -61,6 +61,13 @@ def test_instance_arrives_whole_and_each_worker_has_its_own(unix_server, size_by
         # Workers are new in each epoch, and see nothing of what those of the last one wrote.
         assert [sample.tolist() for sample in loader] == [[i] * 3 for i in range(8)]
     assert dataset.array.max() == 7
+    assert descriptors_of_memory() == []
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_pool_of_this_process_maps_what_was_copied_before_it_was_there():
+    loader = RPCDataloader(Large(48 * MIB), None, workers="local:1")
+    assert [sample.tolist() for sample in loader] == [[i] * 3 for i in range(8)]
     assert descriptors_of_memory() == []
 
 
@@ -127,17 +134,18 @@ def mapped(*copies):
 
 
 def test_only_memory_that_nobody_can_change_is_mapped(tmp_path):
-    pieces = [memoryview(b"a" * 100), memoryview(b""), memoryview(b"b" * 70)]
-    with copied(pieces) as copies:
-        assert mapped(*copies) == [b"a" * 100, b"", b"b" * 70]
-        with pytest.raises(PermissionError):
-            os.pwrite(copies.descriptor, b"x", 0)
-        with pytest.raises(OSError, match="another file is at descriptor"):
-            mapped(*copies._replace(inode=copies.inode + 1))
-        with pytest.raises(OSError, match=r"buffers of \(1000,\) bytes are not in memory of"):
-            mapped(*copies._replace(sizes=(1000,)))
+    copied = Copied([memoryview(b"a" * 100), memoryview(b""), memoryview(b"b" * 70)])
+    place = copied.place
+    assert mapped(*place) == [b"a" * 100, b"", b"b" * 70]
+    with pytest.raises(PermissionError):
+        os.pwrite(place.descriptor, b"x", 0)
+    with pytest.raises(OSError, match="another file is at descriptor"):
+        mapped(*place._replace(inode=place.inode + 1))
+    with pytest.raises(OSError, match=r"buffers of \(1000,\) bytes are not in memory of"):
+        mapped(*place._replace(sizes=(1000,)))
+    del copied
     with pytest.raises(OSError, match=r"No such file|another file"):
-        mapped(*copies)
+        mapped(*place)
     with open(tmp_path / "file", "wb+") as file:
         file.write(b"a" * 100)
         file.flush()
