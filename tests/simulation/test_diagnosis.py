@@ -63,9 +63,9 @@ def check(name: str, seeds: range) -> None:
         num_waits = 0
         for speed in SPEEDS:
             diagnosis = run(replace(scenario, consumer=scenario.consumer * speed), seed)
-            # Where the loop hardly waits, it has waited longer for the first batch.
+            # Where the loop hardly waits, it has waited longer for the first batch, beside iter(loader).
             if diagnosis.bound == "start" != bound:
-                assert diagnosis.metrics()["first_wait_seconds"] > 0.5 * diagnosis.wait_share * seconds_of(diagnosis)
+                assert diagnosis.metrics()["first_wait_seconds"] > 0.4 * diagnosis.wait_share * seconds_of(diagnosis)
             elif diagnosis.wait_share >= 0.05 or bound in ("none", "start"):
                 assert diagnosis.bound == bound, (seed, speed, diagnosis)
                 assert not part or diagnosis.part == part, (seed, speed, diagnosis)
