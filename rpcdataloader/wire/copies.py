@@ -47,7 +47,7 @@ class Copied:
     """Copies of buffers, which another process can map while this object is alive.
 
     Attributes:
-        place: Where they are.
+        place: Address of the copies.
 
     Raises:
         OSError: There is no memory for that, or the kernel or a sandbox does not allow it.
