@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, default_collate
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from tests.conftest import leased_bytes, wait_until
-from tests.integration.crew import workers_of
+from tests.integration.crew import wait_for_crew, workers_of
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -131,6 +131,7 @@ def make_both():
 
 def test_batches_outlive_their_workers(workers):
     iterator = iter(RPCDataloader(Images(40), BATCH_SIZE, workers=workers))
+    wait_for_crew(iterator, 2)  # one that has not started has the number 0, which stands for this process's group
     kept = [next(iterator) for _ in range(4)]
     for worker in workers_of(iterator):
         os.kill(worker.pid, signal.SIGKILL)
