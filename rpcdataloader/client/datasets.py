@@ -51,6 +51,9 @@ class RemoteDataset(DatasetRef):
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``.
         shared: Build once per session, or else in every worker.
         is_iterable: True for an iterable-style dataset, False for a map-style one; None to ask a node.
+
+    Attributes:
+        blocks: ``pickled`` and its buffers, as bytes.
     """
 
     def __init__(self, name: str, pickled: Encoded, *, shared: bool, is_iterable: bool | None = None) -> None:
@@ -154,9 +157,10 @@ class RemoteDataset(DatasetRef):
             reply: dict[str, Any] = answer.wait()
             return reply
 
+        copied = None
         if session.address.is_unix:
             self._copy()
-        copied, self._copied = (self._copied, None) if session.address.is_unix else (None, self._copied)
+            copied, self._copied = self._copied, None
         reply = ask(None if copied is None else copied.place)
         return ask(None) if "unmapped" in reply else reply
 

@@ -43,7 +43,7 @@ class Leavable(Protocol):
     """A loader with persistent workers."""
 
     def _left(self) -> Idler | None:
-        """The workers, if the last pass was left in the middle, so that nobody goes on with it."""
+        """The workers, if the user has left the last pass in the middle."""
 
 
 class IdleWorkers:
@@ -51,14 +51,15 @@ class IdleWorkers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loaders: weakref.WeakSet[Leavable] = weakref.WeakSet()
         # Guarded by the lock:
+        self._loaders: weakref.WeakSet[Leavable] = weakref.WeakSet()
         self._idlers: dict[weakref.ref[Idler], None] = {}  # oldest first
         self._freed: dict[str, tuple[int, float]] = {}  # places that are still to be taken, and until when, by node
 
     def watch(self, loader: Leavable) -> None:
         """A pass with persistent workers has begun, which may be left in the middle."""
-        self._loaders.add(loader)
+        with self._lock:
+            self._loaders.add(loader)
 
     def put(self, idler: Idler) -> None:
         """The workers have nothing to do from now on."""
@@ -75,7 +76,7 @@ class IdleWorkers:
     def give_up(self, asking: RemoteWorker) -> bool:
         """Give up a place on the node of ``asking``, which has none left; False if no other loader is idle.
 
-        All workers of a loader go together, the oldest first, and then those of passes that nobody goes on with. The
+        All workers of a loader go together, the oldest first, and then those of passes that the user has left. The
         place is free within :data:`ROOM_TIMEOUT`.
         """
         session = asking.session

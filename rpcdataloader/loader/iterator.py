@@ -282,11 +282,9 @@ class RemoteIterator(PassIterator):
         if engine.failure is not None:
             driver.close()
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
-        is_pending = False
-        if engine.table.wants_input:
-            if driver.may_draw():
-                return 0.0  # a stream has ended, which makes room for others
-            is_pending = True
+        wants_input = engine.table.wants_input
+        if wants_input and driver.may_draw():
+            return 0.0  # a stream has ended, which makes room for others
         now = time.monotonic()
         if deadline is not None and deadline <= now:
             # torch's exception and text, which scripts may match.
@@ -294,7 +292,7 @@ class RemoteIterator(PassIterator):
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
         with driver.whole:
             until = driver.falls_asleep(now, deadline)
-        if is_pending:
+        if wants_input:  # of a source that is not ready
             until = min(until, now + _SOURCE_PAUSE)
         seconds = None if until == math.inf else until - now
         try:

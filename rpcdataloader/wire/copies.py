@@ -1,7 +1,7 @@
 """Large buffers for another process of this machine, through memory that it maps instead of a socket.
 
 A gigabyte over a socket is copied twice, into memory that the kernel clears first, and digested on both sides. Here the
-sender writes it once into memory of memfd_create(2), which nobody can change any more, and the receiver opens that
+sender writes it once into memory of memfd_create(2), seals that against changes, and the receiver opens it
 under /proc. If it cannot, as in another container, the sender hears so and sends the bytes.
 """
 
