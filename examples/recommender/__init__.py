@@ -1,5 +1,5 @@
 """A recommender with up to a thousand sparse features: from Parquet files to a model that graph passes make faster.
 
 ``python -m examples.recommender`` trains it, ``python -m examples.recommender.measure`` prints what each part gains.
-``docs/recommender.md`` and ``docs/recommender-passes.md`` explain both.
+``docs/studies.md`` explains both.
 """

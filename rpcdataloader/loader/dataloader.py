@@ -101,7 +101,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         min_workers: Number of workers that a pass waits for, at most for the connect timeout: until the node servers
             have this many for this process. 0 to begin with the present ones.
         transform: Function of a sample, called in all workers, while ``source_workers`` iterate over the iterable-style
-            dataset, which yields raw samples. :doc:`iterable` explains it.
+            dataset, which yields raw samples. :doc:`datasets` explains it.
         source_workers: Number of workers that iterate over a dataset with a ``transform``.
         snapshot_every_n_steps: Accepted from scripts for torchdata's ``StatefulDataLoader``, without effect: a state is
             exact after every batch.

@@ -1,11 +1,12 @@
 """The README and the pages in docs/: every snippet in them runs, and their tables match the code.
 
 A page reads like one session. Its ``python`` blocks are one script, and its ``console`` blocks are typed in the folder
-of that script, where ``node01`` and ``node02`` are node servers of the tests. What a block prints is compared with the
+of that script. The line ``<!-- new script -->`` begins another session, in another folder, and
+``<!-- needs: MODULE -->`` one that is run where that module is installed. In all of them, ``node01`` and ``node02``
+are node servers of the tests. What a block prints is compared with the
 lines below each command, or with the ``text`` block marked ``<!-- output -->``; ``...`` stands for anything, and so
 does every number under ``<!-- output: numbers vary -->``. Further marks above a block: ``<!-- file: NAME -->``, to save
-it under a name, and ``<!-- not run: reason -->``. A page with the line ``<!-- needs: MODULE -->`` is run where that
-module is installed.
+it under a name for all sessions of the page, and ``<!-- not run: reason -->``.
 """
 
 from __future__ import annotations
@@ -39,14 +40,9 @@ from tests.conftest import READY_LINE, TIMEOUT_SCALE, wait_until
 from tests.integration.zygote import Script, Zygote
 
 ROOT = Path(__file__).parents[2]
-# By their path below docs.
 PAGES = {
     "README.md": (ROOT / "README.md").read_text(),
-    **{
-        str(path.relative_to(ROOT / "docs")): path.read_text()
-        for folder in ("docs", "docs/integrations")
-        for path in sorted((ROOT / folder).glob("*.md"))
-    },
+    **{path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))},
 }
 
 # What no test can run. A block that is added to these is a change here, too.
@@ -68,7 +64,6 @@ NOT_RUN = {
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > status-token)',
     ],
-    "equal-cost.md": ["class CostTrainer(Trainer):"],
     "waiting-shown.md": [
         "from tqdm import tqdm",
         "from lightning.pytorch import Callback",
@@ -84,12 +79,6 @@ NOT_RUN = {
         "def train(workers, rank, world_size):",
     ],
     "how-many-workers.md": ["$ python -m tests.benchmark.link"],
-    "storage-formats.md": [
-        "$ pip install '.[formats]'",
-        "$ python -m examples.storage_formats --ranks 1 4 --loaders torch:8 rpc:32 --formats objects tfrecord-8",
-        "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
-    ],
-    "storage-formats-measured.md": ["$ python -m examples.storage_formats --cost"],
     "monitoring.md": [
         "$ RPCDATALOADER_STATUS_TOKEN_FILE=token python -m rpcdataloader.status --serve 9100 @pool",
         "$ cd examples/monitoring",
@@ -97,26 +86,11 @@ NOT_RUN = {
     "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "waiting-verdicts.md": ["$ python -m pytest -m slow tests/integration/test_diagnosis.py"],
-    "debugging.md": [
-        "$ python -m rpcdataloader.status node01:6543 --stacks",
-        "$ py-spy dump --pid 4712",
-    ],
     "tls.md": [
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
         '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
     ],
     "security.md": ["$ grep '\\] refused ' log"],
-    "recommender.md": [
-        '$ pip install ".[recommender]"',
-        "$ python -m rpcdataloader.launch --host 0.0.0.0 --port 6543",
-        "$ torchrun --nproc-per-node 2 -m examples.recommender --batch-size 256",
-        "$ pip download --no-deps recbole",
-    ],
-    "recommender-passes.md": [
-        "$ python -m examples.recommender.measure --device cuda",
-        "$ python -m examples.recommender.measure",
-    ],
-    "performance.md": ["$ python -m tests.benchmark --quick"],
     "status.md": [
         "$ python -m rpcdataloader.status node01:6543 node02:6543 node03:6543",
         "$ python -m rpcdataloader.status node01:6543 --workers",
@@ -127,6 +101,19 @@ NOT_RUN = {
     ],
     "slurm.md": ["$ sbatch train.sbatch"],
     "slurm-pools.md": ["$ export POOL=$PWD/pool"],
+    "recipes.md": ["class CostTrainer(Trainer):"],
+    "troubleshooting.md": [
+        "$ python -m rpcdataloader.status node01:6543 --stacks",
+        "$ py-spy dump --pid 4712",
+    ],
+    "compared.md": ["$ python -m tests.benchmark --quick"],
+    "studies.md": [
+        "$ pip install '.[formats]'",
+        "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
+        '$ pip install ".[recommender]"',
+        "$ torchrun --nproc-per-node 2 -m examples.recommender --batch-size 256",
+        "$ python -m examples.recommender.measure",
+    ],
 }
 
 
@@ -159,12 +146,27 @@ FENCED = re.compile(
 )
 
 
+# Begins a session; the first one of a page begins with the page.
+SESSION = re.compile(r"^<!-- (?:new script|needs: (?P<module>\S+)) -->$", re.MULTILINE)
+# The name of the page, and a number where it has several.
+SESSIONS = [
+    f"{page} {number}" if SESSION.search(text) else page
+    for page, text in PAGES.items()
+    for number in range(len(SESSION.findall(text)) + 1)
+]
+
+
 def blocks_of(page: str) -> list[Block]:
+    """The blocks of a page, or of one session of it."""
+    page, _, number = page.partition(" ")
+    begins = [0, *(match.start() for match in SESSION.finditer(PAGES[page])), len(PAGES[page])]
+    first, last = begins[int(number) : int(number) + 2] if number else (0, len(PAGES[page]))
     blocks = []
     for match in FENCED.finditer(PAGES[page]):
         name, _, value = (match["mark"] or "").partition(": ")
         line = PAGES[page].count("\n", 0, match.start("text"))
-        blocks.append(Block(match["language"], {name: value}, line, match["text"]))
+        if first <= match.start() < last or name == "file":
+            blocks.append(Block(match["language"], {name: value}, line, match["text"]))
     return blocks
 
 
@@ -172,8 +174,10 @@ def is_launch(command: str) -> bool:
     return "rpcdataloader.launch" in command
 
 
-def pages_with(wanted: Callable[[Block], bool]) -> list[str]:
-    return [page for page in PAGES if any(wanted(block) for block in blocks_of(page) if "not run" not in block.marks)]
+def sessions_with(wanted: Callable[[Block], bool]) -> list[str]:
+    return [
+        name for name in SESSIONS if any(wanted(block) for block in blocks_of(name) if "not run" not in block.marks)
+    ]
 
 
 def test_every_block_is_of_a_kind_that_is_run_or_only_looked_at():
@@ -309,30 +313,36 @@ class Desk:
 
 @pytest.fixture
 def desk(request, tmp_path, shared_server, second_server) -> Iterator[Desk]:
-    uses_library = hasattr(request.node, "callspec") and request.node.callspec.params["page"].startswith(
-        "integrations/"
-    )
-    zygote = request.getfixturevalue("library_zygote" if uses_library else "zygote")
+    session = request.node.callspec.params["session"] if hasattr(request.node, "callspec") else ""
+    zygote = request.getfixturevalue("library_zygote" if session and module_for(session) else "zygote")
     desk = Desk(tmp_path, {"node01:6543": shared_server.address, "node02:6543": second_server.address}, zygote)
     yield desk
     desk.check_nothing_is_left()
 
 
+def module_for(session: str) -> str | None:
+    """The module that a session needs."""
+    page, _, number = session.partition(" ")
+    return list(SESSION.finditer(PAGES[page]))[int(number) - 1]["module"] if int(number or 0) else None
+
+
 @pytest.fixture
-def needs(page):
-    """Skip a page about a library that is not installed; importing it here would take seconds."""
-    for module in re.findall(r"^<!-- needs: (\S+) -->$", PAGES[page], re.MULTILINE):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
+def needs(session):
+    """Skip a session about a library that is not installed; importing it here would take seconds."""
+    module = module_for(session)
+    if module is not None and importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
 
 
 @pytest.mark.usefixtures("needs")
-@pytest.mark.parametrize("page", pages_with(lambda block: block.language == "python" and "file" not in block.marks))
-def test_python_of_page_runs(page, desk):
+@pytest.mark.parametrize(
+    "session", sessions_with(lambda block: block.language == "python" and "file" not in block.marks)
+)
+def test_python_of_session_runs(session, desk):
     # As many lines as the page, so that a traceback names a line of it.
-    script = [""] * PAGES[page].count("\n")
+    script = [""] * PAGES[session.partition(" ")[0]].count("\n")
     expected = ""
-    for block in blocks_of(page):
+    for block in blocks_of(session):
         if "file" in block.marks:
             (desk.folder / block.marks["file"]).write_text(block.text)
             continue
@@ -347,7 +357,7 @@ def test_python_of_page_runs(page, desk):
     # Pages that leave it open where the workers are need no pool of their own, which would import torch.
     workers = {"RPCDATALOADER_WORKERS": desk.fill_in("node01:6543")}
     shown, printed = expected.strip(), desk.run_python(desk.fill_in("\n".join(script)), **workers).strip()
-    assert re.fullmatch(as_pattern(shown), printed, re.DOTALL), f"{page} shows\n{shown}\nand prints\n{printed}"
+    assert re.fullmatch(as_pattern(shown), printed, re.DOTALL), f"{session} shows\n{shown}\nand prints\n{printed}"
 
 
 def is_typed(block: Block) -> bool:
@@ -355,9 +365,9 @@ def is_typed(block: Block) -> bool:
 
 
 @pytest.mark.usefixtures("needs")
-@pytest.mark.parametrize("page", pages_with(is_typed))
-def test_commands_of_page_run(page, desk):
-    for block in blocks_of(page):
+@pytest.mark.parametrize("session", sessions_with(is_typed))
+def test_commands_of_session_run(session, desk):
+    for block in blocks_of(session):
         if "file" in block.marks:
             (desk.folder / block.marks["file"]).write_text(block.text)
         if block.language != "console" or "not run" in block.marks:
@@ -524,7 +534,7 @@ def test_help_has_all_options(command):
 
 
 def test_common_errors_are_exceptions_of_the_package_or_of_python():
-    for row in rows_of("errors.md", "Common errors"):
+    for row in rows_of("troubleshooting.md", "Messages"):
         if match := re.match(r"`(\w+): ", row[0]):
             assert hasattr(errors, match[1]) or match[1] in ("RuntimeError", "TypeError", "ValueError"), row[0]
 
