@@ -297,7 +297,8 @@ def clean_client() -> Iterator[None]:
     # A connection that was lost before is not waited for: its receiver may have a few instructions to go.
     wait_until(lambda: not _threads(), what=lambda: f"threads left, and where they are: {_threads()}")
     left = {fd: _target(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
-    left = {fd: target for fd, target in left.items() if target.startswith(("socket:", "pipe:"))}
+    ours = ("socket:", "pipe:", "anon_inode:[eventfd]")
+    left = {fd: target for fd, target in left.items() if target.startswith(ours)}
     assert not left, f"descriptors left: {left}"
 
 

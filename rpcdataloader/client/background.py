@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import io
 import itertools
 import logging
 import os
@@ -39,6 +38,33 @@ class Outlet(Protocol):
         """Send what the kernel takes without a wait; returns False if it has no room for the rest. Never raises."""
 
 
+class _Bell:
+    """Wakes a thread that polls it.
+
+    It is closed with its last reference: a thread that still rings must not reach the next file of that number.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def ring(self) -> None:
+        os.eventfd_write(self._descriptor, 1)
+
+    def silence(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it was not rung
+            os.eventfd_read(self._descriptor)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    __del__ = close
+
+
 class Sender:
     """A thread that flushes outlets.
 
@@ -48,8 +74,7 @@ class Sender:
 
     def __init__(self) -> None:
         self._outlets: deque[Outlet] = deque()  # woken, and not flushed since
-        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._woken, self._waker = io.FileIO(reading), io.FileIO(writing, "w")
+        self._bell: _Bell | None = _Bell()
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._thread: threading.Thread | None = None
@@ -65,11 +90,11 @@ class Sender:
     def wake(self, outlet: Outlet) -> None:
         """Let the thread flush ``outlet``; also for finalizers: never blocks, takes no lock."""
         self._outlets.append(outlet)
-        self._write()
+        self._ring()
 
-    def _write(self) -> None:
-        with contextlib.suppress(ValueError):  # it is closed
-            self._waker.write(b"\0")  # None if the pipe is full
+    def _ring(self) -> None:
+        if (bell := self._bell) is not None:
+            bell.ring()
 
     def close(self) -> None:
         """End the thread; idempotent."""
@@ -77,35 +102,39 @@ class Sender:
             self._closed = True
             thread = self._thread
         if thread is not None:
-            self._write()
+            self._ring()
             thread.join()
-        self.forget()
+        self._bell = None
 
     def forget(self) -> None:
-        """Close the descriptors; for a fork, in the child."""
-        self._waker.close()
-        self._woken.close()
+        """Close the descriptor; for a fork, in the child, where the frames of the parent's threads refer to it."""
+        bell, self._bell = self._bell, None
+        if bell is not None:
+            bell.close()
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        bell = self._bell
+        assert bell is not None  # it is not closed while the thread runs
         blocked: list[Outlet] = []
         while not self._closed:
-            self._wait(blocked)
+            _wait(bell, blocked)
             woken = dict.fromkeys([*blocked, *(self._outlets.popleft() for _ in range(len(self._outlets)))])
             blocked = [outlet for outlet in woken if not outlet.flush()]
             woken.clear()  # this frame must not keep them while it waits
 
-    def _wait(self, blocked: list[Outlet]) -> None:
-        """Wait until :meth:`wake` was called, or a kernel has room."""
-        # Made anew each time: receivers close the sockets, whose numbers may then be those of others. Such a wait ends
-        # early, and nothing else happens.
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        for descriptor in [outlet.fileno() for outlet in blocked]:
-            if descriptor >= 0:
-                poll.register(descriptor, select.POLLOUT)
-        poll.poll()
-        self._woken.read(4096)  # None if nothing is there
+
+def _wait(bell: _Bell, blocked: list[Outlet]) -> None:
+    """Wait until the bell is rung, or a kernel has room."""
+    # Made anew each time: receivers close the sockets, whose numbers may then be those of others. Such a wait ends
+    # early, and nothing else happens.
+    poll = select.poll()
+    poll.register(bell, select.POLLIN)
+    for descriptor in [outlet.fileno() for outlet in blocked]:
+        if descriptor >= 0:
+            poll.register(descriptor, select.POLLOUT)
+    poll.poll()
+    bell.silence()
 
 
 # Nearly all calls are answered long before their deadline. Fewer cancelled ones than this may wait for it.
