@@ -480,14 +480,17 @@ class Driver:
 
 
 def tell(find: Callable[[], Diagnosis | None], partition: Partition) -> None:
-    """Log, on rank 0, the diagnosis of a pass that waited; an error of ``find`` ends no training."""
+    """Log, on rank 0, the diagnosis of a pass that waited; an error of ``find`` ends no training.
+
+    Its logger is one that users can silence, without what they must not miss.
+    """
     if partition.rank:
         return
     try:
         diagnosis = find()
         if diagnosis is not None and diagnosis.bound != "none":
             level = logging.WARNING if diagnosis.is_urgent else logging.INFO
-            logger.log(level, "%s%s", partition.label, diagnosis.text)
+            logging.getLogger("rpcdataloader.diagnosis").log(level, "%s%s", partition.label, diagnosis.text)
     except Exception:
         level = logging.DEBUG if next(_failures) else logging.WARNING
         logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,15 @@ from rpcdataloader import rpc_async
 from tests.conftest import TIMEOUT_SCALE
 from tests.integration.quick import QuickServer, quick_server
 from tests.integration.zygote import Zygote
+
+
+@pytest.fixture(autouse=True)
+def untold() -> Iterator[None]:
+    """No pass says that it has waited, which every pass does on a busy machine, unless the test sets another level."""
+    logger = logging.getLogger("rpcdataloader.diagnosis")
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def test_most_bounds_have_a_cause():
 @pytest.fixture
 def told(caplog):
     """The lines so far, once all iterators without references are closed."""
-    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
 
     def told() -> list[str]:
         is_closed = threading.Event()
@@ -111,7 +111,7 @@ def test_pass_that_waits_for_its_first_batch_is_told(wide_servers, told):
 def test_pass_that_waits_is_told_in_one_line_when_it_ends(wide_servers, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
     dataset = torch.utils.data.Subset(Causes(stall=0.01), range(40))
     loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
     batches = iter(loader)
@@ -123,7 +123,7 @@ def test_pass_that_waits_is_told_in_one_line_when_it_ends(wide_servers, caplog, 
 
 
 def test_pass_that_does_not_wait_is_not_told(wide_servers, caplog):
-    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
     loader = RPCDataloader(
         torch.utils.data.Subset(Causes(), range(40)), None, num_workers=2, workers=[wide_servers[0].address],
         persistent_workers=True, prefetch_factor=4,
@@ -224,7 +224,7 @@ def test_pass_without_a_batch_says_what_it_waits_for(wide_servers):
 def test_rank_0_tells(wide_servers, caplog, monkeypatch, rank, num_lines):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
     dataset = torch.utils.data.Subset(Causes(stall=0.04), range(40))
     loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
     assert len(list(loader)) == 40
@@ -232,7 +232,7 @@ def test_rank_0_tells(wide_servers, caplog, monkeypatch, rank, num_lines):
 
 
 def test_pass_that_loses_more_than_a_second_is_a_warning(wide_servers, caplog):
-    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
     loader = make_waiting_loader(wide_servers, 40, stall=0.06, persistent_workers=True)
     for number in range(2):
         if number:

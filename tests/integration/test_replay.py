@@ -123,7 +123,7 @@ def test_later_epochs_keep_their_order(options, make):
 
 
 def test_its_pass_is_neither_told_nor_diagnosed(shared_server, caplog):
-    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
     dataset = torch.utils.data.Subset(Causes(stall=0.02), range(30))
     loader = RPCDataloader(dataset, None, num_workers=1, workers=shared_server.address, persistent_workers=True)
     for _ in loader:
