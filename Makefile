@@ -1,4 +1,5 @@
 # Each target prepares .venv from constraints.txt first, when it is missing or older than the list of what goes in.
+# The demo has a small environment of its own.
 # Needs nothing but Python with venv: make PYTHON=python3.12 demo
 
 PYTHON ?= python3
@@ -26,11 +27,11 @@ help:
 	@echo "make figures  draw the pictures of the documents, and write their numbers and quotes, from recorded data"
 	@echo "make lint   check format, style, types and prose"
 	@echo "make docs   build the documentation in docs/_build"
-	@echo "make dist   build sdist and wheel in dist, and run the quickstart with the wheel"
+	@echo "make dist   build sdist and wheel in dist, and run the first training with the wheel"
 	@echo "make clean  remove all of the above, and .venv"
 
-demo: .venv/ready
-	$(BIN)/python examples/digits.py
+demo: .venv-demo/ready
+	.venv-demo/bin/python examples/digits.py --epochs 12
 
 # In three parts at once: each waits for processes half of the time. One of them imports large libraries, once for all.
 test: .venv/ready
@@ -117,6 +118,16 @@ dist: .venv/ready
 	$(PIP) --no-build-isolation --editable ".[test,docs,lint,recommender]"
 	touch $@
 
+# What the demo imports, without what tests, documents and linters need. Python compiles what it imports: of thousands
+# of files, that is a part.
+.venv-demo/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-demo
+	$(DEMO_PIP) hatchling editables
+	$(DEMO_PIP) --no-compile --no-build-isolation --editable . scikit-learn tqdm
+	touch $@
+
+.venv-demo/ready: DEMO_PIP := $(subst $(BIN),.venv-demo/bin,$(PIP))
+
 # What studies need on top.
 .venv/study: .venv/ready
 	$(PIP) --no-build-isolation --editable ".[formats]"
@@ -134,4 +145,4 @@ dist: .venv/ready
 .venv-mutants/ready: BROUGHT := --requirement tests/mutants/requirements.txt
 
 clean:
-	rm -rf .venv .venv-engines .venv-mutants dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .venv-engines .venv-mutants dist docs/_build .mypy_cache .pytest_cache .ruff_cache

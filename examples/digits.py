@@ -143,6 +143,15 @@ def describe_waiting(loader: RPCDataloader) -> tuple[float, str]:
     return diagnosis.wait_share, f"waiting {diagnosis.wait_share:.0%} ({diagnosis.bound})"
 
 
+def name_place(workers: str | list[str] | None) -> str:
+    """Say where batches are loaded."""
+    workers = workers or os.environ.get("RPCDATALOADER_WORKERS") or "local"
+    if workers == "inline":
+        return "this process, without workers"
+    named = workers if isinstance(workers, list) else workers.split(",")
+    return "worker processes on this machine" if named[0].startswith("local") else f"workers on {' and '.join(named)}"
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images (default: 20)")
@@ -196,6 +205,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=args.epochs * len(train_loader))
     parts = {"network": network, "optimizer": optimizer, "schedule": schedule, "loader": train_loader}
     first_epoch, digest = 0, ""
+    trained_seconds = waited_seconds = 0.0
     stop = StopRequest() if args.checkpoint else None
     if args.checkpoint and os.path.exists(args.checkpoint):
         progress = load_checkpoint(args.checkpoint, parts)  # by all ranks: they were at the same batch
@@ -230,6 +240,8 @@ def main() -> None:
         sums[3] += describe_waiting(train_loader)[0]
         loss_sum, num_correct, num_images, waited = sum_over_ranks(sums)
         seconds = time.perf_counter() - start
+        trained_seconds += seconds
+        waited_seconds += seconds * waited / world_size
         if rank == 0 and num_images:  # none where the checkpoint is of the last batch of an epoch
             print(
                 f"epoch {epoch + 1:2}  loss {loss_sum / num_images:.4f}  accuracy {num_correct / num_images:.4f}  "
@@ -244,6 +256,10 @@ def main() -> None:
         if args.digest:
             print(f"digest of the training batches: {digest}")
         print(f"test accuracy: {accuracy:.4f}")
+        processes = "1 process" if world_size == 1 else f"{world_size} processes"
+        print(f"It was trained on {device.type} by {processes}; {name_place(workers)} prepared the images.")
+        print(f"Training took {trained_seconds:.1f} s, of which it waited {waited_seconds:.1f} s for images.")
+        print("Next: docs/first-training.md trains with workers on a second machine, and saves checkpoints.")
     if dist.is_initialized():
         # Before the group: what ends with the model holds the interpreter while it waits for threads that may want it.
         del model

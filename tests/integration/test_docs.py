@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -52,6 +53,12 @@ NOT_RUN = {
         "from rpcdataloader import RPCDataloader, RPCDataset",
         "$ pip install .",
         "$ make demo",
+    ],
+    "first-training.md": [
+        "$ pip install . scikit-learn",
+        "$ RPCDATALOADER_WORKERS=node01:6543 python train.py 100",
+        "$ python -m rpcdataloader.status node01:6543 --workers",
+        "$ RPCDATALOADER_WORKERS=node01:6543 python train.py 100",
     ],
     "ssh.md": [
         "$ python -m rpcdataloader.ssh hosts",
@@ -381,6 +388,51 @@ def test_commands_of_session_run(session, desk):
             assert len(lines) == len(patterns), f"{command} prints\n{output}"
             for line, pattern in zip(lines, patterns, strict=True):
                 assert re.fullmatch(as_pattern(pattern), line), f"{command} prints\n{output}"
+
+
+@pytest.mark.timeout(300)
+def test_first_training_survives_a_killed_worker_and_goes_on_after_a_kill(desk, shared_server):
+    """What the first page types into two terminals."""
+    (script,) = [block.text for block in blocks_of("first-training.md") if "file" in block.marks]
+    workers = {"RPCDATALOADER_WORKERS": shared_server.address}
+
+    def start(epochs: int, script: str = script) -> Script:
+        return desk.start_python(f"\nimport sys; sys.argv = ['train.py', '{epochs}']\n{script}", **workers)
+
+    # The same batches, without waiting for them.
+    quick = script.replace("time.sleep(0.003)", "pass")
+    assert quick != script
+
+    def status(*options: str) -> str:
+        return desk.run(f"python -m rpcdataloader.status {shared_server.address} {' '.join(options)}")
+
+    training = start(100)
+    shown: list[str] = []
+
+    def is_waiting() -> bool:
+        shown[:] = [status("--workers")]
+        return f":{training.pid}: step " in shown[0]
+
+    wait_until(is_waiting, 60, "the sentence on waiting")
+    assert re.search(r"^ +worker +pid  state ", shown[0], re.MULTILINE)
+    (client,) = [
+        client
+        for node in json.loads(status("--json"))["nodes"]
+        for client in node["clients"]
+        if client["pid"] == training.pid
+    ]
+    os.kill(client["workers"][0]["pid"], signal.SIGKILL)
+    lines = training.output.count("\n")
+    wait_until(lambda: training.output.count("\n") > lines + 1, 60, "an epoch without that worker")
+    training.kill()
+    training.wait(30 * TIMEOUT_SCALE)
+    before = training.output.splitlines()
+    rest = start(len(before) + 1, quick).wait(60 * TIMEOUT_SCALE)
+    assert rest.status == 0, rest.errors
+    going_on, *after, _diagnosis = rest.output.splitlines()
+    assert going_on == f"going on in epoch {len(before) + 1}"
+    undisturbed = start(len(before) + 1, quick).wait(60 * TIMEOUT_SCALE)
+    assert undisturbed.output.splitlines()[:-1] == before + after
 
 
 def test_node_servers_of_all_pages_start_and_stop(desk, certificates):
