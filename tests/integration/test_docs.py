@@ -60,24 +60,21 @@ NOT_RUN = {
         "$ python -m rpcdataloader.status node01:6543 --workers",
         "$ RPCDATALOADER_WORKERS=node01:6543 python train.py 100",
     ],
-    "ssh.md": [
+    "workers.md": [
         "$ python -m rpcdataloader.ssh hosts",
         "$ python -m rpcdataloader.ssh hosts -- --register pool --preload torchvision &",
-    ],
-    "containers.md": [
+        "$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/",
         "$ podman build --format docker --file examples/container/Containerfile --tag rpcdataloader .",
     ],
     "kubernetes.md": [
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > status-token)',
     ],
-    "waiting-shown.md": [
+    "waiting.md": [
+        "$ python -m tests.benchmark.link",
         "from tqdm import tqdm",
         "from lightning.pytorch import Callback",
-        "accelerator.log(loader.diagnosis().metrics(), step=step)",
-        "from transformers import TrainerCallback",
     ],
-    "systemd.md": ["$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/"],
     "pools.md": [
         "import ray",
         "from distributed import Client",
@@ -85,14 +82,12 @@ NOT_RUN = {
         "from ray.train import ScalingConfig",
         "def train(workers, rank, world_size):",
     ],
-    "how-many-workers.md": ["$ python -m tests.benchmark.link"],
     "monitoring.md": [
         "$ RPCDATALOADER_STATUS_TOKEN_FILE=token python -m rpcdataloader.status --serve 9100 @pool",
         "$ cd examples/monitoring",
     ],
     "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
-    "waiting-verdicts.md": ["$ python -m pytest -m slow tests/integration/test_diagnosis.py"],
     "tls.md": [
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
         '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',

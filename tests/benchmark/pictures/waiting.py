@@ -1,6 +1,6 @@
 """The pictures of passes that wait for known reasons, and the quotes of what the diagnosis said of them.
 
-The pictures are part of ``docs/waiting.md`` and ``docs/waiting-measured.md``; lines and letters have their colour,
+The pictures are part of ``docs/waiting.md``; lines and letters have their colour,
 light or dark.
 """
 
