@@ -1,4 +1,4 @@
-"""The result of a look at node servers, as the JSON document of ``docs/status.md``, and as metrics. Pure.
+"""The result of a look at node servers, as the JSON document of ``docs/status-reference.md``, and as metrics. Pure.
 
 Rates are differences to the document of the previous look. Metrics are in the text format of Prometheus, version 0.0.4.
 Their labels name node servers, and clients by host and rank only: with process ids, each restart would add series that

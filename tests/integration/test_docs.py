@@ -82,10 +82,6 @@ NOT_RUN = {
         "from ray.train import ScalingConfig",
         "def train(workers, rank, world_size):",
     ],
-    "monitoring.md": [
-        "$ RPCDATALOADER_STATUS_TOKEN_FILE=token python -m rpcdataloader.status --serve 9100 @pool",
-        "$ cd examples/monitoring",
-    ],
     "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "tls.md": [
@@ -96,9 +92,11 @@ NOT_RUN = {
     "status.md": [
         "$ python -m rpcdataloader.status node01:6543 node02:6543 node03:6543",
         "$ python -m rpcdataloader.status node01:6543 --workers",
+        "$ python -m rpcdataloader.status --serve 9100 node01:6543 node02:6543",
+        "$ RPCDATALOADER_STATUS_TOKEN_FILE=token python -m rpcdataloader.status --serve 9100 @pool",
+        "$ cd examples/monitoring",
     ],
-    "live-page.md": ["$ python -m rpcdataloader.status --serve 9100 node01:6543 node02:6543"],
-    "status-json.md": [
+    "status-reference.md": [
         "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
     ],
     "slurm.md": ["$ sbatch train.sbatch"],

@@ -56,8 +56,8 @@ def test_page_has_every_metric_as_it_is():
         f"| `{name}` | {'counter' if name.endswith('_total') else 'gauge'} | {', '.join(LABELS[name])} | {meaning} |\n"
         for name, (meaning, _key) in METRICS.items()
     )
-    assert f"| --- | --- | --- | --- |\n{table}\n" in (ROOT / "docs" / "monitoring.md").read_text()
-    assert names_in((ROOT / "docs" / "monitoring.md").read_text()) == set(METRICS)
+    assert f"| --- | --- | --- | --- |\n{table}\n" in (ROOT / "docs" / "status-reference.md").read_text()
+    assert names_in((ROOT / "docs" / "status-reference.md").read_text()) == set(METRICS)
 
 
 @pytest.mark.parametrize(("expression", "shown"), list(expressions()))
