@@ -316,7 +316,7 @@ def test_commands_of_the_page_make_certificates_that_work(zygote, tmp_path, monk
     version = subprocess.run(["openssl", "version"], capture_output=True, text=True).stdout if which("openssl") else ""
     if not re.match(r"OpenSSL ([3-9]|\d\d)", version):
         pytest.skip("the page is about the openssl command of version 3, which is not here")
-    page = (ROOT / "docs/tls.md").read_text()
+    page = (ROOT / "docs/security.md").read_text()
     commands = re.findall(r"^\$ (openssl (?:.*\\\n)*.*)$", page, re.MULTILINE)
     assert len(commands) == 3
     script = "set -e; " + "; ".join(commands).replace("node01.cluster", "localhost").replace("10.0.0.1", "127.0.0.1")
