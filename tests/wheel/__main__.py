@@ -26,7 +26,7 @@ SCRIPT = re.compile(r"^<!-- file: train.py -->\n```python\n(.*?)^```$", re.MULTI
 
 
 def build(folder: Path) -> Path:
-    """Build both into ``dist``; returns the wheel."""
+    """Build both into ``dist``, and run some tests of the sdist in its own folder; returns the wheel."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     hatch = [sys.executable, "-m", "hatchling", "build", "--directory", str(ROOT / "dist"), "--target"]
     subprocess.run([*hatch, "sdist"], cwd=ROOT, check=True)
@@ -35,6 +35,8 @@ def build(folder: Path) -> Path:
         archive.extractall(folder, filter="data")
     (source,) = folder.iterdir()
     subprocess.run([*hatch, "wheel"], cwd=source, check=True)
+    tests = ["tests/unit/wire", "tests/unit/test_design_pages.py", "tests/integration/test_rpc.py"]
+    subprocess.run([sys.executable, "-m", "pytest", "--quiet", *tests], cwd=source, check=True)
     (wheel,) = (ROOT / "dist").glob("*.whl")
     return wheel
 
