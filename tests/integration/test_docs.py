@@ -99,8 +99,13 @@ NOT_RUN = {
     "status-reference.md": [
         "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
     ],
-    "slurm.md": ["$ sbatch train.sbatch"],
-    "slurm-pools.md": ["$ export POOL=$PWD/pool"],
+    "slurm.md": [
+        "$ git clone ... rpcdataloader && cd rpcdataloader",
+        "$ mkdir ~/first && cd ~/first && cp ~/rpcdataloader/slurm/train.sbatch ~/rpcdataloader/examples/digits.py .",
+        "$ sbatch train.sbatch",
+        "$ RPCDATALOADER_TOKEN_FILE=.pool-4711-0/token python -m rpcdataloader.status @.pool-4711-0",
+        "$ export POOL=$PWD/pool",
+    ],
     "recipes.md": ["class CostTrainer(Trainer):"],
     "troubleshooting.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",
