@@ -243,7 +243,7 @@ def test_page_shows_what_happens(serve, tmp_path):
         tab.open(f"{url}#{TOKEN}")
         tab.wait_for("document.querySelector('#clients').textContent.includes('No training process')")
         with training(server):
-            tab.wait_for("document.querySelector('.client .badge')?.textContent === 'storage'")
+            tab.wait_for("document.querySelector('.client .badge')?.textContent === 'workers'")
             assert f"{socket.gethostname()}:{os.getpid()}" in tab.text(".client h3")
             assert "without the loader" in tab.text(".client p")
             assert tab.run("document.querySelector('meter').value") > 0.5
