@@ -42,9 +42,11 @@ def draw() -> dict[Path, str]:
     lost, waits = _read("losses"), _read("waiting")
     pictures = {
         "overview": overview.draw_overview().render(),
+        "processes": overview.draw_processes().render(),
         "killed": losses.draw_killed(lost["killed"]).render(),
         "terminal": terminal.draw_terminal(_read("terminal")).render(),
         "loaders": results.draw_loaders().render(),
+        "one-machine": results.draw_one_machine().render(),
         "workers": results.draw_workers().render(),
         "cost": results.draw_cost().render(),
         "startup": results.draw_startup().render(),

@@ -190,5 +190,5 @@ def draw_killed(found: dict[str, Any]) -> Picture:
     for number, mark in enumerate(found["marks"]):
         colour, at = (GREEN if number else RED), x.at(mark["seconds"])
         picture.line([(at, y.start), (at, y.end)], more=f'stroke="{colour}" stroke-width="2" stroke-dasharray="5 4"')
-        picture.text(at, y.end - 6, mark["text"], "middle")
+        picture.text(at, y.end - 6, mark["text"], "start" if number else "end")
     return picture

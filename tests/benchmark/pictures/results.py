@@ -9,7 +9,7 @@ from .svg import BLUE, GREEN, GREY, ORANGE, RED, VIOLET, Bars, Picture, Scale, S
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "figures"
 
 _COLOURS = {
-    "ours, TCP": BLUE, "ours, Unix socket": VIOLET, "torch DataLoader": GREY, "original 0.2.1": RED,
+    "ours, TCP": BLUE, "ours, shared memory": GREEN, "torch DataLoader": GREY, "original 0.2.1": RED,
     "bare sockets": ORANGE, "bare, made": GREEN,
     "ours, RPCDataset": BLUE, "ours": VIOLET, "torch, fork": GREY, "torch, spawn": ORANGE,
 }  # fmt: skip
@@ -28,16 +28,24 @@ def number(cell: str) -> float | None:
 
 
 def draw_loaders() -> Picture:
+    text = "For each kind of batch, the batches per second of each loader, relative to torch's DataLoader."
+    return _draw_loaders("loaders", "Batches per second, relative to torch's DataLoader", text, 0.3, 100)
+
+
+def draw_one_machine() -> Picture:
+    text = "Workers on the trainer's machine share memory with it: up to six times the batches of torch's DataLoader."
+    return _draw_loaders("one-machine", "On one machine: batches per second, relative to torch", text, 0.9, 10)
+
+
+def _draw_loaders(table: str, title: str, text: str, low: float, high: float) -> Picture:
     groups: dict[str, list[tuple[str, float, str]]] = {}
-    for row in read_table("loaders"):
+    for row in read_table(table):
         ratio = number(row["x torch"])
         if ratio is not None:
             label = row["loader"].replace("bare sockets, batches made", "bare, made")
             rate = row["batches/s"].partition(" (")[0]
             groups.setdefault(row["workload"], []).append((label, ratio, f"{ratio:.3g} x, {rate}/s"))
-    bars = Bars(groups, _COLOURS, 0.3, 100, 1, "batches/s, torch = 1")
-    text = "For each kind of batch, the batches per second of each loader, relative to torch's DataLoader."
-    return bars.draw("Batches per second, relative to torch's DataLoader", text)
+    return Bars(groups, _COLOURS, low, high, 1, "batches/s, torch = 1").draw(title, text)
 
 
 def draw_startup() -> Picture:

@@ -123,7 +123,7 @@ class Bars:
     unit: str
 
     def draw(self, title: str, text: str) -> Picture:
-        left, width, row, gap = 150, 600, 22, 34
+        left, width, row, gap = 164, 600, 22, 34
         num_rows = sum(map(len, self.groups.values()))
         bottom = 48 + gap * len(self.groups) + row * num_rows
         picture = Picture(title, text, width, bottom + 34)
