@@ -4,7 +4,7 @@
 
     python -m tests.benchmark.pictures                    # draw everything; the same data give the same bytes
     python -m tests.benchmark.pictures --check            # fail if a file differs from what would be drawn
-    python -m tests.benchmark.pictures --record losses    # run it first: waiting, losses, terminal; without a name all
+    python -m tests.benchmark.pictures --record losses    # run it first: waiting, losses, terminal, page, or all
 
 The data are the JSON files and tables in ``docs/figures``, and ``tests/benchmark/recorded.json``.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.benchmark.processes import stop_by_signals
 
-from . import losses, numbers, overview, results, terminal, waiting
+from . import losses, numbers, overview, page, results, terminal, waiting
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "docs" / "figures"
@@ -72,16 +72,19 @@ def main() -> None:
     parser.add_argument(
         "--record",
         nargs="?",
-        choices=RECORDERS,
+        choices=[*RECORDERS, "page"],
         const="",
-        help="run and record this first, or all; about a minute each on a quiet machine; terminal takes root",
+        help="run and record this first, or all; about a minute each on a quiet machine; terminal and page take root, page takes chromium",
     )
     args = parser.parse_args()
     if args.check and args.record is not None:
         parser.error("--record writes what --check would compare")
     if args.record is not None:
         stop_by_signals()
-        for name in [args.record] if args.record else RECORDERS:
+        for name in [args.record] if args.record else [*RECORDERS, "page"]:
+            if name == "page":
+                page.record(FOLDER / "live-page.png")
+                continue
             text = json.dumps(RECORDERS[name](), indent=1, ensure_ascii=False)
             (FOLDER / f"{name}.json").write_text(text + "\n")
     drawn = draw()

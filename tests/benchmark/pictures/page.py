@@ -71,20 +71,23 @@ def _take(path: Path, folder: Path) -> None:
     served = start("rpcdataloader.status", *addresses, "--serve", "0").split()
     loader = RPCDataloader(RPCDataset(addresses, Images), batch_size=16, num_workers=16)
     with open_tab(folder / "profile") as tab:
+        size = {"width": _WIDTH, "height": 1400, "deviceScaleFactor": 1, "mobile": False}
+        tab.send("Emulation.setDeviceMetricsOverride", **size)
         tab.open(served[2])
         end, is_killed = time.monotonic() + _HISTORY_SECONDS, False
         for _batch in loader:
             time.sleep(0.006)  # the training step
-            if (left := end - time.monotonic()) < 0:
-                break
+            left = end - time.monotonic()
             if left < _HISTORY_SECONDS / 4 and not is_killed:
                 tab.run("document.querySelector('.cell').focus()")
                 os.kill(int(re.findall(r"\(pid (\d+)\)", tab.text("#detail"))[0]), signal.SIGKILL)
                 is_killed = True
-        height = tab.run("document.querySelector('main, body').getBoundingClientRect().bottom")
-        size = {"width": _WIDTH, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        tab.send("Emulation.setDeviceMetricsOverride", **size)
-        path.write_bytes(base64.b64decode(tab.send("Page.captureScreenshot")["data"]))
+            if left < 0:
+                bottom = tab.run("scrollY + document.querySelector('main').getBoundingClientRect().bottom")
+                clip = {"x": 0, "y": 0, "width": _WIDTH, "height": bottom + 20, "scale": 1}
+                taken = tab.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+                path.write_bytes(base64.b64decode(taken["data"]))
+                break
 
 
 if __name__ == "__main__":
