@@ -74,7 +74,8 @@ def main() -> None:
         nargs="?",
         choices=[*RECORDERS, "page"],
         const="",
-        help="run and record this first, or all; about a minute each on a quiet machine; terminal and page take root, page takes chromium",
+        help="run and record this first, or all; about a minute each on a quiet machine; terminal and page take root, "
+        "and page chromium",
     )
     args = parser.parse_args()
     if args.check and args.record is not None:
