@@ -126,6 +126,22 @@ class Crew(Generic[N]):
         self.is_changed = True
         return self.members.pop(number, None)
 
+    def use(self, most: int | None) -> None:
+        """Use at most this many workers from now on, in the first places; None for all."""
+        self.roster.most = most
+        self.num_wanted = self.roster.num_used
+        spare = self.roster.spare
+        self._promised = {place: node for place, node in self._promised.items() if place not in spare}
+        self.is_changed = True
+
+    @property
+    def superfluous(self) -> list[Member[N]]:
+        """Workers whose places are not used."""
+        if self.roster.most is None:
+            return []
+        spare = self.roster.spare
+        return [worker for worker in self if worker.place in spare and not worker.is_sent_away]
+
     def reopen(self) -> None:
         """Begin another epoch: every place is needed again."""
         self.roster.reopen()
@@ -258,7 +274,7 @@ class Crew(Generic[N]):
         if options.max_workers:
             share = min(share, max(0, options.max_workers - self.roster.num_places))
         self.roster.add(node, 0 if options.is_iterable else share)
-        self.num_wanted = self.roster.num_places
+        self.num_wanted = self.roster.num_used
         self.say(f"{node} joins with {share} workers", is_warning=False)
 
     def node_missing(self, node: N, error: BaseException) -> None:
@@ -303,7 +319,7 @@ class Crew(Generic[N]):
                 self._joining.add(node)
                 self.roster.pauses[node] = FIRST_PAUSE
                 self._out.append(Seek(node, FIRST_PAUSE))
-        self.num_wanted = self.roster.num_places
+        self.num_wanted = self.roster.num_used
         self.is_changed = True
 
     def remove_nodes(self, nodes: Iterable[N]) -> list[Member[N]]:
@@ -314,7 +330,7 @@ class Crew(Generic[N]):
             self.roster.pauses.pop(node, None)
             if node in self.roster.nodes:
                 self.roster.remove(node)
-        self.num_wanted = self.roster.num_places
+        self.num_wanted = self.roster.num_used
         self.is_changed = True
         return [worker for worker in self if worker.node in gone]
 

@@ -236,6 +236,9 @@ class Engine(Generic[N]):
 
     def act(self, now: float) -> list[Action]:
         """Return the actions that follow from the last events, each once."""
+        if self.crew.is_changed:
+            for superfluous in self.crew.superfluous:
+                self._send_away(superfluous)
         for leaver in self._leaving[:]:
             if not (leaver.has_joined and (not leaver.is_at_work or self.table.in_flight(leaver.number))):
                 self._leaving.remove(leaver)

@@ -13,6 +13,7 @@ Pure: events go in, decisions come out, and the caller holds one lock around eve
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Roster(Generic[N]):
         pauses: Last back-off of each node that is being tried.
         mute: Nodes that have not answered in time.
         expects_more: True if unknown nodes may still be added.
+        most: Limit on the places in use, of which the first ones are preferred; None for no limit.
     """
 
     def __init__(self, homes: Sequence[N], others: Sequence[N] = (), *, needs_all: bool = False) -> None:
@@ -60,6 +62,7 @@ class Roster(Generic[N]):
         self._coming: set[tuple[int, N]] = set()  # of those that are not late
         self._settled: set[int] = set()  # their places
         self.expects_more = False
+        self.most: int | None = None
 
     # Nodes
 
@@ -113,7 +116,7 @@ class Roster(Generic[N]):
 
     def to_try(self) -> list[N]:
         """Nodes to connect to until each is up or hopeless: homes, and others while a place needs them."""
-        homes = [place.home for place in self._places if not place.is_closed]
+        homes = [place.home for place in self._used.values()]
         wanted = [*homes, *self._others(homes)] if self._needs_others else homes
         new = [
             node
@@ -141,8 +144,24 @@ class Roster(Generic[N]):
 
     @property
     def num_places(self) -> int:
-        """Intended number of workers."""
+        """Number of possible workers."""
         return sum(not place.is_closed for place in self._places)
+
+    @property
+    def num_used(self) -> int:
+        """Intended number of workers."""
+        return len(self._used)
+
+    @property
+    def spare(self) -> set[int]:
+        """Places beyond :attr:`most`, which have no worker."""
+        return {number for number, place in enumerate(self._places) if not place.is_closed} - self._used.keys()
+
+    @property
+    def _used(self) -> dict[int, _Place[N]]:
+        """Places that are to have a worker, by number."""
+        possible = ((number, place) for number, place in enumerate(self._places) if not place.is_closed)
+        return dict(itertools.islice(possible, self.most))
 
     # Places
 
@@ -170,17 +189,18 @@ class Roster(Generic[N]):
         opened: list[tuple[int, N]] = []
         is_deserted = self._is_deserted
         load = Counter(place.node for place in self._places)
-        for number, place in enumerate(self._places):
-            node = None if place.is_closed else self._choose(number, load, is_deserted)
+        used = self._used
+        for number, place in used.items():
+            node = self._choose(number, load, is_deserted)
             if node is not None and node != place.node:
                 place.node = node
                 load[node] += 1
                 if (number, node) not in self._asked:
                     opened.append((number, node))
         # A mute home may answer at last, whatever stands in for it.
-        for number, place in enumerate([] if self._needs_all else self._places):
+        for number, place in ({} if self._needs_all else used).items():
             is_unasked = (number, place.home) not in self._asked and (number, place.home) not in opened
-            if not place.is_closed and self._is_mute_home(place) and is_unasked:
+            if self._is_mute_home(place) and is_unasked:
                 place.node = place.home if place.node is None else place.node
                 opened.append((number, place.home))
         return opened
@@ -225,8 +245,8 @@ class Roster(Generic[N]):
 
     def is_home_up(self, number: int) -> bool:
         """Whether a vacant place gets a worker at home."""
-        place = self._places[number]
-        return not place.is_closed and place.home in self._up
+        place = self._used.get(number)
+        return place is not None and place.home in self._up
 
     def reopen(self) -> None:
         """Begin another epoch: every place is needed again."""
@@ -267,8 +287,7 @@ class Roster(Generic[N]):
         """Whether all homes are gone, or mute without a worker, so that others have to help."""
         return not any(
             place.home in self._up and (place.home not in self.mute or (number, place.home) in self._coming)
-            for number, place in enumerate(self._places)
-            if not place.is_closed
+            for number, place in self._used.items()
         )
 
     @property
@@ -278,8 +297,6 @@ class Roster(Generic[N]):
         if is_deserted or not self._needs_all:
             return is_deserted
         return any(
-            not place.is_closed
-            and not self._is_settled(number)
-            and self._choose(number, Counter(), False) == place.node
-            for number, place in enumerate(self._places)
+            not self._is_settled(number) and self._choose(number, Counter(), False) == place.node
+            for number, place in self._used.items()
         )

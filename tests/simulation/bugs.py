@@ -502,6 +502,18 @@ BUGS = [
         "            pass\n",
     ),
     Bug("the consumer sleeps past what is due", "driver", "        if self._due <= now:\n", "        if False:\n"),
+    Bug(
+        "workers that the loop does not want stay",
+        "crew",
+        "[worker for worker in self if worker.place in spare and not worker.is_sent_away]",
+        "[]",
+    ),
+    Bug(
+        "places that the loop does not want get workers",
+        "roster",
+        "dict(itertools.islice(possible, self.most))",
+        "dict(possible)",
+    ),
 ]
 
 

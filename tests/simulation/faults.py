@@ -210,6 +210,14 @@ def _remove_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None
     crew.driver.nodes_changed([], [node.name])
 
 
+def _want(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    """The loop wants fewer workers, or more."""
+    if not crew.lengths:
+        cluster.count("want")
+        most = 1 + int(fault.size * (len(crew.judge.places) + 1))
+        crew.driver.feed(lambda engine, _now: engine.crew.use(most))
+
+
 def _leave(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     cluster.count("leave")
     rank.leave()
@@ -260,6 +268,7 @@ _RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
     "after the loss": _answer_after_loss,
     "add node": _add_node,
     "remove node": _remove_node,
+    "want": _want,
     "leave": _leave,
     "resume": _resume,
 }

@@ -125,6 +125,7 @@ class Judge:
         self.stuck_since: float | None = 0.0
         self.asked_since: float | None = None
         self.num_wanted = len(homes)
+        self.most: int | None = None  # workers that the loop wants
         self.estimate = 0.0
         self.begin_table(turn)
 
@@ -433,7 +434,7 @@ class Judge:
         self.num_offered += num_offered
         share = len([number for number in numbers if number % options.world_size == options.rank])
         if options.max_workers:
-            share = min(share, max(0, options.max_workers - self._count_open()))
+            share = min(share, max(0, options.max_workers - sum(not place.closed for place in self.places)))
         self.known.append(node)
         self.hopeless.discard(node)
         if not self.is_iterable:
@@ -495,8 +496,28 @@ class Judge:
         self._resize()
         self.is_changed = True
 
+    def use(self, most: int | None) -> None:
+        """The loop wants no more workers than these: those of the first places."""
+        self.most = most
+        for number, place in enumerate(self.places):
+            if not place.closed and number not in self._used():
+                place.promised = ""
+        self._resize()
+        self.is_changed = True
+
+    def _used(self) -> list[int]:
+        return [number for number, place in enumerate(self.places) if not place.closed][: self.most]
+
+    def _send_superfluous_away(self) -> None:
+        used = self._used()
+        for member in self.members.values():
+            if not (self.places[member.place].closed or member.place in used or member.sent_away):
+                member.sent_away = True
+                member.draining = member.draining or member.joined
+                self._rank_all()
+
     def _count_open(self) -> int:
-        return sum(not place.closed for place in self.places)
+        return len(self._used())
 
     def _resize(self) -> None:
         self.num_wanted = self._count_open()
@@ -508,6 +529,8 @@ class Judge:
 
     def acted(self, actions: list[Action], now: float) -> None:
         """Look at what the engine wants done, and at what it has forgotten."""
+        if self.is_changed and self.most is not None:
+            self._send_superfluous_away()
         for action in actions:
             _SEEN[type(action)](self, action, now)
         if self.to_cancel:
@@ -629,8 +652,8 @@ class Judge:
             self.fail(f"{action}: the node is not there")
         place = self.places[place_number]
         mute = self._mute()
-        if place.closed:
-            self.fail(f"{action}: the place is closed")
+        if place_number not in self._used():
+            self.fail(f"{action}: the place is closed, or not wanted")
         if node in place.refused:
             self.fail(f"{action}: the node has refused it")
         if self._is_at(place_number, node):
@@ -739,9 +762,8 @@ class Judge:
 
     def _check_places(self) -> None:
         is_deserted, mute = self._is_deserted(), self._mute()
-        for number, place in enumerate(self.places):
-            if place.closed:
-                continue
+        for number in self._used():
+            place = self.places[number]
             member = self.members.get(place.worker)
             is_filled = self._is_filled(number)
             there = self.up - place.refused
@@ -758,7 +780,7 @@ class Judge:
                 self.fail(f"place {number} is empty, and nothing is opened at {sorted(there)}; {sorted(mute)} are mute")
 
     def _check_nodes(self) -> None:
-        wanted = {place.home for place in self.places if not place.closed}
+        wanted = {self.places[number].home for number in self._used()}
         for node in wanted | self.joining:
             if node not in self.up and node not in self.hopeless and node not in self.seeking:
                 self.fail(f"{node} is wanted, and nobody looks for it")
@@ -855,8 +877,7 @@ class Judge:
         mute = self._mute()
         return not any(
             place.home in self.up and (place.home not in mute or self._is_at(number, place.home, late=False))
-            for number, place in enumerate(self.places)
-            if not place.closed
+            for number, place in ((number, self.places[number]) for number in self._used())
         )
 
     def _mute(self) -> set[str]:

@@ -136,6 +136,10 @@ class JudgedCrew(Crew[str]):
         super().__init__(*args)
         self.judge = judge
 
+    def use(self, most: int | None) -> None:
+        self.judge.use(most)
+        super().use(most)
+
     def node_up(self, node: str, incarnation: Hashable, num_offered: int = 0) -> None:
         self.judge.node_up(node, incarnation, num_offered)
         super().node_up(node, incarnation, num_offered)

@@ -69,6 +69,7 @@ KINDS = {
     "raising node": 0.2,
     "add node": 0.3,
     "remove node": 0.4,
+    "want": 0.5,
     "leave": 0.2,
     "resume": 0.2,
     "rescale": 0.05,
