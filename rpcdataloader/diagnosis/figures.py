@@ -57,6 +57,7 @@ class Figures:
     # Batches per second of ``workers``, ``network``, ``receiving``, ``copies`` and ``window``, as far as measured.
     capacities: dict[str, float]
     slow: SlowNode | None
+    task_seconds: dict[int, float]  # mean of each worker, or of its node where it has too few tasks
 
 
 def measure(records: Records) -> Figures | None:
@@ -104,7 +105,7 @@ def measure(records: Records) -> Figures | None:
     if not any(map(_is_remote, setup.workers.values())):
         # Both ends of a Unix socket copy its bytes, on CPUs of this machine.
         capacities["receiving"] = min(rebuilt, capacities.pop("network"))
-    slow, latency = None, 0.0
+    slow, latency, means = None, 0.0, dict[int, float]()
     if times:
         means = _means(tasks, loading, task)
         slow = _find_slow(means, loading, tasks)
@@ -144,7 +145,8 @@ def measure(records: Records) -> Figures | None:
         **_cpus(known, setup.workers),
     }
     capacities = {name: rate for name, rate in capacities.items() if rate < math.inf}
-    return Figures(evidence | {f"{name}_rate": rate for name, rate in capacities.items()}, stages, capacities, slow)
+    evidence |= {f"{name}_rate": rate for name, rate in capacities.items()}
+    return Figures(evidence, stages, capacities, slow, means)
 
 
 def _usual(durations: Sequence[float]) -> list[float]:

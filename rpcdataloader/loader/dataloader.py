@@ -32,6 +32,7 @@ from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools
+from rpcdataloader.loader.wants import Auto, Wants
 from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -63,7 +64,9 @@ class RPCDataloader(LoaderTools[_T_co]):
         dataset: An :class:`~rpcdataloader.RPCDataset`, whose workers are used; or any dataset, which is pickled and
             sent to the nodes of ``workers`` at the beginning of an epoch, if it has changed.
         num_workers: Number of workers: with an ``RPCDataset`` or ``workers``, out of this process's share, 0 for all.
-            Otherwise as in torch: worker processes on this machine, 0 to load in this process.
+            Otherwise as in torch: worker processes on this machine, 0 to load in this process. ``"auto"`` uses as many
+            of the share (without ``workers``, of one per CPU) as the loop needs, and gives the others back. An
+            iterable-style dataset needs a number.
         multiprocessing_context: Checked as by torch, without effect: node servers fork their workers.
         prefetch_factor: Batches in flight per worker; 2 if left out.
         workers: Places of the workers, as for :class:`~rpcdataloader.RPCDataset`; by default those in the environment
@@ -99,7 +102,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             read now. An ``RPCDataset`` has its own.
         forward_output: Print the output of workers on this process's standard error, each line with its origin.
         min_workers: Number of workers that a pass waits for, at most for the connect timeout: until the node servers
-            have this many for this process. 0 to begin with the present ones.
+            have this many for this process. 0 to begin with the present ones. ``num_workers="auto"`` never uses fewer.
         transform: Function of a sample, called in all workers, while ``source_workers`` iterate over the iterable-style
             dataset, which yields raw samples. :doc:`datasets` explains it.
         source_workers: Number of workers that iterate over a dataset with a ``transform``.
@@ -128,7 +131,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -159,6 +162,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         source_workers: int = 1,
         snapshot_every_n_steps: int = 1,
     ) -> None:
+        if num_workers == "auto":
+            num_workers = Auto()
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if isinstance(dataset, type):
             raise TypeError(f"dataset is a class: give an object, or RPCDataset(workers, {dataset.__qualname__}, ...)")
@@ -170,6 +175,11 @@ class RPCDataloader(LoaderTools[_T_co]):
             if arguments[name] is not None and isinstance(dataset, RPCDataset):
                 raise ValueError(f"{name} is too late for an RPCDataset, which is built: give it to the RPCDataset")
         check_min_workers(min_workers, num_workers, where)
+        if isinstance(num_workers, Auto) and transform is None and isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "num_workers='auto' cannot be used with an iterable-style dataset: the number of workers decides which "
+                "shards each of them reads, and so the batches; give a number"
+            )
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
@@ -187,6 +197,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         self._saved: Mapping[str, Any] | None = None  # for the next iterator
         self._kept_source: Source | None = None  # of a loader with a transform
         self._shipped: RemoteDataset | None = None
+        self._wants: Wants | None = None
         self._memory: PageablePool | None = None  # for batches, kept from pass to pass
         # Public attributes have the names of arguments: frameworks recreate the loader from them.
         for name in arguments.keys() - torchs.keys():
@@ -294,7 +305,18 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        here = "_pass", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_timed", "_trace"
+        here = (
+            "_pass",
+            "_wants",
+            "_kept_source",
+            "_shipped",
+            "_memory",
+            "_progress",
+            "_last",
+            "_recorder",
+            "_timed",
+            "_trace",
+        )
         return {**self.__dict__, **dict.fromkeys(here)}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:
@@ -337,9 +359,11 @@ class RPCDataloader(LoaderTools[_T_co]):
                 f"num_workers is {self.num_workers}, but this process's share of the workers of {self._where} is "
                 f"{len(placement.homes)}: start them with more --num-workers"
             )
-        prepare(dataset, placement.homes, wait=False)
+        if self._wants is None:
+            self._wants = Wants(self.num_workers, self.min_workers)
+        prepare(dataset, placement.homes[: self._wants.most], wait=False)
         self._memory = get_client().allocator
-        iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
+        iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length, self._wants)
         recorder.start.in_iter = time.monotonic() - recorder.start.begun
         self._last, self._recorder = weakref.ref(iterator), recorder
         return iterator
@@ -371,6 +395,8 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
         return dataset._where
     where = find_workers(workers)
     if where is None:
+        if isinstance(num_workers, Auto):
+            return Local()
         return Local(num_workers) if num_workers > 0 else None
     if isinstance(where, Local) and where.num_workers and num_workers and where.num_workers != num_workers:
         raise ValueError(f"workers={workers!r} and num_workers={num_workers} contradict each other: give one")

@@ -35,6 +35,7 @@ from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.seat import Seat
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.loader.wants import Wants
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
@@ -72,6 +73,7 @@ class Driver:
         has_changed: True if the workers are others than those in the records.
         whole: Context in which the consumer changes the engine, and carries out its decisions.
         is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
+        wants: Decides how many workers the loop wants; None for a pass that is no loader's.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Driver:
         self._drawn: deque[Task] = deque()  # at most one: from the sampler, not yet in the engine
         self.has_changed = True
         self.is_told = False
+        self.wants: Wants | None = None
 
     @property
     def progress(self) -> Progress:
@@ -160,6 +163,8 @@ class Driver:
             self._drawn.clear()
             now = self.now()
             self.recorder.begin(now)
+            if self.wants is not None:
+                self.wants.begin(now)
             self.is_told = False
             self.streams = list(self.progress.streams)
             self.engine.begin_epoch(now, self.progress.turn)
@@ -312,6 +317,19 @@ class Driver:
             self.condition.notify_all()  # an interrupted wait leaves a waiter that is gone
         elif self.later_since == math.inf:
             self.later_since = self.now()
+
+    def decide(self) -> None:
+        """Decide, from time to time, how many workers the loop wants, and use no others."""
+        wants = self.wants
+        if wants is None or not wants.decide(self.now(), self.recorder, self._places):
+            return
+        if wants.most != self.engine.crew.roster.most:
+            with self.whole:
+                self.feed(lambda engine, _now: engine.crew.use(wants.most))
+
+    def _places(self) -> dict[int, int]:
+        with self.condition:
+            return {number: self.engine.crew.members[number].place for number in self.engine.workers}
 
     # Actions
 

@@ -33,6 +33,7 @@ from rpcdataloader.loader.placement import Placement, plan_options
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task, describe
+from rpcdataloader.loader.wants import Wants
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
@@ -137,6 +138,7 @@ class RemoteIterator(PassIterator):
 
     Args:
         placement: Nodes of the workers; for an iterable-style dataset, of the streams.
+        wants: The number of workers that the loader wants.
 
     Attributes:
         driver: State of the pass, to which its workers refer.
@@ -150,6 +152,7 @@ class RemoteIterator(PassIterator):
         recorder: Recorder,
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
+        wants: Wants | None = None,
     ) -> None:
         super().__init__(settings, dataset.name, reported_length)
         self._delivery: Entry | None = None  # out of the engine, not yet returned: an exception came in between
@@ -167,6 +170,10 @@ class RemoteIterator(PassIterator):
             )
             executor = Executor(settings, dataset, placement)
             self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
+            if wants is not None:
+                driver.wants = wants
+                wants.begin(executor.now())
+                engine.crew.use(wants.most)
             weakref.finalize(self, get_client().janitor.leave, driver.close).atexit = False
             try:
                 driver.start(
@@ -267,6 +274,7 @@ class RemoteIterator(PassIterator):
         if driver.has_changed:
             driver.note_setup()
         recorder.delivered(decided, waited, blocked, ready=ready, sending=sending, worker=answer.worker, probe=probe)
+        driver.decide()
 
     def _wait(self, deadline: float | None) -> float:
         """Wait, with the condition, until the next batch or another action is due.

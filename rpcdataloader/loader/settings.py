@@ -149,7 +149,8 @@ def check_numbers(**values: Any) -> None:
     for name, value in values.items():
         is_count = name.endswith("workers")
         if not isinstance(value, numbers.Integral if is_count else numbers.Real):
-            raise TypeError(f"{name} must be a {'whole ' * is_count}number, but is {value!r}")
+            or_auto = " or 'auto'" * (name == "num_workers")
+            raise TypeError(f"{name} must be a {'whole ' * is_count}number{or_auto}, but is {value!r}")
 
 
 def make_partition(partition: Any) -> Partition | None:

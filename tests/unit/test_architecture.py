@@ -50,6 +50,7 @@ PURE = {
     "rpcdataloader.plan.roster",
     "rpcdataloader.plan.actions",
     "rpcdataloader.plan.crew",
+    "rpcdataloader.plan.demand",
     "rpcdataloader.plan.engine",
     "rpcdataloader.plan.table",
     "rpcdataloader.plan.workers",

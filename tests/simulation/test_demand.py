@@ -1,0 +1,206 @@
+"""The number of workers that a loop wants follows its need, in simulated pipelines whose loop changes."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+
+from rpcdataloader.diagnosis.records import Setup
+from rpcdataloader.loader.wants import Auto, Wants
+from tests.simulation.pipeline import Pipeline, Scenario, Worker
+
+TASK = 0.2  # seconds of a worker for a batch
+STARTUP = 2.0  # seconds until a worker that is asked for takes tasks
+LENGTH = 600.0  # seconds until the loop changes
+NUM_OFFERED = 16
+
+SCENARIO = Scenario(nodes=(16,), cpu=TASK, spread=0.3, num_batches=10**9)
+SCENARIOS = {
+    "times that vary by 30 %": SCENARIO,
+    "times that vary by 10 %": replace(SCENARIO, spread=0.1),
+    "samples that sleep": replace(SCENARIO, cpu=0.001, stall=TASK),
+    "slow node first": replace(SCENARIO, nodes=(8, 8), slowness=2.0),
+    "fast node first": replace(SCENARIO, nodes=(8, 8), slowness=0.5),
+    "a second for each batch": replace(SCENARIO, cpu=1.0),
+}
+
+# Workers that the loop needs if they never wait, before and after it changes.
+NEEDS = ((12, 3), (3, 12), (8, 2), (2, 8))
+
+
+class Elastic(Pipeline):
+    """A pipeline that has as many of its workers as its loop wants."""
+
+    def __init__(self, scenario: Scenario, consumers: Sequence[float], seed: int = 0) -> None:
+        self.wants = Wants(Auto(), 1)
+        self.decisions: list[tuple[float, int]] = []
+        self.held: list[tuple[float, int]] = []  # times, and numbers of workers from then on
+        self.waits: list[tuple[float, float]] = []  # times, and seconds until then
+        self.present: dict[int, Worker] = {}
+        self.leaving: set[int] = set()
+        self.coming: set[int] = set()
+        super().__init__(scenario, seed)
+        self._consumers = consumers
+
+    def run(self) -> Elastic:
+        for number, consumer in enumerate(self._consumers):
+            self.after(number * LENGTH, self._change, consumer)
+        while self.now < len(self._consumers) * LENGTH:
+            self.now, _tie, call, args = heapq.heappop(self._events)
+            call(*args)
+        return self
+
+    def _change(self, consumer: float) -> None:
+        self.scenario = replace(self.scenario, consumer=consumer)
+
+    def setup(self) -> Setup:
+        nodes = {number: worker.node for number, worker in self.present.items() if number not in self.leaving}
+        return replace(super().setup(), workers=nodes, window=len(nodes) * self.scenario.prefetch_factor)
+
+    def _join(self) -> None:
+        super()._join()
+        self.present = dict(enumerate(self.workers))
+        self.held.append((self.now, len(self.present)))
+
+    def _return(self) -> None:
+        assert self._taken is not None
+        blocked = self._taken[1]
+        super()._return()
+        self.waits.append((self.now, blocked))
+        self.recorder.setup = self.setup()
+        if self.wants.decide(self.now, self.recorder, self._places):
+            assert self.wants.most is not None
+            self.use(self.wants.most)
+
+    def _places(self) -> dict[int, int]:
+        return {number: number for number in self.recorder.setup.workers}
+
+    def use(self, number: int) -> None:
+        self.decisions.append((self.now, min(number, len(self.workers))))
+        for worker in self.workers:
+            is_present, other = worker.number in self.present, worker.number
+            if other >= number and is_present and other not in self.leaving:
+                self.leaving.add(other)
+                self._table.worker_draining(other)
+                self._leave(worker)
+            elif other < number and not is_present and other not in self.coming:
+                self.coming.add(other)
+                self.after(STARTUP, self._come, worker)
+        self._table.resize(self.decisions[-1][1])
+
+    def _come(self, worker: Worker) -> None:
+        worker.idle_since = self.now
+        self.coming.discard(worker.number)
+        self.present[worker.number] = worker
+        self._table.worker_joined(worker.number, self.now, worker.node, worker.number)
+        self.held.append((self.now, len(self.present)))
+        self._pump()
+
+    def _leave(self, worker: Worker) -> None:
+        if not self._table.in_flight(worker.number):
+            self._table.worker_left(worker.number)
+            self.leaving.discard(worker.number)
+            del self.present[worker.number]
+            self.held.append((self.now, len(self.present)))
+
+    def _answer(self, table: Any, worker: Worker, *args: Any) -> None:
+        super()._answer(table, worker, *args)
+        if worker.number in self.leaving:
+            self._leave(worker)
+
+
+class Seen(NamedTuple):
+    """What happened while the loop was the same, from the third decision on."""
+
+    optimum: int
+    numbers: list[int]  # decisions
+    wait_share: float
+    held: float  # workers, on average
+    num_reversals: int
+
+    @property
+    def share_near(self) -> float:
+        """Share of the decisions that are within one worker of the optimum."""
+        return sum(abs(number - self.optimum) <= 1 for number in self.numbers) / len(self.numbers)
+
+
+@functools.cache
+def find_optimum(scenario: Scenario) -> int:
+    """The least number of workers for which the loop waits less than 5 % of its time."""
+    for number in range(1, NUM_OFFERED):
+        first = min(number, scenario.nodes[0])
+        fewer = replace(scenario, nodes=(first, number - first)[: len(scenario.nodes)], num_batches=3000)
+        pipeline = Pipeline(fewer, 100).run()
+        if pipeline.recorder.records().totals.blocked < 0.05 * pipeline.now:
+            return number
+    return NUM_OFFERED
+
+
+def run(scenario: Scenario, needs: Sequence[int], seed: int) -> list[Seen]:
+    task = scenario.cpu + scenario.stall
+    consumers = [task / need for need in needs]
+    elastic = Elastic(scenario, consumers, seed).run()
+    found = []
+    for number, consumer in enumerate(consumers):
+        end = (number + 1) * LENGTH
+        decisions = [(at, wanted) for at, wanted in elastic.decisions if end - LENGTH < at <= end][2:]
+        numbers, begin = [wanted for _at, wanted in decisions], decisions[0][0]
+        changes = [after - before for before, after in pairwise(numbers) if after != before]
+        held = [(max(begin, at), count) for at, count in elastic.held if at < end]
+        found.append(
+            Seen(
+                find_optimum(replace(scenario, consumer=consumer)),
+                numbers,
+                sum(seconds for at, seconds in elastic.waits if begin < at <= end) / (end - begin),
+                sum(count * (until - at) for (at, count), (until, _) in pairwise([*held, (end, 0)])) / (end - begin),
+                sum((before > 0) != (after > 0) for before, after in pairwise(changes)),
+            )
+        )
+    return found
+
+
+def check(found: Seen) -> None:
+    assert abs(found.numbers[0] - found.optimum) <= 1 or found.numbers[0] == NUM_OFFERED, found
+    assert found.num_reversals <= 1, found
+    if found.optimum < NUM_OFFERED:
+        assert found.wait_share <= 0.05, found
+
+
+@pytest.mark.parametrize("needs", [(12, 3), (2, 8)])
+@pytest.mark.parametrize("name", ["times that vary by 30 %", "slow node first"])
+def test_wanted_workers_follow_a_loop_whose_steps_change_fourfold(name, needs):
+    for found in run(SCENARIOS[name], needs, 0):
+        check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_wanted_workers_follow_every_loop(name):
+    everything = [found for needs in NEEDS for seed in range(5) for found in run(SCENARIOS[name], needs, seed)]
+    reversals = Counter(found.num_reversals for found in everything)
+    near = sum(found.share_near for found in everything) / len(everything)
+    at_third = sum(abs(found.numbers[0] - found.optimum) <= 1 for found in everything) / len(everything)
+    idle = sum(max(0.0, found.held - found.optimum) for found in everything) / sum(found.held for found in everything)
+    wait = max(found.wait_share for found in everything if found.optimum < NUM_OFFERED)
+    numbers = f"{at_third:.0%} within one worker after three decisions, {near:.0%} later; idle {idle:.1%}; "
+    sys.stdout.write(f"{name}: {numbers}waits at most {wait:.1%}; reversals in ten minutes: {dict(reversals)}\n")
+    assert at_third >= 0.95
+    assert near >= 0.9
+    assert idle <= 0.1
+    assert wait <= 0.05
+    assert sum(count for number, count in reversals.items() if number > 1) <= 0.05 * len(everything)
+
+
+def test_a_loop_whose_workers_suffice_wants_no_others():
+    """Noise alone changes nothing for half an hour."""
+    (found,) = run(replace(SCENARIO, spread=0.05), [5], 0)
+    assert set(found.numbers) == {6}
