@@ -507,7 +507,7 @@ def test_table_of_environment_variables_is_that_of_the_package():
 
 
 def test_table_of_message_types_is_that_of_the_package():
-    rows = rows_of("protocol-messages.md", "Types")
+    rows = rows_of("protocol.md", "Types")
     assert {row[0]: int(row[1]) for row in rows} == {member.name: member.value for member in MessageType}
 
 
@@ -518,7 +518,7 @@ def test_table_of_limits_is_that_of_the_package():
         value, _, unit = text.replace(",", "").partition(" ")
         return int(value) * units.get(unit, 1)
 
-    limits = [row for row in rows_of("protocol-messages.md", "Message") if "limit" not in row[0] and len(row) == 3]
+    limits = [row for row in rows_of("protocol.md", "Message") if "limit" not in row[0] and len(row) == 3]
     names = ["payload_size_bytes", "num_blocks", "block_size_bytes", "message_size_bytes"]
     shown = [[number(cell) for cell in row[1:]] for row in limits if not set("".join(row)) <= set("-: ")]
     assert shown == [[getattr(HANDSHAKE_LIMITS, name), getattr(DEFAULT_LIMITS, name)] for name in names]
