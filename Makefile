@@ -31,7 +31,7 @@ help:
 	@echo "make clean  remove all of the above, and .venv"
 
 demo: .venv-demo/ready
-	.venv-demo/bin/python examples/digits.py --epochs 12
+	.venv-demo/bin/python examples/digits.py --epochs 8
 
 # In three parts at once: each waits for processes half of the time. One of them imports large libraries, once for all.
 test: .venv/ready
