@@ -356,10 +356,17 @@ class RemoteIterator(PassIterator):
         diagnosis, now = self.driver.diagnosis(), time.monotonic()
         with self.driver.condition:
             wait = self.driver.engine.long_wait(now)
+            present = self.driver.engine.num_workers
+        more = 0 if diagnosis.more_workers is None else diagnosis.more_workers[1]
+        wanted = present if self.driver.wants is None else self.driver.wants.wanted(present, more)
         news = float(self.progress.num_yielded), diagnosis.wait_share
         if news != self._news[0]:
             self._news = news, now
-        return to_status(diagnosis, self._name, self._rank, wait) if now - self._news[1] < _PAUSE else None
+        if now - self._news[1] >= _PAUSE:
+            return None
+        # A stream's workers cannot be fewer.
+        wanted = max(wanted, present) if self._settings.iterable else wanted
+        return to_status(diagnosis, self._name, self._rank, wait, wanted)
 
     def reset(self, reported_length: int | None) -> bool:
         if not self.driver.is_usable():
@@ -445,7 +452,7 @@ class InlineIterator(PassIterator):
 _LIMIT = MAX_NUMBER / 2
 
 
-def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None, wait: str = "") -> LoopStatus:
+def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None, wait: str, wanted: int) -> LoopStatus:
     """Turn a diagnosis into a report; ``dataset`` is the name of a class, ``wait`` says what a long wait is for."""
     evidence = {name: value for name, value in diagnosis.evidence.items() if isinstance(value, float)}
     more = diagnosis.more_workers
@@ -458,6 +465,7 @@ def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None, wait: str = 
         demand_per_second=_round(diagnosis.demand) if diagnosis.demand < _LIMIT else None,
         delivered_per_second=_round(evidence.get("delivered_rate", 0.0)),
         more_workers=None if more is None else min(more[1], MAX_WORKERS),
+        wanted_workers=min(wanted, MAX_WORKERS),
         evidence=_values(evidence),
         stages=_values({name: stage.mean for name, stage in diagnosis.stages.items()}),
     )

@@ -41,9 +41,9 @@ class Wants:
         """Number of workers to use at most; None for all."""
         return self._demand.wanted if self._is_auto else None
 
-    def wanted(self, present: int) -> int:
-        """Number of workers that are wanted, of which ``present`` are at work."""
-        wanted = present if self._demand.wanted is None else self._demand.wanted
+    def wanted(self, present: int, more: int) -> int:
+        """Number of workers that are wanted; before a decision, the present ones, and more as the diagnosis advises."""
+        wanted = present + more if self._demand.wanted is None else self._demand.wanted
         return min(wanted, self._chosen or wanted)
 
     def begin(self, now: float) -> None:

@@ -145,7 +145,7 @@ METRICS = {
     "rpcdataloader_client_wait_ratio": ("Share of its time that a loop waits, from 0 to 1.", ""),
     "rpcdataloader_client_bound": ("1 for what a loop waits for.", ""),
     "rpcdataloader_client_demand_batches_per_second": ("Batches that a loop would take if it never waited.", ""),
-    "rpcdataloader_wanted_workers": ("Workers that clients have, and more that they want.", ""),
+    "rpcdataloader_workers_wanted": ("Workers that all loops together want.", ""),
     "rpcdataloader_exporter_failures_total": ("Failed attempts of the exporter to query the node servers.", ""),
 }
 
@@ -201,17 +201,18 @@ def _of_clients(document: Tree) -> Iterator[_Sample]:
     for client in document["clients"]:
         rank = "" if client["rank"] is None else str(client["rank"])
         groups.setdefault((client["host"], rank), []).append(client)
-    wanted = 0
+    # A client that has reported no loop, as between two passes, wants what it has.
+    wanted = sum(
+        sum(loop["wanted_workers"] for loop in client["loops"]) if client["loops"] else client["num_workers"]
+        for client in document["clients"]
+    )
     for (host, rank), clients in groups.items():
         labels = {"client": host, "rank": rank}
-        present = sum(client["num_workers"] for client in clients)
+        yield "client_workers", labels, sum(client["num_workers"] for client in clients)
         # For each client, its loop that waits most; for all clients with the same labels, the one that waits most.
-        more = sum(loop["more_workers"] or 0 for client in clients for loop in client["loops"][:1])
-        wanted += present + more
-        yield "client_workers", labels, present
         for loop in clients[0]["loops"][:1]:
             yield "client_wait_ratio", labels, loop["wait_share"]
             yield "client_bound", {**labels, "bound": loop["bound"]}, 1
             if loop["demand_per_second"] is not None:
                 yield "client_demand_batches_per_second", labels, loop["demand_per_second"]
-    yield "wanted_workers", {}, wanted
+    yield "workers_wanted", {}, wanted

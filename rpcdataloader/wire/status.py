@@ -49,15 +49,17 @@ class LoopStatus(Json):
     demand_per_second: float | None  # batches that it would consume; None for a loop that only loads
     delivered_per_second: float  # batches that it gets
     more_workers: int | None  # number that would end the waiting; None if none would
+    wanted_workers: int  # number that it wants, more or fewer than the present one
     evidence: list[Value]
     stages: list[Value]  # mean seconds per batch
 
     def __post_init__(self) -> None:
-        for name in "rank", "wait_share", "demand_per_second", "delivered_per_second", "more_workers":
+        workers = "more_workers", "wanted_workers"
+        for name in "rank", "wait_share", "demand_per_second", "delivered_per_second", *workers:
             if (value := getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is negative")
             Value(name, value)
-        if (self.more_workers or 0) > MAX_WORKERS or len(self.stages) > _MAX_STAGES:
+        if any((getattr(self, name) or 0) > MAX_WORKERS for name in workers) or len(self.stages) > _MAX_STAGES:
             raise ValueError("there are too many workers or stages")
         Value(self.bound, 0)
 

@@ -143,6 +143,24 @@ def test_a_fixed_number_of_workers_stays(workers, decide):
     decide.append(1)
     take_until(iterator, lambda: not decide)
     wait_for_crew(iterator, 3)
+    # What it would use is told, for those who count nodes.
+    assert iterator.report().wanted_workers == 1
+
+
+@pytest.mark.parametrize("number", ["auto", 0, 3])
+def test_wanted_workers_are_reported_up_to_the_fixed_number(workers, decide, number):
+    iterator = iter(loader_of(Numbers(SIZE), workers, num_workers=number))
+    decide.append(9)
+    take_until(iterator, lambda: not decide)
+    assert iterator.report().wanted_workers == (number if number == 3 else 9)
+
+
+def test_streams_want_the_workers_that_they_have(workers, decide):
+    iterator = iter(loader_of(Whole(SIZE), workers, num_workers=2, shuffle=None))
+    wait_for_crew(iterator, 2)
+    decide.append(1)
+    take_until(iterator, lambda: not decide)
+    assert iterator.report().wanted_workers == 2
 
 
 def test_each_rank_decides_for_itself(workers, decide):

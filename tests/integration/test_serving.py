@@ -132,7 +132,7 @@ def test_metrics_of_a_real_pool(serve):
         found = metrics_of(url)
         assert found[f"rpcdataloader_client_wait_ratio{{{labels}}}"] > 0.5
         assert found[f"rpcdataloader_client_workers{{{labels}}}"] == 2
-        assert found["rpcdataloader_wanted_workers"] > 2
+        assert found["rpcdataloader_workers_wanted"] > 2
         series = f'rpcdataloader_batches_total{{node="{server.address}"}}'
         before = found[series]
         wait_until(lambda: metrics_of(url)[series] > before)
@@ -201,7 +201,7 @@ def test_prometheus_scrapes_a_real_pool(serve, tmp_path):
         assert bound["metric"]["client"] == socket.gethostname()
         assert bound["metric"]["bound"] == "workers"
         wait_until(lambda: query("rate(rpcdataloader_batches_total[10s]) > 0"), 60, interval=0.2)
-        assert query("rpcdataloader_wanted_workers > 2")
+        assert query("rpcdataloader_workers_wanted > 2")
         # The alert begins to wait for its ten minutes.
         wait_until(lambda: query('ALERTS{alertname="GPUsWait",alertstate="pending"}'), 60, interval=0.2)
         assert not query('ALERTS{alertname!="GPUsWait"}')

@@ -53,16 +53,22 @@ def test_clients():
     assert found[f'client_bound{{{labels},bound="workers"}}'] == 1
     assert found[f"client_demand_batches_per_second{{{labels}}}"] == 120
     assert found[f"client_workers{{{labels}}}"] == 1
-    assert found["wanted_workers"] == 1 + 6 + 1
+    assert found["workers_wanted"] == 20 + 1
     assert found["exporter_failures_total"] == 3
     assert 'client_wait_ratio{client="gpu02",rank=""}' not in found
 
 
 def test_demand_without_limit_and_workers_that_would_not_help_are_left_out():
-    loop = dataclasses.replace(LOOP, demand_per_second=None, more_workers=None)
+    loop = dataclasses.replace(LOOP, demand_per_second=None, more_workers=None, wanted_workers=0)
     found = metrics_of(look(dataclasses.replace(WAITING, loops=[loop])))
     assert not [name for name in found if name.startswith("client_demand")]
-    assert found["wanted_workers"] == 1
+    assert found["workers_wanted"] == 0
+
+
+def test_wanted_workers_are_those_of_all_loops_of_all_clients():
+    loops = [dataclasses.replace(LOOP, wanted_workers=number) for number in (2, 3)]
+    again = dataclasses.replace(WAITING, pid=9999, loops=loops)
+    assert metrics_of(look(WAITING, again, IDLE))["workers_wanted"] == 20 + 2 + 3 + 1
 
 
 def test_process_ids_are_no_labels():
@@ -75,12 +81,12 @@ def test_process_ids_are_no_labels():
 
 
 def test_what_a_client_makes_up_is_one_series_and_one_line():
-    evil = 'a"} 1\nrpcdataloader_wanted_workers 99 \\'
+    evil = 'a"} 1\nrpcdataloader_workers_wanted 99 \\'
     client = dataclasses.replace(WAITING, host=evil)
     twin = dataclasses.replace(client, host=evil.replace("\n", "\t"))
     found = metrics_of(look(client, twin))
-    assert found["wanted_workers"] == 14
-    name = r"a\"} 1?rpcdataloader_wanted_workers 99 \\"
+    assert found["workers_wanted"] == 40
+    name = r"a\"} 1?rpcdataloader_workers_wanted 99 \\"
     assert found[f'client_bound{{client="{name}",rank="3",bound="workers"}}'] == 1
 
 

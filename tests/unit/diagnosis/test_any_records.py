@@ -78,5 +78,5 @@ def test_diagnosis_of_any_records_is_one_that_can_be_read_and_reported(setup, fi
     assert all(0.0 <= each < math.inf for stage in diagnosis.stages.values() for each in (stage.mean, stage.p95))
     if diagnosis.more_workers is not None:
         assert all(1 <= few <= many for few, many in pairwise(diagnosis.more_workers))
-    status = to_status(diagnosis, "Images", 3)
+    status = to_status(diagnosis, "Images", 3, "", 5)
     assert Report.decode(Report.of([status])).loops == [status]

@@ -45,6 +45,7 @@ LOOP = LoopStatus(
     demand_per_second=120.0,
     delivered_per_second=83.0,
     more_workers=6,
+    wanted_workers=20,
     evidence=[Value("demand_rate", 120.0), Value("batch_bytes", 1.5e6)],
     stages=[Value("fetch", 0.02), Value("receive", 4e-5)],
 )
@@ -158,6 +159,8 @@ def test_report_has_the_loops_that_wait_most_and_is_small():
         {"demand_per_second": float("inf")},
         {"delivered_per_second": 10**400},
         {"more_workers": 10**30},
+        {"wanted_workers": 10**6},
+        {"wanted_workers": -1},
         {"rank": -(10**30)},
         {"rank": "0"},
         {"bound": 'a"b'},
