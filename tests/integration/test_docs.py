@@ -71,7 +71,6 @@ NOT_RUN = {
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > status-token)',
     ],
     "waiting.md": [
-        "$ python -m tests.benchmark.link",
         "from tqdm import tqdm",
         "from lightning.pytorch import Callback",
     ],

@@ -101,6 +101,21 @@ def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are
     assert output_of(inline[1]) == ""
 
 
+@pytest.mark.timeout(300)
+def test_notebook_runs(library_zygote):
+    cells = json.loads((EXAMPLES / "first_training.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    sizes, *epochs, diagnosis, killed, continued = output_of(
+        library_zygote.start(source, ends_quickly=True)
+    ).splitlines()
+    assert sizes == "1437 360"
+    assert [re.fullmatch(r"epoch (\d)  accuracy 0\.\d{4}", line)[1] for line in epochs] == ["1", "2", "3"]
+    assert re.fullmatch(r"step .* waiting \(\d+ %\).*", diagnosis)
+    # The other worker may have loaded all batches before the new one was ready.
+    assert re.fullmatch(r"50 batches from [23] processes", killed)
+    assert continued == "10 batches before, 35 after, 45 in an epoch"
+
+
 @pytest.mark.slow  # the tests on Slurm do the same
 def test_digits_that_are_told_to_stop_go_on_with_the_next_batch(zygote, shared_server, tmp_path):
     workers = ("--workers", shared_server.address)
