@@ -81,7 +81,7 @@ NOT_RUN = {
         "from ray.train import ScalingConfig",
         "def train(workers, rank, world_size):",
     ],
-    "testing.md": ["$ python -m tests.benchmark --record"],
+    "design.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "security.md": [
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",

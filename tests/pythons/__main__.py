@@ -2,7 +2,7 @@
 
 The Python of this environment runs them with the torch of this environment. The others run what needs no torch: most
 decisions, formats and files of the package. ``--torch`` installs it for them as well, which are gigabytes where the
-package index has no build for the CPU. The rows that are printed belong into the table in docs/testing.md.
+package index has no build for the CPU. The rows that are printed belong into the table in docs/design.md.
 """
 
 from __future__ import annotations

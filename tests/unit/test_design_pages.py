@@ -1,4 +1,4 @@
-"""The files, events and actions that the design pages and CONTRIBUTING.md name are those of the package."""
+"""The files, events and actions that the design page and CONTRIBUTING.md name are those of the package."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def column_of(page: str, title: str) -> list[str]:
 def test_actions_of_page_are_those_of_the_engine():
     classes = [kind.__name__ for kind in actions.Action.__args__ if isinstance(kind, type)]
     origins = [kind.__origin__.__name__ for kind in actions.Action.__args__ if not isinstance(kind, type)]
-    assert sorted(column_of("design-scheduling.md", "action")) == sorted(classes + origins)
+    assert sorted(column_of("design.md", "action")) == sorted(classes + origins)
 
 
 def test_events_of_page_are_those_that_the_engine_is_fed():
     parts = {"table": Table, "crew": Crew}
     named = set()
-    for name in column_of("design-scheduling.md", "event"):
+    for name in column_of("design.md", "event"):
         part, _, event = name.rpartition(".")
         assert hasattr(parts.get(part, Engine), event), name
         named.add(event)
