@@ -24,8 +24,8 @@ def ray_pool(
     Call ``ray.init()`` first. Ray chooses the machines, and starts nothing else on the CPUs until the block ends.
 
     Args:
-        num_nodes: Number of node servers; or the least, for which the block waits, and the most, such as ``(2, 8)``.
-            Below the most, Ray's autoscaler sees the demand.
+        num_nodes: Number of node servers; or the least, for which the block waits, and the most, such as ``(1, 8)``.
+            Between them, it follows what the training loops want; Ray's autoscaler sees the demand.
         cpus_per_node: CPUs that each takes from Ray, and workers that it offers.
         launch: More options of ``python -m rpcdataloader.launch``.
         timeout: Seconds to wait for the least number of node servers.
@@ -89,6 +89,9 @@ class _Ray:
     def reader(self) -> Callable[[], Sequence[str]]:
         return functools.partial(_read_board, self._board)
 
+    def withdraw(self) -> None:
+        pass  # actors wait for their machines themselves
+
     def close(self) -> None:
         self._ray.kill(self._board)
 
@@ -133,8 +136,9 @@ def dask_pool(
 
     Args:
         client: A synchronous ``distributed.Client``.
-        num_nodes: Number of node servers; or the least, for which the block waits, and the most, such as ``(2, 8)``.
-            Below the most, tasks wait at the scheduler, for which ``adapt`` adds Dask workers.
+        num_nodes: Number of node servers; or the least, for which the block waits, and the most, such as ``(1, 8)``.
+            Between them, it follows what the training loops want. Tasks wait at the scheduler, for which ``adapt``
+            adds Dask workers.
         cpus_per_node: Threads that each takes from its Dask worker, and workers that it offers.
         launch: More options of ``python -m rpcdataloader.launch``.
         timeout: Seconds to wait for the least number of node servers.
@@ -209,7 +213,7 @@ class _Dask:
         if not free:
             self._wishes = self._wishes or self.occupy("", order.num_workers, resources={"rpcdataloader": 1})
             return None
-        self._forget_wishes()
+        self.withdraw()
         tasks = self.client.processing()
         return _DaskNode(self, order, min(free, key=lambda name: len(tasks.get(name, ()))))
 
@@ -224,13 +228,14 @@ class _Dask:
     def reader(self) -> Callable[[], Sequence[str]]:
         return functools.partial(_read_variable, self._name)
 
-    def close(self) -> None:
-        self._forget_wishes()
-        self._board.delete()
+    def withdraw(self) -> None:
+        if self._wishes:
+            self.client.cancel(self._wishes, force=True)
+            self._wishes = []
 
-    def _forget_wishes(self) -> None:
-        self.client.cancel(self._wishes, force=True)
-        self._wishes = []
+    def close(self) -> None:
+        self.withdraw()
+        self._board.delete()
 
 
 class _DaskNode:

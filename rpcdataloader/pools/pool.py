@@ -23,6 +23,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.pools.wants import ASK_TIMEOUT, Size, ask_wanted
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
 from rpcdataloader.wire.register import Lookup
@@ -38,6 +39,8 @@ FIRST_DELAY, LAST_DELAY = 0.5, 30.0
 # Seconds for node servers to drain, beyond their --grace of 30.
 DRAIN_TIMEOUT = 40.0
 
+# Seconds between two questions about what the training loops want.
+ASK_PAUSE = 3.0
 
 # Seconds between two signs of life. Servers wait 60 s for one.
 HEARTBEAT = 10.0
@@ -89,6 +92,9 @@ class Engine(Protocol):
 
     def reader(self) -> Callable[[], Sequence[str]]:
         """A picklable function that returns the addresses published last."""
+
+    def withdraw(self) -> None:
+        """Take back requests that :meth:`start` could not meet; called often."""
 
     def close(self) -> None:
         """Give back everything."""
@@ -146,7 +152,7 @@ class Pool:
     """Node servers of an engine; the value of its ``with`` block is for ``workers=``.
 
     Args:
-        num_nodes: Number of node servers; or the least and the most.
+        num_nodes: Number of node servers; or the least and the most, between which it follows what loops want.
         timeout: Seconds to wait for the least.
 
     Raises:
@@ -165,9 +171,12 @@ class Pool:
         self._addresses: list[str] = []
         self._problem: Exception | None = None
         self._is_ending = False
+        self._size = Size(self._least, self._most, order.num_workers)
         # For the thread, and for close() once that has ended:
         self._nodes: dict[Node, str | None] = {}  # with the address, once it is known; the latest come last
+        self._draining: dict[Node, float] = {}  # those no longer wanted, with the time until which they may drain
         self._delay, self._retry_at = FIRST_DELAY, 0.0
+        self._asking = threading.Thread(target=self._ask, name="rpcdl-pool-ask", daemon=True)
         self._thread = threading.Thread(target=self._keep, name="rpcdl-pool", daemon=True)
 
     def __enter__(self) -> PoolWorkers:
@@ -178,6 +187,8 @@ class Pool:
         """
         try:
             self._thread.start()
+            if self._least < self._most:
+                self._asking.start()
             with self._changed:
                 self._changed.wait_for(lambda: self._problem or len(self._addresses) >= self._least, self._timeout)
                 if (found := len(self._addresses)) < self._least:
@@ -202,12 +213,14 @@ class Pool:
             self._changed.notify_all()
         try:
             self._thread.join()
-            draining = [node for node in self._nodes if node.stop()]
+            if self._asking.ident is not None:
+                self._asking.join(ASK_TIMEOUT)
+            draining = [*self._draining, *(node for node in self._nodes if node.stop())]
             deadline = time.monotonic() + DRAIN_TIMEOUT
             while (draining := [node for node in draining if _is_there(node)]) and time.monotonic() < deadline:
                 time.sleep(PAUSE)
         finally:
-            for give_back in *(node.release for node in self._nodes), self._engine.close:
+            for give_back in *(node.release for node in (*self._draining, *self._nodes)), self._engine.close:
                 try:
                     give_back()
                 except Exception as exc:  # a vanished cluster has taken all back
@@ -236,16 +249,46 @@ class Pool:
                     self._delay = FIRST_DELAY
             except Exception as exc:
                 self._lose(node, exc)
-        while len(self._nodes) < self._most and time.monotonic() >= self._retry_at:
+        while len(self._nodes) < self._size.number and time.monotonic() >= self._retry_at:
             if (started := self._engine.start(self._order)) is None:
                 self._retry_at = time.monotonic() + FIRST_DELAY
                 break
             self._nodes[started] = None
+        if len(self._nodes) >= self._size.number:
+            self._engine.withdraw()
+        leaving = self._let_go()
         if (addresses := [address for address in self._nodes.values() if address]) != self._addresses:
             self._engine.publish(addresses)
             with self._changed:
                 self._addresses = addresses
                 self._changed.notify_all()
+        for node in leaving:
+            self._draining[node] = time.monotonic() + DRAIN_TIMEOUT
+            if not node.stop():
+                self._draining[node] = 0.0
+        for node, until in list(self._draining.items()):
+            if time.monotonic() >= until or not _is_there(node):
+                del self._draining[node]
+                self._release(node)
+
+    def _let_go(self) -> list[Node]:
+        """Take those out of the pool that are too many: first those that still start, then the latest."""
+        order = sorted(self._nodes, key=lambda node: self._nodes[node] is None)
+        leaving = order[self._size.number :]
+        for node in leaving:
+            if (address := self._nodes.pop(node)) is not None:
+                logger.info("the training loops no longer need the node server %s", address)
+        return leaving
+
+    def _ask(self) -> None:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_ending, ASK_PAUSE):
+                    return
+                addresses = list(self._addresses)
+            wanted = ask_wanted(addresses, self._order.credentials)
+            with self._changed:
+                self._size.decide(time.monotonic(), wanted)
 
     def _lose(self, node: Node, error: Exception) -> None:
         address = self._nodes.pop(node)
@@ -257,15 +300,18 @@ class Pool:
                 self._problem = problem
                 self._changed.notify_all()
         self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
-        try:
-            node.release()
-        except Exception as exc:  # any exception of the engine, whose node may be gone
-            logger.debug("cannot release a lost node server: %s", exc)
+        self._release(node)
         logger.warning(
             "replacing the node server %s: %s",
             address or "that did not start",
             (str(problem).splitlines() or [repr(problem)])[0],
         )
+
+    def _release(self, node: Node) -> None:
+        try:
+            node.release()
+        except Exception as exc:  # any exception of the engine, whose node may be gone
+            logger.debug("cannot release a node server: %s", exc)
 
 
 def _is_there(node: Node) -> bool:

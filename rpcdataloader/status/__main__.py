@@ -14,17 +14,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from rpcdataloader.client.asking import ask_status
 from rpcdataloader.client.discovery import Inline, Local, find_workers
-from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
+from rpcdataloader.errors import AuthenticationError, RemoteProtocolError, RPCError
 from rpcdataloader.status.report import Answer, Tree, make_document
 from rpcdataloader.status.text import as_text
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import client_credentials
-from rpcdataloader.wire.frames import MessageType
-from rpcdataloader.wire.handshake import STATUS_ID
 from rpcdataloader.wire.register import Lookup, Register
-from rpcdataloader.wire.status import NodeStatus, StatusRequest
 from rpcdataloader.wire.tls import TlsCredentials, client_tls
 from rpcdataloader.wire.transport import Deadline
 
@@ -241,19 +238,9 @@ class Nodes:
 
     def _ask(self, address: Address, stacks: bool) -> Answer:
         deadline = Deadline(self._timeout)
-        tls = None if address.is_unix else self._tls
-        identity = local_identity("client")
         try:
-            channel = open_channel(address, client_credentials(address), identity, STATUS_ID, deadline, tls=tls)
-            with contextlib.closing(channel.transport):
-                channel.transport.limit(deadline)
-                channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())
-                message = channel.recv()
-            if message is None:
-                raise ConnectionLostError(f"{address} closed the connection without an answer")
-            if message.type != MessageType.STATS:
-                raise RemoteProtocolError(f"{address} answered with message type {message.type} instead of its status")
-            return Answer(str(address), NodeStatus.decode(message.payload), version=channel.peer.rpcdataloader)
+            status, version = ask_status(address, client_credentials(address), self._tls, deadline, stacks=stacks)
+            return Answer(str(address), status, version=version)
         except TimeoutError:  # includes RPCTimeoutError
             return self._late(address)
         except (RPCError, ValueError) as exc:

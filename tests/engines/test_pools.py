@@ -184,6 +184,13 @@ def test_node_that_is_lost_in_an_epoch_is_replaced(cluster):
     assert found["statuses"] == [0, 2]
 
 
+def test_pool_follows_what_a_loop_wants(cluster):
+    found = cluster.run("follow")
+    sys.stdout.write(f"{cluster.engine}: {found}\n")  # for docs/pools.md
+    assert found["same"]
+    assert found["seconds"] < 60 * TIMEOUT_SCALE
+
+
 def test_pool_takes_a_node_that_comes_in_an_epoch(cluster):
     if cluster.engine == "dask":
         pytest.skip("there are more nodes from the beginning")

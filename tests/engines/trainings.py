@@ -182,8 +182,6 @@ def ask_status(workers: Any, token: str) -> int:
 def grow(engine: Connected) -> Any:
     """A pool that takes a node which comes in the middle of an epoch: when a line has been printed."""
     with engine.pool((1, 4), 2) as workers:
-        wait_until(lambda: engine.num_taken() == 6)
-        wait_until(lambda: len(list(workers)) == 3)
         iterator = iter(loader_of([next(iter(workers)), workers], 1_000_000, 0.005))
         servers: set[int] = set()
         while len(servers) < 3:
@@ -194,6 +192,24 @@ def grow(engine: Connected) -> Any:
         found = engine.num_taken()
         del iterator
     return found
+
+
+def follow(engine: Connected) -> Any:
+    """A pool that grows to two nodes for a loop that does nothing, and gives one back when the loop has become slow."""
+    with engine.pool((1, 2), 2) as workers:
+        loader = loader_of(workers, 1_000_000, 0.005, num_workers="auto")
+        iterator = iter(loader)
+        batches: list[Any] = []
+        while engine.num_taken() < 4:
+            batches += itertools.islice(iterator, 10)
+        began = time.monotonic()
+        while engine.num_taken() > 2:
+            batches.append(next(iterator))
+            time.sleep(0.1)  # a training step
+        seconds = time.monotonic() - began
+        del iterator
+    same = digest(batches) == digest(itertools.islice(iter(loader_of("inline", 1_000_000)), len(batches)))
+    return {"same": same, "seconds": round(seconds, 1)}
 
 
 def end(engine: Connected) -> Any:

@@ -16,11 +16,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.conftest import wait_until
+from rpcdataloader.pools.pool import Order, Pool
+from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration.comparison import assert_same
 from tests.integration.crew import wait_for_crew, workers_of
 from tests.integration.datasets import Augmented, FieldStream, Numbers, Processes
 from tests.integration.quick import quick_server
+from tests.integration.test_pool_node import SECRET, Engine, here
 
 NUM_OFFERED = 4
 SIZE = 300_000  # samples: more than are taken
@@ -230,6 +232,28 @@ def test_without_named_workers_it_is_one_for_each_cpu_at_most(decide):
 
 def test_inline_takes_the_word_and_loads_in_this_process():
     assert [int(batch) for batch in RPCDataloader(Numbers(3), workers="inline", num_workers="auto")] == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_a_pool_follows_what_a_loop_wants_in_mid_pass(decide, monkeypatch):
+    """The loop hears of the pool's node servers, and the pool of what the loop wants, by way of these."""
+    monkeypatch.setattr("rpcdataloader.client.client.PERIOD", 0.2)
+    monkeypatch.setattr("rpcdataloader.pools.pool.ASK_PAUSE", 0.1)
+    monkeypatch.setattr("rpcdataloader.pools.wants.SHRINK_AFTER", 0.5)
+    monkeypatch.setattr("rpcdataloader.pools.pool.PoolWorkers.pause", 0.05)
+    engine = Engine()
+    with Pool(engine, (1, 3), Order(SECRET, 1, (), here), 60.0 * TIMEOUT_SCALE) as workers:
+        loader = RPCDataloader(RPCDataset(workers, Numbers, SIZE), num_workers="auto")
+        iterator = iter(loader)
+        batches = []
+        for number in 3, 1:
+            decide.append(number)
+            while (len(list(workers)), len(workers_of(iterator))) != (number, number):
+                batches.append(next(iterator))
+        assert torch.cat(batches).tolist() == [*range(len(batches))]
+        wait_until(lambda: sum(map(is_running, engine.pids)) == 1)
+        assert is_running(engine.pids[0])
+        next(iterator)
 
 
 class Sleepy(Dataset):

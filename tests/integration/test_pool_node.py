@@ -74,6 +74,9 @@ class Engine:
     def reader(self):
         return tuple
 
+    def withdraw(self):
+        pass
+
     def close(self):
         pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import pickle
 import sys
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ import pytest
 
 from rpcdataloader.client.discovery import Local, Remote, find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
-from rpcdataloader.pools import dask_pool, engines, pool, ray_pool
+from rpcdataloader.pools import dask_pool, engines, pool, ray_pool, wants
 from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, make_order
+from rpcdataloader.pools.wants import Size, count_wanted
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, client_credentials, load_credentials
 from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.unit.wire.test_status import CLIENT, LOOP, NODE
 
 SECRET = Credentials(b"the secret of a pool 0123456789", "a test")
 ORDER = Order(SECRET, 2, (), str)
@@ -55,7 +58,7 @@ class Engine:
         self.room = room
         self.comes = come
         self.published = []
-        self.closed = 0
+        self.closed = self.withdrawn = 0
 
     def start(self, order):
         assert order is ORDER
@@ -72,6 +75,9 @@ class Engine:
     def reader(self):
         return read
 
+    def withdraw(self):
+        self.withdrawn += 1
+
     def close(self):
         self.closed += 1
 
@@ -82,20 +88,107 @@ def read():
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    for name, value in ("PAUSE", 0.005), ("FIRST_DELAY", 0.005):
+    for name, value in ("PAUSE", 0.005), ("FIRST_DELAY", 0.005), ("ASK_PAUSE", 0.005):
         monkeypatch.setattr(pool, name, value)
 
 
-def test_block_begins_when_the_least_is_there_and_takes_more_while_there_is_room():
+@pytest.fixture
+def want(monkeypatch):
+    """Let the loops want this number of workers; nothing is known of them before."""
+    wanted = [0]
+    monkeypatch.setattr(pool, "ask_wanted", lambda _addresses, credentials: wanted[-1] if credentials is SECRET else 0)
+    monkeypatch.setattr(wants, "SHRINK_AFTER", 0.0)
+    return wanted.append
+
+
+def addresses_of(*numbers):
+    return [f"10.0.0.{number}:6543" for number in numbers]
+
+
+def test_block_begins_with_the_least_and_takes_what_loops_want_while_there_is_room(want):
     engine = Engine(room=3)
     with Pool(engine, (2, 8), ORDER, LIMIT) as workers:
+        assert list(workers) == addresses_of(0, 1)
+        want(100)
         wait_until(lambda: len(list(workers)) == 3)
-        assert list(workers) == [f"10.0.0.{number}:6543" for number in range(3)]
+        assert list(workers) == addresses_of(0, 1, 2)
+        withdrawn = engine.withdrawn
         engine.room = 20
         wait_until(lambda: len(list(workers)) == 8)
         assert len(engine.nodes) == 8
+        wait_until(lambda: engine.withdrawn > withdrawn)
     assert all(node.calls == ["stop", "release"] for node in engine.nodes)
     assert engine.closed == 1
+
+
+def test_latest_nodes_drain_when_loops_want_fewer_and_others_come_when_they_want_more(want):
+    engine = Engine()
+    with Pool(engine, (1, 8), ORDER, LIMIT) as workers:
+        want(8)  # of 2 workers each
+        wait_until(lambda: list(workers) == addresses_of(0, 1, 2, 3))
+        want(3)
+        wait_until(lambda: list(workers) == addresses_of(0, 1))
+        wait_until(lambda: all(node.calls == ["stop", "release"] for node in engine.nodes[2:]))
+        assert engine.published[-1] == addresses_of(0, 1)
+        want(0)  # between two epochs, nothing is known
+        want(5)
+        wait_until(lambda: list(workers) == addresses_of(0, 1, 4))
+        assert not any(node.calls for node in engine.nodes[:2])
+    assert all(node.calls == ["stop", "release"] for node in engine.nodes)
+
+
+def test_node_that_drains_is_given_back_when_it_has_ended(want):
+    engine = Engine()
+    with Pool(engine, (1, 2), ORDER, LIMIT) as workers:
+        want(4)
+        wait_until(lambda: len(list(workers)) == 2)
+        slow = engine.nodes[1]
+        slow.stop = lambda: bool(slow.calls.append("stop")) or True
+        want(1)
+        wait_until(lambda: slow.calls == ["stop"])
+        assert list(workers) == addresses_of(0)
+        slow.answer = RuntimeError("it has drained")
+        wait_until(lambda: slow.calls == ["stop", "release"])
+
+
+def test_node_that_has_not_come_goes_first(want):
+    engine = Engine()
+    with Pool(engine, (1, 3), ORDER, LIMIT) as workers:
+        want(4)
+        wait_until(lambda: len(list(workers)) == 2)
+        engine.comes = False
+        want(6)
+        wait_until(lambda: len(engine.nodes) == 3)
+        want(4)
+        wait_until(lambda: engine.nodes[2].calls == ["stop", "release"])
+        assert list(workers) == addresses_of(0, 1)
+
+
+def test_size_follows_what_is_wanted_and_shrinks_when_fewer_have_sufficed_for_a_while():
+    size = Size(1, 8, 4)
+    limit = wants.SHRINK_AFTER
+    assert [size.decide(0.0, wanted) for wanted in (0, 1, 9, 100, 33, 100)] == [1, 1, 3, 8, 8, 8]
+    assert size.decide(1.0, 4) == 8
+    assert size.decide(2.0, 10) == 8
+    assert size.decide(1.0 + limit, 4) == 3  # the most that were wanted meanwhile
+    assert size.decide(2.0 + limit, 4) == 3
+    assert size.decide(3.0 + limit, 0) == 3
+    assert size.decide(2.5 + 2 * limit, 4) == 3  # nothing was known in between
+    assert size.decide(2.5 + 3 * limit, 4) == 1
+
+
+def test_loops_of_all_clients_count_once_by_their_latest_report():
+    def node(*clients):
+        return dataclasses.replace(NODE, clients=list(clients))
+
+    def client(pid, seconds, *wanted):
+        loops = [dataclasses.replace(LOOP, wanted_workers=number) for number in wanted]
+        return dataclasses.replace(CLIENT, pid=pid, loops=loops, loops_seconds=seconds)
+
+    assert count_wanted([node(client(1, 9.0, 40), client(2, 1.0, 5)), node(client(1, 2.0, 3, 4))]) == 3 + 4 + 5
+    # Without a report, a client wants what it has.
+    assert count_wanted([node(client(1, None)), node(client(1, None))]) == 2 * len(CLIENT.workers)
+    assert count_wanted([]) == 0
 
 
 def test_node_that_is_lost_is_replaced():
