@@ -1,8 +1,8 @@
 """How many workers a loop wants, decided every few seconds while it runs. Pure.
 
-The fewest workers whose capacity exceeds the loop's demand are enough, by a margin: with equal rates, each would wait
-for the other, and more so the more the times of tasks vary. That margin is a guess. A loop that waits all the same
-raises it, by one worker at a time, and forgets that slowly.
+The fewest workers whose capacity is the loop's demand are enough, with a margin that grows with the spread of the task
+times: with equal rates, loop and workers would wait for each other. That margin is a guess. A loop that waits all the
+same raises it, by one worker at a time, and forgets that slowly.
 
 The number grows at once, and shrinks only if two decisions agree. It counts places in their order, the first ones
 first: so nodes at the end have no workers, and can be given back.
@@ -26,14 +26,15 @@ _HARMLESS = 0.05
 # loop is another one.
 _SMOOTHING, _CHANGED = 0.3, 0.2
 
-# Least margin, and how it grows with the spread of task times, squared: found in tests/simulation/test_demand.py.
-_MARGIN, _MARGIN_BY_SPREAD = 1.02, 0.9
+# Capacity that is enough, as a multiple of the demand, and how that grows with the square of the spread of task times:
+# found in tests/simulation/test_demand.py. A loop may wait for some percent of its time.
+_MARGIN, _MARGIN_BY_SPREAD = 0.98, 0.9
 
 # Most that a waiting loop raises its margin by, and seconds in which it forgets half of that.
 _MOST_RAISE, _HALF_LIFE = 1.5, 900.0
 
 # The number does not shrink for less than this.
-_SLACK = 1.04
+_SLACK = 1.06
 
 # Batches per second of a loop that does nothing.
 _MOST_NEEDED = 1e6

@@ -18,7 +18,7 @@ def decide(demand, *looks):
 
 
 def test_fewer_are_wanted_when_two_decisions_agree():
-    assert decide(Demand(), seen(8, 3.0), seen(8, 7.5), seen(8, 3.0), seen(8, 3.0)) == [8, 8, 8, 4]
+    assert decide(Demand(), seen(8, 3.0), seen(8, 7.5), seen(8, 3.0), seen(8, 3.0)) == [8, 8, 8, 3]
 
 
 def test_more_are_wanted_at_once_if_the_loop_waits():
@@ -56,6 +56,6 @@ def test_places_count_by_their_own_speed():
 
 def test_speed_of_places_that_were_given_back_is_remembered():
     demand = Demand()
-    look = Seen(2.0, math.inf, 0.0, 0.0, {**dict.fromkeys(range(4), 1.0), **dict.fromkeys(range(4, 8), 0.25)})
+    look = Seen(2.5, math.inf, 0.0, 0.0, {**dict.fromkeys(range(4), 1.0), **dict.fromkeys(range(4, 8), 0.25)})
     assert decide(demand, look, look)[-1] == 3
     assert demand.decide(15.0, seen(3, 4.4, waited=0.3)) == 6
