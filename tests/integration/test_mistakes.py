@@ -38,7 +38,7 @@ from rpcdataloader.errors import (
     SerializationError,
 )
 from rpcdataloader.wire import channel
-from tests.conftest import process_name, wait_until
+from tests.conftest import TIMEOUT_SCALE, process_name, wait_until
 from tests.integration.quick import quick_server
 
 
@@ -180,7 +180,7 @@ class Place:
 
     def in_vain(self, do=None, **options):
         """Without much patience for servers that are not there."""
-        self.monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.3")
+        self.monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(TIMEOUT_SCALE))
         self.is_impatient = True
         close_client()
         do() if do else self.load(**options)
