@@ -387,7 +387,7 @@ ARGUMENTS = [
     Mistake("negative workers", lambda p: p.load(num_workers=-1), ValueError,
             "num_workers option should be non-negative"),
     Mistake("workers as text", lambda p: p.load(num_workers="2"), TypeError,
-            "num_workers must be a whole number, but is '2'"),
+            "num_workers must be a whole number or 'auto', but is '2'"),
     Mistake("nothing prefetched", lambda p: p.load(prefetch_factor=0), ValueError, "must be at least 1, but is 0"),
     Mistake("negative timeout", lambda p: p.load(timeout=-1), ValueError, "timeout option should be non-negative"),
     Mistake("argument misspelt", lambda p: p.load(worker=1), TypeError, "unexpected keyword argument 'worker'"),

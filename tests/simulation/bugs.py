@@ -351,7 +351,7 @@ BUGS = [
     Bug(
         "a home that does not answer is not asked again",
         "roster",
-        "if not place.is_closed and self._is_mute_home(place) and is_unasked:",
+        "if self._is_mute_home(place) and is_unasked:",
         "if False:",
     ),
     # Workers that cannot begin
