@@ -97,7 +97,9 @@ def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, re
     indices, left = take(iterator, 400)
     assert indices == [*range(100, 400)]
     assert left - {first.pid} == pids - {first.pid} | {second.pid}
-    assert take(iter(loader), 400) == ([*range(400)], left - {first.pid})
+    iterator = iter(loader)
+    wait_for_crew(iterator, 5)
+    assert take(iterator, 400) == ([*range(400)], left - {first.pid})
 
 
 def test_named_server_of_a_mixture_joins_when_it_comes(serve, register, monkeypatch):

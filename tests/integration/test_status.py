@@ -28,7 +28,6 @@ from rpcdataloader import RPCDataloader, RPCDataset, __version__, rpc_async
 from rpcdataloader.client import client as client_module
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError
-from rpcdataloader.status import __main__ as status_command
 from rpcdataloader.status.__main__ import Nodes, main
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity, open_channel
@@ -421,7 +420,7 @@ def test_missing_token(serve, look, tmp_path, monkeypatch):
 def test_versions_that_do_not_fit(serve, look, monkeypatch):
     server = serve()
     other = dataclasses.replace(local_identity("client"), python_version="2.7.18")
-    monkeypatch.setattr(status_command, "local_identity", lambda _role: other)
+    monkeypatch.setattr("rpcdataloader.client.asking.local_identity", lambda _role: other)
     status, document = look(server.address)
     assert (status, document["nodes"][0]["state"]) == (2, "refused")
     assert "runs CPython 2.7" in document["nodes"][0]["error"]
