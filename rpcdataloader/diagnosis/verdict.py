@@ -188,7 +188,8 @@ def _diagnose_start(records: Records, figures: Figures | None = None) -> Diagnos
         return _make(_Verdict("none"), evidence, figures)
     part = max(parts, key=parts.__getitem__)
     stays = "yes" if records.setup.is_persistent and part not in ("dataset", "batch") else ""
-    values: dict[str, Value] = {"part_seconds": min(first, parts[part]), "stays": stays}
+    is_local = "yes" if "local" in records.setup.workers.values() else ""
+    values: dict[str, Value] = {"part_seconds": min(first, parts[part]), "stays": stays, "is_local": is_local}
     name = "sending" if part == "dataset" and start.is_instance else part
     return _make(_Verdict("start", name, values), evidence, figures)
 

@@ -43,7 +43,7 @@ WORDS = {
     "trainer next": "next itself spends {own_seconds} per batch without sleeping: {next}.",
     "setting": "Each batch takes {latency_seconds}, {allowed} may be in flight, and {in_flight} are needed: set "
     "{setting} (now {current}).",
-    "unclear": "What is known of {batches} does not say why{seen}.",
+    "unclear": "What is known of {batches} does not say why{seen}. Let it run for longer.",
 }
 
 # What to do about the work of this process on each batch, by whether it is a large one.
@@ -63,6 +63,10 @@ _START = {
         "until a worker was there",
         "a running node server (python -m rpcdataloader.launch, with --preload for slow imports) is there at once, and "
         "persistent_workers=True keeps its workers",
+    ),
+    "server": (
+        "until a worker was there",
+        "persistent_workers=True keeps the workers, and --preload lets the node server import slow modules before",
     ),
     "build": (
         "on imports and the dataset in the worker",
@@ -113,7 +117,7 @@ def say(bound: str, part: str, values: Mapping[str, Value], more: tuple[int, int
     less = _LESS[float(values.get("batch_bytes", 0)) >= _LARGE_BYTES]
     texts = {"seen": _seen(values), "less": less, "next": less.split(",")[0]}
     if bound == "start":
-        texts["doing"], texts["advice"] = _START[part]
+        texts["doing"], texts["advice"] = _START["server" if part == "pool" and not values["is_local"] else part]
         texts["advice"] = _STAYS if values["stays"] else texts["advice"]
     elif bound == "workers":
         texts["advice"] = _advise(values, more)
