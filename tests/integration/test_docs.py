@@ -56,6 +56,7 @@ NOT_RUN = {
     ],
     "first-training.md": [
         "$ pip install . scikit-learn",
+        "$ RPCDATALOADER_WORKERS=local:8 python train.py",
         "$ RPCDATALOADER_WORKERS=node01:6543 python train.py 100",
         "$ python -m rpcdataloader.status node01:6543 --workers",
         "$ RPCDATALOADER_WORKERS=node01:6543 python train.py 100",
