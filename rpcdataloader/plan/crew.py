@@ -204,7 +204,9 @@ class Crew(Generic[N]):
         place, node = worker.place, worker.node
         if loss.was_refused:
             self._mute.discard(node)
-        self.roster.vacated(place, node, self._stand_in(place), was_refused=loss.was_refused)
+        # One that was sent away while its node was full leaves a place that may be wanted again.
+        was_refused = loss.was_refused and not worker.is_sent_away
+        self.roster.vacated(place, node, self._stand_in(place), was_refused=was_refused)
         # News of an earlier session says nothing about the node's present one.
         is_current = self._incarnations.get(node) == worker.incarnation
         if is_current and (not loss.node_is_up or (not loss.came and not loss.was_refused)):

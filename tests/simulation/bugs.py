@@ -281,6 +281,12 @@ BUGS = [
         "        task = ",
     ),
     Bug(
+        "a worker that was sent away while its node was full closes its place",
+        "crew",
+        "was_refused = loss.was_refused and not worker.is_sent_away",
+        "was_refused = loss.was_refused",
+    ),
+    Bug(
         "a worker that does not come is asked for without end",
         "crew",
         "if not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused)):",

@@ -138,7 +138,10 @@ class Worker:
         self.connection.put(payload, complete)
 
     def close(self) -> None:
-        self.crew.cluster.die(self, CLOSED)
+        cluster = self.crew.cluster
+        if self.is_alive and not self.has_come:  # its node may have been full at that moment
+            self.was_refused = cluster.random.random() < 0.3
+        cluster.die(self, CLOSED)
 
 
 class Connection:

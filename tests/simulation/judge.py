@@ -358,6 +358,7 @@ class Judge:
         self._vacate(number, member)
         if was_refused:
             self.silent.discard(member.node)
+        if was_refused and not member.sent_away:
             place.refused.add(member.node)
             others = [other for other in self.members.values() if other.place == member.place and not other.sent_away]
             if not self.is_iterable and not others and member.node == place.home:
