@@ -93,7 +93,7 @@ NOT_RUN = {
         "$ python -m rpcdataloader.status node01:6543 node02:6543 node03:6543",
         "$ python -m rpcdataloader.status node01:6543 --workers",
         "$ python -m rpcdataloader.status --serve 9100 node01:6543 node02:6543",
-        "$ RPCDATALOADER_STATUS_TOKEN_FILE=token python -m rpcdataloader.status --serve 9100 @pool",
+        "$ RPCDATALOADER_STATUS_TOKEN_FILE=status-token python -m rpcdataloader.status --serve 9100 @pool",
         "$ cd examples/monitoring",
     ],
     "status-reference.md": [
