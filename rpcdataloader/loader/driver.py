@@ -500,7 +500,7 @@ class Driver:
 def tell(find: Callable[[], Diagnosis | None], partition: Partition) -> None:
     """Log, on rank 0, the diagnosis of a pass that waited; an error of ``find`` ends no training.
 
-    Its logger is one that users can silence, without what they must not miss.
+    It has a logger of its own, so that users who silence it still hear of deaths.
     """
     if partition.rank:
         return
