@@ -30,8 +30,7 @@ from rpcdataloader.errors import RPCError  # noqa: E402
 from rpcdataloader.host.output import Output  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
-from rpcdataloader.wire.credentials import INSECURE, Credentials, load_credentials, receive_credentials  # noqa: E402
-from rpcdataloader.wire.messages import read_json  # noqa: E402
+from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_credentials  # noqa: E402
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -124,21 +123,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_embedded() -> None:
-    """Run a trainer's own node server, with settings from standard input, until that ends: the trainer has gone."""
+    """Run a trainer's own node server, at the path on standard input, until that ends: the trainer has gone."""
     _hear_signals()
     log = Output(2)
     handler = logging.StreamHandler(log)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
-    line = sys.stdin.readline()
-    if not line:
+    path = os.fsdecode(sys.stdin.buffer.readline()).rstrip("\n")
+    if not path:
         return
-    fields = read_json(line.encode())
     preload = _names(os.environ.get("RPCDATALOADER_PRELOAD", ""))
-    settings = ServerSettings(host=f"unix:{fields['path']}", grace=0.0, preload=preload)
-    credentials = Credentials(fields["token"].encode(), "the embedded pool")
+    settings = ServerSettings(host=f"unix:{path}", grace=0.0, preload=preload)
     lifeline = os.dup(sys.stdin.fileno())  # sessions and workers get an empty standard input
     try:
-        run_server(settings, credentials, log=log, embedded=True, ready=_tell_trainer, lifeline=lifeline)
+        run_server(settings, INSECURE, log=log, embedded=True, ready=_tell_trainer, lifeline=lifeline)
     finally:
         # The trainer removes it too, unless it was killed.
         with contextlib.suppress(OSError):

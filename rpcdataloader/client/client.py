@@ -65,8 +65,7 @@ class Client:
         self._settings = ClientSettings(connect_timeout(), rank, PageablePool(), self.alarm, client_tls())
         self.additions = self._settings.additions
         self.idle = self._settings.idle
-        # The embedded pool is not asked for a status.
-        self.reporter = Reporter(self.alarm, lambda: [node for node in list(self._nodes.values()) if not node.local])
+        self.reporter = Reporter(self.alarm, lambda: list(self._nodes.values()))
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._janitor: Janitor | None = None
@@ -293,16 +292,15 @@ class Reporter:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
 
     def add(self, describe: Callable[[], LoopStatus | None]) -> None:
-        """A loop begins; it is reported if there is a node to tell.
+        """A loop begins.
 
         Args:
             describe: Method of the loop, referred to weakly. Returns None while there is nothing to report.
         """
         with self._lock:
-            if self._find_nodes():
-                self._loops.append(weakref.WeakMethod(describe))
-                if len(self._loops) == 1:
-                    self._alarm.call_after(PERIOD, self._report)
+            self._loops.append(weakref.WeakMethod(describe))
+            if len(self._loops) == 1:
+                self._alarm.call_after(PERIOD, self._report)
 
     def _report(self) -> None:
         try:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import ipaddress
 import logging
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.connecting import is_listening
+from rpcdataloader.wire.credentials import INSECURE, remember_credentials
 from rpcdataloader.wire.register import Lookup, Register
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -25,6 +30,8 @@ _FORMS = (
 
 _DNS = "dns://"
 
+# Beginning of the names of embedded pools' folders.
+POOL_PREFIX = "rpcdataloader-local-"
 
 # The name does not exist, or has no address. Other errors are the resolver's.
 _NOTHING = (socket.EAI_NONAME, socket.EAI_NODATA)
@@ -67,6 +74,34 @@ class Names(Lookup):
         self.problems = {}
         self._found = {Address(host, self._name.port): "" for host in sorted(hosts, key=ipaddress.ip_address)}
         return self._found
+
+
+class LocalPools(Lookup):
+    """The embedded pools of this user's training processes on this machine."""
+
+    def __init__(self) -> None:
+        self.problems: dict[str, str] = {}
+
+    pause = 2.0
+    condition = "under way"
+    advice = "does the training process have the same TMPDIR?"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalPools, ()
+
+    def __str__(self) -> str:
+        return "embedded pools"
+
+    def look(self) -> dict[Address, str]:
+        """Those that take connections: a pool may still start, or have been killed together with its trainer."""
+        found = {}
+        for folder in sorted(glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{POOL_PREFIX}*"))):
+            address = Address(path=os.path.join(folder, "socket"), name=folder)
+            with contextlib.suppress(OSError):
+                if os.lstat(folder).st_uid == os.geteuid() and is_listening(address.path):
+                    remember_credentials(address, INSECURE)
+                    found[address] = ""
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,8 @@ remembers what the node offered, so that its shares of workers stay the same whi
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -18,11 +16,12 @@ import tempfile
 import threading
 from typing import Any
 
+from rpcdataloader.client.discovery import POOL_PREFIX
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import ClientSettings, RemoteWorker, WorkerOwner
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
+from rpcdataloader.wire.credentials import INSECURE, forget_credentials, remember_credentials
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -128,6 +127,8 @@ class _RpcOwner(WorkerOwner):
 class LocalServer:
     """The embedded node server of this process: the same server as a subprocess, on a private Unix socket.
 
+    It has no secret: the kernel tells both sides the other's user, and lets no other user into the folder.
+
     The constructor starts it, so that its imports run beside the caller's next steps. It watches the pipe of its
     settings, so it ends with this process, however that ends. It is a session (setsid(2)) of its own, so that Ctrl-C in
     the terminal reaches the trainer alone.
@@ -139,10 +140,9 @@ class LocalServer:
     def __init__(self) -> None:
         if not hasattr(os, "fork"):
             raise ConnectError("an embedded pool needs fork; name remote workers, or use workers='inline'")
-        self.credentials = Credentials(secrets.token_urlsafe(32).encode(), "the embedded pool")
-        self._folder = tempfile.mkdtemp(prefix="rpcdataloader-")
+        self._folder = tempfile.mkdtemp(prefix=POOL_PREFIX)
         self.address = Address(path=os.path.join(self._folder, "socket"), name="local")
-        remember_credentials(self.address, self.credentials)
+        remember_credentials(self.address, INSECURE)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._stopped = self._is_ready = False
@@ -168,7 +168,6 @@ class LocalServer:
                 self._wait()
 
     def _start(self) -> None:
-        settings = {"path": self.address.path, "token": self.credentials.secret.decode()}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
@@ -177,7 +176,7 @@ class LocalServer:
                 start_new_session=True,
             )
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._process.stdin.fileno(), json.dumps(settings).encode() + b"\n")
+                os.write(self._process.stdin.fileno(), os.fsencode(self.address.path) + b"\n")
         except BaseException:
             self._end()
             raise
@@ -194,7 +193,7 @@ class LocalServer:
         """End it with all of its processes; idempotent."""
         with self._lock:
             self._stopped = True
-            forget_credentials(self.credentials)
+            forget_credentials(INSECURE)
             self._end()
 
     def _end(self) -> None:
@@ -213,7 +212,7 @@ class LocalServer:
         """After a fork, in the child: let the server end with the parent."""
         self._lock = threading.Lock()
         self._stopped = True
-        forget_credentials(self.credentials)
+        forget_credentials(INSECURE)
         if self._process is not None:
             self._close_pipes()
             # The parent's child: nothing to wait for, nothing to warn of.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import look_up, short_path
+from rpcdataloader.wire.connecting import is_listening, look_up, short_path
 from rpcdataloader.wire.transport import peer_uid, tune
 
 LISTEN_BACKLOG = 1024
@@ -57,7 +57,8 @@ def listen_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with short_path(path) as short:
-            _remove_stale(short)
+            if not is_listening(short) and Path(path).is_socket():
+                os.unlink(short)  # of a server that was killed
             # The mode applies from the first moment on, unlike after a chmod.
             before = os.umask(0o177)
             try:
@@ -72,19 +73,6 @@ def listen_unix(path: str) -> socket.socket:
             reason = "in use by another server" if Path(path).is_socket() else "something else has that name"
         raise ConnectError(f"cannot listen on unix:{path}: {reason}") from exc
     return sock
-
-
-def _remove_stale(path: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a server that is stuck still listens, with a full queue
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            # Also the answer of any file that is no socket.
-            if Path(path).is_socket():
-                os.unlink(path)
-        except (FileNotFoundError, BlockingIOError):
-            pass
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, str, str] | None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rpcdataloader.client.asking import ask_status
-from rpcdataloader.client.discovery import Inline, Local, find_workers
+from rpcdataloader.client.discovery import Inline, Local, LocalPools, find_workers
 from rpcdataloader.errors import AuthenticationError, RemoteProtocolError, RPCError
 from rpcdataloader.status.report import Answer, Tree, make_document
 from rpcdataloader.status.text import as_text
@@ -49,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="host:port, [v6]:port, unix:/path, several separated by commas, or the @DIRECTORY where they "
         "register (default: RPCDATALOADER_WORKERS)",
     )
+    parser.add_argument("--local", action="store_true", help="also this user's embedded pools on this machine")
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
-        nodes = Nodes(options.places, client_tls(), options.timeout)
+        nodes = Nodes(options.places, client_tls(), options.timeout, local=options.local)
     except (ValueError, AuthenticationError) as exc:
         parser.error(str(exc))
     if options.serve is None:
@@ -178,6 +179,7 @@ class Nodes:
     Args:
         places: Places as in ``workers=``; empty for those of the environment.
         timeout: Seconds that each answer may take.
+        local: True for this user's embedded pools, too.
 
     Attributes:
         document: Result of the last look; None before the first one.
@@ -187,17 +189,19 @@ class Nodes:
         ValueError: No node server is named, an address is malformed, or a place has no node server of its own.
     """
 
-    def __init__(self, places: Sequence[str], tls: TlsCredentials | None, timeout: float) -> None:
+    def __init__(
+        self, places: Sequence[str], tls: TlsCredentials | None, timeout: float, *, local: bool = False
+    ) -> None:
         self.document: Tree | None = None
         self.nowhere: list[str] = []
         self._tls = tls
         self._timeout = timeout
-        self._places: list[Address | Lookup] = []
-        for where in map(find_workers, places) if places else [find_workers(None)]:
+        self._places: list[Address | Lookup] = [LocalPools()] if local else []
+        for where in map(find_workers, places) if places or local else [find_workers(None)]:
             if where is None:
                 raise ValueError("name a node server, or set RPCDATALOADER_WORKERS")
             if isinstance(where, (Inline, Local)):
-                raise ValueError(f"{where} belongs to one training process; name node servers by address")
+                raise ValueError(f"{where} belongs to one training process; name node servers by address, or --local")
             self._places += [*where.addresses, *(lookup.open() for lookup in where.lookups)]
 
     def look(self, *, stacks: bool = False) -> Tree:

@@ -125,6 +125,19 @@ def _reason(exc: OSError) -> str:
     return exc.strerror or str(exc)
 
 
+def is_listening(path: str) -> bool:
+    """Whether a server listens on a Unix socket, even one that is stuck."""
+    with short_path(path) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(short)
+        except BlockingIOError:  # its queue is full
+            return True
+        except (ConnectionRefusedError, FileNotFoundError):  # the former for any file that is no socket
+            return False
+    return True
+
+
 @contextlib.contextmanager
 def short_path(path: str) -> Iterator[str]:
     """A name of ``path`` that fits into a socket address: through a descriptor of its folder, if it is too long."""

@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -31,6 +32,7 @@ from rpcdataloader.errors import AuthenticationError, ConnectionLostError
 from rpcdataloader.status.__main__ import Nodes, main
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity, open_channel
+from rpcdataloader.wire.connecting import short_path
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.frames import MessageType, Sealer, encode
 from rpcdataloader.wire.handshake import STATUS_ID, Preamble
@@ -41,6 +43,7 @@ from rpcdataloader.wire.status import StatusRequest
 from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.integration.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -628,6 +631,57 @@ def test_probe_imports_no_torch(serve):
     arguments = [sys.executable, "-c", script, server.address, "--stacks", "--timeout", str(PROMPTLY)]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=PROMPTLY, check=False)
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "set()"), ended.stderr
+
+
+TRAINER = """
+import tempfile, time
+from rpcdataloader import RPCDataloader
+from rpcdataloader.client import client
+
+class Samples:
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return index
+
+client.PERIOD = 0.1
+tempfile.tempdir = None
+for _batch in RPCDataloader(Samples(), workers="local:2", num_workers=2):
+    pass
+"""
+
+
+def test_local_finds_the_embedded_pools_of_this_user_with_their_loops(zygote, look, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    trainer = zygote.start(f'import os; os.environ["TMPDIR"] = {str(tmp_path)!r}\n{FORK_POOLS}{TRAINER}')
+
+    def find():
+        status, document = look("--local")
+        assert (status, len(document["nodes"])) in {(0, 1), (1, 0)}  # a pool that starts is not shown
+        return [client for client in document["clients"] if client["loops"]]
+
+    wait_until(find, PROMPTLY, "the loop")
+    ((client,), (folder,)) = find(), tmp_path.iterdir()
+    assert (client["pid"], client["num_workers"], client["loops"][0]["dataset"]) == (trainer.pid, 2, "Samples")
+    others = [tmp_path / f"{folder.name}-{name}" for name in ("of-a-killed-trainer", "of-another-user")]
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            other.mkdir()
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            with short_path(str(other / "socket")) as path:
+                sock.bind(path)
+        if os.geteuid() == 0:
+            sock.listen()
+            os.chown(other, 12345, 12345)
+        assert [each["pid"] for each in find()] == [trainer.pid]
+    for other in others:
+        shutil.rmtree(other)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not os.listdir(tmp_path), what="the end of the pool")
+    assert look("--local")[1]["nodes"] == []
 
 
 # --- strangers
