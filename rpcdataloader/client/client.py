@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
+from rpcdataloader.client.asking import ASK_TIMEOUT, ask_all
 from rpcdataloader.client.background import Alarm, Callers, Janitor
 from rpcdataloader.client.discovery import Local, Remote
 from rpcdataloader.client.node import LocalServer, Node
@@ -24,10 +25,11 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.messages import printable
 from rpcdataloader.wire.register import Lookup
 from rpcdataloader.wire.slabs import PageablePool
-from rpcdataloader.wire.status import LoopStatus, Report
+from rpcdataloader.wire.status import LoopStatus, Report, slowest_rank
 from rpcdataloader.wire.tls import client_tls
 from rpcdataloader.wire.transport import Deadline
 
@@ -157,14 +159,33 @@ class Client:
 
     def start_thread(
         self, name: str, function: Callable[[], None], stop: threading.Event, join_timeout: float | None = None
-    ) -> None:
-        """Run ``function`` in a thread; :meth:`close` ends the sessions, sets ``stop``, and joins it."""
+    ) -> bool:
+        """Run ``function`` in a thread; :meth:`close` ends the sessions, sets ``stop``, and joins it.
+
+        Returns:
+            False if the client is closed.
+        """
         thread = threading.Thread(target=function, name=name, daemon=True)
         with self._lock:
             self._threads = {other: end for other, end in self._threads.items() if other.is_alive()}
             if not self.is_closed:
                 self._threads[thread] = stop, join_timeout
                 thread.start()
+            return not self.is_closed
+
+    def ask_ranks(self, dataset: str, then: Callable[[LoopStatus | None], None]) -> bool:
+        """Ask a node server, in a new thread, for the loop over a dataset of the rank that waits most.
+
+        Returns:
+            False if there is no node server that several ranks use; then ``then`` is not called.
+        """
+        addresses = [node.address for node in list(self._nodes.values()) if node.current and not node.local]
+
+        def ask() -> None:
+            node = next(ask_all(addresses), None)  # all ranks report to each
+            then(None if node is None else slowest_rank(node.clients, dataset, local_identity("client").job))
+
+        return bool(addresses) and self.start_thread("rpcdl-ranks", ask, threading.Event(), ASK_TIMEOUT)
 
     def begin_local(self) -> Address:
         """Begin the embedded server, unless it runs; a node waits for it when asked for its session."""

@@ -17,10 +17,10 @@ from rpcdataloader.diagnosis.records import Here, Records, Setup
 from rpcdataloader.diagnosis.words import Value, in_short, say
 
 # A loop that waits less has nothing to gain: training measurements vary by more.
-_HARMLESS = 0.05
+HARMLESS = 0.05
 
 # From this share on, a user is warned, unless a second is all that would be gained.
-_URGENT, _URGENT_SECONDS = 0.2, 1.0
+URGENT, _URGENT_SECONDS = 0.2, 1.0
 
 # A capacity must exceed the demand by this factor, or it is the bound: two equal rates make each other wait.
 _HEADROOM = 1.05
@@ -101,7 +101,7 @@ class Diagnosis:
         """Whether the loop waits long enough for a warning, and what it waits for is known."""
         waited = self.wait_share * float(self.evidence["batches"]) * float(self.evidence["step_seconds"])
         is_known = self.bound != "unclear" and float(self.evidence["yours_seconds"]) >= _LEAST_STEP
-        return is_known and self.wait_share >= _URGENT and waited >= _URGENT_SECONDS
+        return is_known and self.wait_share >= URGENT and waited >= _URGENT_SECONDS
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers as a flat dict for TensorBoard, Weights & Biases, MLflow; names end with units."""
@@ -128,14 +128,14 @@ def diagnose(records: Records) -> Diagnosis:
         return _diagnose_start(records)
     evidence = figures.evidence
     share, total = evidence["wait_share"], records.last - records.start.begun + records.waiting
-    is_start = records.first_wait >= _HARMLESS * total > 0
+    is_start = records.first_wait >= HARMLESS * total > 0
     # Seconds of the pass that the first batch was waited for, against those since.
     is_longer = records.first_wait > share * (total - records.first_wait)
     if evidence["decode_share"] >= _CROWDED:
         verdict = _Verdict("trainer", "receiving")
     elif is_start and is_longer:
         return _diagnose_start(records, figures)
-    elif share < _HARMLESS:
+    elif share < HARMLESS:
         verdict = _Verdict("none")
     else:
         verdict = _find_bound(figures, records)
@@ -180,11 +180,11 @@ def _diagnose_start(records: Records, figures: Figures | None = None) -> Diagnos
     if not totals.batches:
         return _make(_Verdict("unclear", next(reversed(parts))), evidence, figures)
     since = min(1.0, ratio(waited - first, total - first))
-    if figures is None and since >= _HARMLESS:
+    if figures is None and since >= HARMLESS:
         times = [seconds for recent in records.tasks.values() for seconds in recent]
         evidence |= {"task_seconds": ratio(sum(times), len(times)), "num_tasks": float(len(times))}
         return _make(_Verdict("unclear"), evidence, figures)
-    if ratio(first, total) < _HARMLESS:
+    if ratio(first, total) < HARMLESS:
         return _make(_Verdict("none"), evidence, figures)
     part = max(parts, key=parts.__getitem__)
     stays = "yes" if records.setup.is_persistent and part not in ("dataset", "batch") else ""
@@ -205,7 +205,7 @@ def diagnose_here(here: Here) -> Diagnosis:
         "task_seconds": ratio(here.loading, here.batches),
         "batches": float(here.batches),
     }
-    if evidence["wait_share"] < _HARMLESS:
+    if evidence["wait_share"] < HARMLESS:
         return _make(_Verdict("none"), evidence)
     # The loop gets the rest of the process, so these are all the workers that it needs.
     if total - waited < _LEAST_STEP * here.batches:
@@ -221,7 +221,7 @@ def _find_bound(figures: Figures, records: Records) -> _Verdict:
     own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
     lock, receiving = evidence["lock_seconds"], evidence["receiving_seconds"]
     awake, asleep = max(own, drawn), blocked
-    if awake * evidence["delivered_rate"] >= _HARMLESS:
+    if awake * evidence["delivered_rate"] >= HARMLESS:
         # One long wait, as for a machine that stood still, is no cause beside another one that goes on all the time.
         asleep -= max((wait.seconds for wait in records.waits_of_span), default=0.0) / evidence["batches"]
     if awake > asleep:
@@ -317,12 +317,12 @@ def _more_workers(figures: Figures, setup: Setup) -> _Verdict:
     if math.isinf(goal) or (kept := sum(awake.values())) * evidence["demand_rate"] >= 1:
         # The loop itself takes less time than the loader does in its thread.
         return _Verdict("workers", values={**values, "advice": "empty"})
-    if kept * needed >= _HARMLESS:
+    if kept * needed >= HARMLESS:
         values |= {"kept_share": kept * needed, "keeps": max(awake, key=awake.__getitem__)}
     usual = min(1.0, max(_LEAST_USE, evidence["delivered_rate"] / capacity))
     error = ratio(evidence["task_spread"], math.sqrt(evidence["num_tasks"]))
     enough = (_MORE + _MORE_BY_SPREAD * evidence["task_spread"]) * goal / usual
-    rates = (1 - _HARMLESS) * (1 - 2 * error) * goal, enough, _HIGH * enough
+    rates = (1 - HARMLESS) * (1 - 2 * error) * goal, enough, _HIGH * enough
     # Workers on other CPUs wait for none.
     each = capacity / num
     if evidence["runqueue_share"] - evidence["runqueue_error_share"] >= _RUNQUEUE:

@@ -12,8 +12,6 @@ runs this module in a time of its own.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 import math
 import os
 from collections import deque
@@ -22,7 +20,6 @@ from typing import NamedTuple
 
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.client.sharing import Partition
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Recorder, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
@@ -35,15 +32,12 @@ from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.seat import Seat
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.loader.telling import tell
 from rpcdataloader.loader.wants import Wants
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
-
-logger = logging.getLogger("rpcdataloader.loader")
-
-_failures = itertools.count()  # of diagnoses that were to be logged
 
 
 class ToDo(NamedTuple):
@@ -472,7 +466,8 @@ class Driver:
         """Log, once per pass, why the loop has waited, if it has and the pass has not failed."""
         if not self.is_told and self.engine.failure is None:
             self.is_told = True
-            tell(self._last_diagnosis, self.settings.partition)
+            name, num_batches = self.executor.name, self.progress.num_yielded
+            tell(self._last_diagnosis, name, num_batches, self.settings.partition, self.executor.ask_ranks)
 
     def _last_diagnosis(self) -> Diagnosis | None:
         self.note_setup()
@@ -495,23 +490,6 @@ class Driver:
             limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
             kept = settings.persistent_workers, settings.iterable, isinstance(settings.sampler, Source)
             self.recorder.setup = Setup(workers, *limits, names, *kept)
-
-
-def tell(find: Callable[[], Diagnosis | None], partition: Partition) -> None:
-    """Log, on rank 0, the diagnosis of a pass that waited; an error of ``find`` ends no training.
-
-    It has a logger of its own, so that users who silence it still hear of deaths.
-    """
-    if partition.rank:
-        return
-    try:
-        diagnosis = find()
-        if diagnosis is not None and diagnosis.bound != "none":
-            level = logging.WARNING if diagnosis.is_urgent else logging.INFO
-            logging.getLogger("rpcdataloader.diagnosis").log(level, "%s%s", partition.label, diagnosis.text)
-    except Exception:
-        level = logging.DEBUG if next(_failures) else logging.WARNING
-        logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
 
 
 class Whole:

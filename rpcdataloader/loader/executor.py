@@ -32,6 +32,7 @@ from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded, dumps
+from rpcdataloader.wire.status import LoopStatus
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -201,6 +202,10 @@ class Executor:
         self._client.start_thread("rpcdl-report", functools.partial(_report_ends, late, limit), self._closed)
 
     # The user
+
+    def ask_ranks(self, then: Callable[[LoopStatus | None], None]) -> bool:
+        """See :meth:`Client.ask_ranks`."""
+        return self._client.ask_ranks(self.name, then)
 
     def say(self, action: Say) -> None:
         """Log a line."""

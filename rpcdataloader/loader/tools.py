@@ -29,11 +29,11 @@ from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose, diagnose_here
 from rpcdataloader.diagnosis.words import NO_PASS
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.loader.driver import tell
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
+from rpcdataloader.loader.telling import tell
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -69,7 +69,7 @@ class LoaderTools(DataLoader[_T_co]):
     def _time(self, batches: Iterator[_T_co]) -> Iterator[_T_co]:
         """Take the time of batches that this process loads, for :meth:`diagnosis`."""
         if self._timed is None or self._timed.batches is not batches:
-            self._timed = TimedBatches(batches, PassSettings.of(self).partition)
+            self._timed = TimedBatches(batches, type(self.dataset).__name__, PassSettings.of(self).partition)
         self._timed.begin()
         return self._timed
 
@@ -217,8 +217,8 @@ class LoaderTools(DataLoader[_T_co]):
 class TimedBatches(Iterator[_T_co]):
     """An iterator that loads in this process, with its sums; otherwise like the iterator itself."""
 
-    def __init__(self, batches: Iterator[_T_co], partition: Partition) -> None:
-        self.batches, self._partition = batches, partition
+    def __init__(self, batches: Iterator[_T_co], name: str, partition: Partition) -> None:
+        self.batches, self._name, self._partition = batches, name, partition
         self.begin()
 
     def begin(self) -> None:
@@ -233,7 +233,7 @@ class TimedBatches(Iterator[_T_co]):
         except StopIteration:
             if self.sums.batches and not self.is_told:
                 self.is_told = True
-                tell(lambda: diagnose_here(self.sums), self._partition)
+                tell(lambda: diagnose_here(self.sums), self._name, self.sums.batches, self._partition)
             raise
         self.sums.delivered(began, time.monotonic())
         return batch

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
+from rpcdataloader.client.asking import ASK_TIMEOUT
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.pools.wants import ASK_TIMEOUT, Size, ask_wanted
+from rpcdataloader.pools.wants import Size, ask_wanted
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
 from rpcdataloader.wire.register import Lookup

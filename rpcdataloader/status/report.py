@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.wire.messages import printable
-from rpcdataloader.wire.status import NodeStatus
+from rpcdataloader.wire.status import NodeStatus, count_wanted
 
 #: Version of the document; it changes when a key is renamed or removed.
 SCHEMA = 1
@@ -60,6 +60,7 @@ def make_document(time: float, answers: Sequence[Answer], ignored: dict[str, str
         "exit_status": 2 if "refused" in states else 0 if states == {"ready"} else 1,
         "nodes": nodes,
         "clients": _join_clients(nodes),
+        "workers_wanted": count_wanted(answer.status for answer in answers if answer.status is not None),
         "ignored_files": [{"path": path, "reason": reason} for path, reason in ignored.items()],
     }
 
@@ -201,11 +202,6 @@ def _of_clients(document: Tree) -> Iterator[_Sample]:
     for client in document["clients"]:
         rank = "" if client["rank"] is None else str(client["rank"])
         groups.setdefault((client["host"], rank), []).append(client)
-    # A client that has reported no loop, as between two passes, wants what it has.
-    wanted = sum(
-        sum(loop["wanted_workers"] for loop in client["loops"]) if client["loops"] else client["num_workers"]
-        for client in document["clients"]
-    )
     for (host, rank), clients in groups.items():
         labels = {"client": host, "rank": rank}
         yield "client_workers", labels, sum(client["num_workers"] for client in clients)
@@ -215,4 +211,4 @@ def _of_clients(document: Tree) -> Iterator[_Sample]:
             yield "client_bound", {**labels, "bound": loop["bound"]}, 1
             if loop["demand_per_second"] is not None:
                 yield "client_demand_batches_per_second", labels, loop["demand_per_second"]
-    yield "workers_wanted", {}, wanted
+    yield "workers_wanted", {}, document["workers_wanted"]

@@ -7,7 +7,7 @@ not agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rpcdataloader.wire.messages import Json
@@ -156,3 +156,36 @@ class NodeStatus(Work):
     def workers(self) -> list[WorkerStatus]:
         """Workers of all clients."""
         return [worker for client in self.clients for worker in client.workers]
+
+
+def last_report(sessions: Iterable[ClientStatus]) -> list[LoopStatus]:
+    """Return the loops of one client, which reports the same to all of its sessions."""
+    reports = [(session.loops_seconds, session.loops) for session in sessions if session.loops_seconds is not None]
+    return min(reports, key=lambda report: report[0])[1] if reports else []
+
+
+def count_wanted(nodes: Iterable[NodeStatus]) -> int:
+    """Add up the workers that clients want: for their loops or, as between two passes, those that they have."""
+    clients: dict[tuple[str, int], list[ClientStatus]] = {}
+    for node in nodes:
+        for client in node.clients:
+            clients.setdefault((client.host, client.pid), []).append(client)
+    wanted = 0
+    for sessions in clients.values():
+        loops = last_report(sessions)
+        wanted += sum(loop.wanted_workers for loop in loops) if loops else sum(len(one.workers) for one in sessions)
+    return wanted
+
+
+def slowest_rank(clients: Iterable[ClientStatus], dataset: str, job: str) -> LoopStatus | None:
+    """Return the loop over a dataset of the rank that waits most; None if several clients have the same rank."""
+    loops = {
+        (client.host, client.pid): loop
+        for client in clients
+        if client.job == job
+        for loop in reversed(client.loops)
+        if loop.dataset == dataset and loop.rank is not None
+    }
+    if len({loop.rank for loop in loops.values()}) < len(loops):
+        return None  # those of two jobs
+    return max(loops.values(), key=lambda loop: loop.wait_share, default=None)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -14,12 +15,16 @@ import pytest
 import torch
 
 from rpcdataloader import Diagnosis, RPCDataloader
-from rpcdataloader.client.client import get_client
+from rpcdataloader.client import client
+from rpcdataloader.client.asking import ask_all
+from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.diagnosis.words import WORDS
-from rpcdataloader.loader import driver
-from tests.conftest import TIMEOUT_SCALE
+from rpcdataloader.loader import driver, telling
+from rpcdataloader.wire.address import Address
+from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration.causes import Causes, init_slowly
 from tests.integration.network import why_not
+from tests.integration.origins import run_ranks
 from tests.integration.waits import CAUSES, POOLS, Cause, run, take_advice
 
 pytestmark = pytest.mark.usefixtures("shared_server", "wide_servers", "clean_client")
@@ -55,7 +60,7 @@ def told(caplog):
         is_closed = threading.Event()
         get_client().janitor.leave(is_closed.set)
         assert is_closed.wait(10 * TIMEOUT_SCALE)
-        return [text for record in caplog.records if (text := record.getMessage()).startswith("step ")]
+        return [text for record in caplog.records if "batches: step " in (text := record.getMessage())]
 
     return told
 
@@ -84,7 +89,7 @@ def test_error_of_a_diagnosis_ends_no_training_and_is_logged_once(wide_servers, 
         raise OverflowError("a bug")
 
     monkeypatch.setattr(driver, "diagnose", fail)
-    monkeypatch.setattr(driver, "_failures", itertools.count())
+    monkeypatch.setattr(telling, "_failures", itertools.count())
     loader = make_waiting_loader(wide_servers, 20)
     for _ in range(2):
         assert len(list(loader)) == 20
@@ -119,7 +124,7 @@ def test_pass_that_waits_is_told_in_one_line_when_it_ends(wide_servers, caplog, 
     assert next(batches, None) is None
     lines = [record for record in caplog.records if "step " in record.getMessage()]
     assert len(lines) == 1
-    assert lines[0].getMessage().endswith(loader.diagnosis().text)
+    assert lines[0].getMessage() == f"Subset, 40 batches: {loader.diagnosis().text}"
 
 
 def test_pass_that_does_not_wait_is_not_told(wide_servers, caplog):
@@ -173,7 +178,7 @@ def test_loader_without_workers_says_how_many_would_end_the_wait(options, told):
     least, likely, most = diagnosis.more_workers
     assert least == math.ceil(needed) <= likely == math.ceil(1.1 * needed) <= most
     assert "This process loads each batch itself, in " in diagnosis.text
-    assert told() == [diagnosis.text]
+    assert told() == [f"Subset, 12 batches: {diagnosis.text}"]
 
 
 # What was seen wrong before
@@ -220,15 +225,54 @@ def test_pass_without_a_batch_says_what_it_waits_for(wide_servers):
 # Other ranks are silent, and short waits are no warning
 
 
-@pytest.mark.parametrize(("rank", "num_lines"), [("0", 1), ("1", 0)])
-def test_rank_0_tells(wide_servers, caplog, monkeypatch, rank, num_lines):
-    monkeypatch.setenv("RANK", rank)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_tells(wide_servers, caplog, monkeypatch, rank):
+    monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
     dataset = torch.utils.data.Subset(Causes(stall=0.04), range(40))
     loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
     assert len(list(loader)) == 40
-    assert len([record for record in caplog.records if "step " in record.getMessage()]) == num_lines
+    close_client()  # ends the thread that asks for the other ranks
+    assert len([record for record in caplog.records if "step " in record.getMessage()]) == 1 - rank
+
+
+def train(address):
+    """A rank whose workers are slow, unless it is rank 0, which ends its pass when others have told of theirs."""
+    client.PERIOD = 0.05
+    rank = int(os.environ["RANK"])
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+    logging.getLogger("rpcdataloader.diagnosis").addHandler(handler)
+    dataset = torch.utils.data.Subset(Causes(stall=0.03 * rank), range(60))
+    batches = iter(RPCDataloader(dataset, None, num_workers=1, workers=[address]))
+
+    def waits():
+        (node,) = ask_all([Address.parse(address)])
+        return {loop.rank: loop.wait_share for each in node.clients for loop in each.loops if loop.bound != "unclear"}
+
+    def is_here(rank):
+        return any(each.rank == rank for each in next(ask_all([Address.parse(address)])).clients)
+
+    if not rank:
+        wait_until(lambda: waits().get(1, 0.0) > 0.5, what="a report of rank 1")
+    for _ in itertools.islice(batches, 50 if rank else None):
+        time.sleep(0.01)
+    if rank:
+        wait_until(lambda: not is_here(0), what="the end of rank 0")
+    close_client()
+    return records
+
+
+def test_sentence_of_rank_0_is_that_of_the_rank_that_waits_most(zygote, serve):
+    told, silent = run_ranks(zygote, train, 2, serve("--num-workers", "2").address)
+    assert silent == []
+    ((level, line),) = told
+    assert level == "WARNING"
+    assert re.match(
+        r"\[rank 0 of 2\] Subset, 60 batches: rank 1 waits most \(\d+ %\): step .* 1 worker: .* Add \d+ worker", line
+    ), line
 
 
 def test_pass_that_loses_more_than_a_second_is_a_warning(wide_servers, caplog):

@@ -15,9 +15,10 @@ from rpcdataloader.client.discovery import Local, Remote, find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
 from rpcdataloader.pools import dask_pool, engines, pool, ray_pool, wants
 from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, make_order
-from rpcdataloader.pools.wants import Size, count_wanted
+from rpcdataloader.pools.wants import Size
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, client_credentials, load_credentials
+from rpcdataloader.wire.status import count_wanted
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE
 

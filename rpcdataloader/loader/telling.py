@@ -1,0 +1,55 @@
+"""Why the loop of a pass has waited: one sentence in the log, from rank 0."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable
+
+from rpcdataloader.client.sharing import Partition
+from rpcdataloader.diagnosis.verdict import HARMLESS, URGENT, Diagnosis
+from rpcdataloader.wire.messages import printable
+from rpcdataloader.wire.status import LoopStatus
+
+logger = logging.getLogger("rpcdataloader.loader")
+
+# Of its own, so that users who silence it still hear of deaths.
+diagnosis_logger = logging.getLogger("rpcdataloader.diagnosis")
+
+_failures = itertools.count()  # of diagnoses that were to be logged
+
+# Asks for the loop of the rank that waits most, and passes it on; returns False if nothing is known of other ranks.
+AskRanks = Callable[[Callable[[LoopStatus | None], None]], bool]
+
+
+def tell(
+    find: Callable[[], Diagnosis | None],
+    dataset: str,
+    num_batches: int,
+    partition: Partition,
+    ask_ranks: AskRanks = lambda _then: False,
+) -> None:
+    """Log, on rank 0, the diagnosis of a pass that waited; an error of ``find`` ends no training.
+
+    All ranks of a training wait for the slowest one: the sentence is that of the rank that waits most.
+    """
+    if partition.rank:
+        return
+    try:
+        if (diagnosis := find()) is not None:
+            say = functools.partial(_say, f"{partition.label}{dataset}, {num_batches:,} batches: ", diagnosis)
+            if partition.world_size == 1 or not ask_ranks(say):
+                say(None)
+    except Exception:
+        level = logging.DEBUG if next(_failures) else logging.WARNING
+        logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
+
+
+def _say(prefix: str, own: Diagnosis, slowest: LoopStatus | None) -> None:
+    if slowest is not None and slowest.wait_share >= own.wait_share + HARMLESS and slowest.bound != "unclear":
+        level = logging.WARNING if slowest.wait_share >= URGENT else logging.INFO
+        prefix += f"rank {slowest.rank} waits most ({100 * slowest.wait_share:.0f} %): "
+        diagnosis_logger.log(level, "%s%s", prefix, printable(slowest.text))
+    elif own.bound != "none":
+        diagnosis_logger.log(logging.WARNING if own.is_urgent else logging.INFO, "%s%s", prefix, own.text)
