@@ -13,6 +13,7 @@ from typing import Any
 
 from rpcdataloader.wire.frames import HEADER_SIZE
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE
+from tests.conftest import TIMEOUT_SCALE
 
 
 def leave_trace(path: str) -> None:
@@ -141,3 +142,30 @@ class Proxy:
             for sock in (source, sink):
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
+
+
+def dial(address: str, data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    """A raw connection to ``host:port`` that says ``data``."""
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), source_address=(source, 0))
+    sock.settimeout(20 * TIMEOUT_SCALE)
+    sock.sendall(data)
+    return sock
+
+
+def read_to_the_end(sock: socket.socket) -> bytes:
+    """What comes until the server closes; it must, or the socket's limit of time is an error."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := sock.recv(65536):
+            data += piece
+    return data
+
+
+def read_frames(sock: socket.socket) -> list[Frame]:
+    """All messages until the end."""
+    frames = []
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            frames.append(recv_frame(sock))
+    return frames

@@ -38,7 +38,7 @@ from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
 from tests.integration.quick import quick_server
-from tests.integration.tampering import recv_frame
+from tests.integration.tampering import dial, read_to_the_end, recv_frame
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -88,26 +88,9 @@ def serves(server):
     return rpc_async(server.address, os.getppid).wait() in descendants(server.pid)
 
 
-def dial(server, data=b"", source="127.0.0.1"):
-    host, _, port = server.address.rpartition(":")
-    sock = socket.create_connection((host, int(port)), source_address=(source, 0))
-    sock.settimeout(20 * TIMEOUT_SCALE)
-    sock.sendall(data)
-    return sock
-
-
 def session_id_of(server):
     """This client's session, as it can be seen on the network."""
     return bytes.fromhex(pool.get_client().node(Address.parse(server.address)).session().wait().session)
-
-
-def read_to_the_end(sock):
-    """What comes until the server closes; it must, or the socket's limit of time is an error."""
-    data = b""
-    with contextlib.suppress(ConnectionError):
-        while piece := sock.recv(65536):
-            data += piece
-    return data
 
 
 # --- too much, too slowly
@@ -119,7 +102,7 @@ def test_handshake_that_drips_is_ended_in_time(server, known):
     hello = Handshake(WRONG, local_identity("client"), Preamble(session_id)).data_to_send()
     pause = PROMPTLY / (len(hello) - PREAMBLE_SIZE)
     start = time.monotonic()
-    with dial(server, hello[:PREAMBLE_SIZE]) as sock, contextlib.suppress(ConnectionError):
+    with dial(server.address, hello[:PREAMBLE_SIZE]) as sock, contextlib.suppress(ConnectionError):
         for byte in hello[PREAMBLE_SIZE:]:
             if select.select([sock], [], [], pause)[0]:
                 break
@@ -147,7 +130,7 @@ def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
         wanted = 8 * preambles
         while not over.is_set():
             for data in wanted:
-                sock = dial(server, data, source="127.0.0.2")
+                sock = dial(server.address, data, source="127.0.0.2")
                 held[sock.fileno()] = sock, data
                 poll.register(sock, select.POLLIN)
             wanted = []
@@ -180,10 +163,10 @@ def test_session_ids_cannot_be_guessed(server):
     right = session_id_of(server)
     near = [right[:n] + bytes([right[n] ^ 1]) + right[n + 1 :] for n in range(16)]
     for guess in [*near, right[::-1], b"\xff" * 16, secrets.token_bytes(16)]:
-        with dial(server, Preamble(guess).encode()) as sock:
+        with dial(server.address, Preamble(guess).encode()) as sock:
             assert b"there is no such session on this node server" in read_to_the_end(sock)
     handshake = Handshake(WRONG, local_identity("client"), Preamble(right))
-    with dial(server, handshake.data_to_send()) as sock:
+    with dial(server.address, handshake.data_to_send()) as sock:
         hello = recv_frame(sock)
         assert hello.type == MessageType.HELLO
         # The proof of somebody else's handshake with the same session.
@@ -197,21 +180,17 @@ def test_session_ids_cannot_be_guessed(server):
 @pytest.mark.parametrize(
     ("offset", "layout", "value"),
     [
-        (6, "<H", 0),
         (6, "<H", 2**16 - 1),
         (16, "<Q", 4097),
-        (16, "<Q", 2**36),
-        (16, "<Q", 2**63),
         (16, "<Q", 2**64 - 1),
         (24, "<I", 1),
-        (24, "<I", 2**32 - 1),
         (28, "<I", 2**32 - 1),
     ],
 )
 def test_absurd_length_in_a_header_is_refused_before_the_rest_is_waited_for(server, offset, layout, value):
     header = bytearray(b"".join(encode(None, MessageType.HELLO, payload=b"{}"))[:HEADER_SIZE])
     struct.pack_into(layout, header, offset, value)
-    with dial(server, Preamble().encode() + header) as sock:
+    with dial(server.address, Preamble().encode() + header) as sock:
         assert read_to_the_end(sock) == b""
         line = rf"refused 127.0.0.1:{sock.getsockname()[1]}: the peer (announced|sent a header)"
         wait_until(lambda: re.search(line, server.log))
@@ -236,7 +215,7 @@ def first_bytes(draw):
 @FEW
 @given(data=first_bytes())
 def test_nonsense_of_strangers_is_put_out(server, data):
-    with dial(server) as sock, contextlib.suppress(ConnectionError):
+    with dial(server.address) as sock, contextlib.suppress(ConnectionError):
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
         answer = read_to_the_end(sock)

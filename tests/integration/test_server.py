@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -13,21 +12,18 @@ import sys
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client import client as pool
-from rpcdataloader.client import node as local
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
-from rpcdataloader.wire.messages import Busy
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, stat_of, wait_until
+from tests.integration.tampering import dial, read_to_the_end
 from tests.integration.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -38,8 +34,6 @@ import os, sys, time
 from rpcdataloader import rpc_async
 print(*rpc_async(sys.argv[1], lambda: (os.getpid(), os.getppid())).wait(), flush=True)
 """
-BUSY_WORKER = CLIENT + "rpc_async(sys.argv[1], exec, ('while True: pass',)).wait()"
-BUSY_SESSION = CLIENT + "from rpcdataloader import RPCDataset; RPCDataset([sys.argv[1]], exec, 'while True: pass')"
 IDLE = CLIENT + "time.sleep(600)"
 
 
@@ -78,24 +72,6 @@ def output_of(script):
         return ""
 
 
-def dial(server, data=b""):
-    """A raw connection that says ``data``."""
-    host, _, port = server.address.rpartition(":")
-    sock = socket.create_connection((host, int(port)))
-    sock.settimeout(20 * TIMEOUT_SCALE)
-    sock.sendall(data)
-    return sock
-
-
-def read_all(sock):
-    """What a raw connection says until it ends."""
-    data = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := sock.recv(65536):
-            data += piece
-    return data
-
-
 def num_descriptors(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -125,16 +101,6 @@ def test_every_client_has_a_session_with_its_worker(serve, start_client):
     assert {session, other_session} == {pid for pid in server.processes() if descendants(pid)}
     pool.close_client()
     wait_until(lambda: sorted(server.processes()) == sorted([other_worker, other_session]))
-
-
-@pytest.mark.parametrize("source", [IDLE, BUSY_WORKER, BUSY_SESSION], ids=["idle", "busy worker", "busy session"])
-def test_everything_of_a_client_that_is_killed_is_gone_at_once(serve, start_client, source):
-    server = serve("--log-level", "debug")
-    script, worker, session = start_client(source, server)
-    assert call(server, os.getpid) > 0  # another client, of whom the first one's processes must hold nothing
-    script.kill()
-    wait_until(lambda: not is_running(worker) and not is_running(session))
-    wait_until(lambda: "ended: the client has gone" in server.log)
 
 
 def test_nobody_holds_a_connection_of_somebody_else(serve, start_client):
@@ -229,34 +195,12 @@ def test_drain_lets_running_calls_finish_and_takes_no_new_session(serve, start_c
         # A client with nothing to do goes at once, and nobody is let in.
         wait_until(lambda: not is_running(worker) and not is_running(session))
         with pytest.raises(ConnectionRefusedError):
-            dial(server)
+            dial(server.address)
         file.write("done")
     assert running.wait() == "done"
     assert server.wait() == 0
     assert "draining: 2 sessions, at most 30 s" in server.log
     assert "WARNING" not in server.log
-
-
-def test_request_that_comes_too_late_for_a_draining_worker_is_told_that_it_was_not_begun(serve, fifo):
-    server = serve(
-        before=f"""
-from rpcdataloader.server import worker
-begin_drain = worker.Worker._begin_drain
-def begin_drain_and_wait(self, life):
-    begin_drain(self, life)
-    os.write(2, b"has looked\\n")
-    open({fifo!r}).close()
-worker.Worker._begin_drain = begin_drain_and_wait
-"""
-    )
-    assert call(server, os.getpid) > 0
-    server.signal(signal.SIGTERM)
-    wait_until(lambda: "has looked" in server.log)
-    late = rpc_async(server.address, os.getpid)
-    open(fifo, "w").close()
-    with pytest.raises(ConnectionLostError, match=r"worker 1 \(pid \d+\) on \S+ has not begun this request: its node"):
-        late.wait()
-    assert server.wait() == 0
 
 
 def test_drain_ends_after_its_grace(serve, fifo):
@@ -284,29 +228,6 @@ def test_second_signal_ends_at_once(serve, fifo):
         running.wait()
 
 
-def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
-    """The word waits for it."""
-
-    class Slow:
-        def __init__(self, path):
-            Path(path).read_text()
-
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return index
-
-    server = serve()
-    with ThreadPoolExecutor(1) as thread:
-        building = thread.submit(RPCDataset, [server.address], Slow, fifo)
-        with open(fifo, "w"):
-            server.signal(signal.SIGTERM)
-            wait_until(lambda: "draining" in server.log)
-        assert len(building.result(20 * TIMEOUT_SCALE)) == 1
-    assert server.wait() == 0
-
-
 def test_signal_for_everybody_reaches_the_server_alone(serve, fifo):
     """As Ctrl-C in a terminal, srun and systemd send it: workers and sessions ignore that, and finish what they do."""
     server = serve(before="os.setpgid(0, 0)")
@@ -326,14 +247,11 @@ def test_signal_for_everybody_reaches_the_server_alone(serve, fifo):
 # --- who gets a worker
 
 
-def test_full_server_is_waited_for(serve, start_client, caplog, monkeypatch):
-    answers, decode = [], Busy.decode
-    monkeypatch.setattr(Busy, "decode", lambda payload: (answers.append(payload), decode(payload))[1])
+def test_full_server_is_waited_for(serve, start_client, caplog):
     server = serve("--num-workers", "1", "--max-connections", "1")
     script, _worker, _session = start_client(IDLE, server)
     waiting = rpc_async(server.address, os.getpid)
     wait_until(lambda: f"waiting for {server.address}, which is busy: all 1 connections are in use" in caplog.text)
-    wait_until(lambda: len(answers) > 2)
     script.kill()
     assert waiting.wait() > 0
     assert server.log.count("gets no further worker: all 1 connections are in use (--max-connections)") == 1
@@ -347,52 +265,15 @@ def test_full_server_is_not_waited_for_longer_than_the_connect_timeout(serve, st
         call(server, os.getpid)
 
 
-def test_sessions_cost_no_worker(serve, start_client):
-    """Reading what a full server offers."""
-    server = serve("--num-workers", "1", "--max-connections", "1")
-    start_client(IDLE, server)
-    session = pool.get_client().node(Address.parse(server.address)).session()
-    assert session.wait().num_workers == 1
-
-
 # --- output
 
 
-PREFIX = rf"\[{re.escape(socket.gethostname())} client \S+:{os.getpid()}( rank 3)? worker 1\] "
-
-
-def test_output_of_a_worker_is_in_the_log_with_its_origin(serve):
-    def speak():
-        print("from python")  # noqa: T201
-        print("to the error stream", file=sys.stderr)  # noqa: T201
-        os.write(1, b"from a descriptor\n")
-        os.system("echo from a program")
-        ctypes.CDLL(None).dprintf(2, b"from a C library\n")
-        sys.stdout.write("without an end")
-        sys.stdout.flush()
-
-    server = serve()
-    call(server, speak)
-    for text in ("from python", "to the error stream", "from a descriptor", "from a program", "from a C library"):
-        wait_until(lambda text=text: re.search(f"^{PREFIX}{text}$", server.log, re.MULTILINE), what=text)
-    pool.close_client()
-    wait_until(lambda: re.search(f"^{PREFIX}without an end$", server.log, re.MULTILINE))
-
-
-def test_rank_is_part_of_the_origin(serve, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    server = serve()
-    call(server, lambda: print("hello"))  # noqa: T201
-    line = rf"^\[\S+ client \S+:{os.getpid()} rank 3 worker 1\] hello$"
-    wait_until(lambda: re.search(line, server.log, re.MULTILINE))
-
-
-def test_output_of_a_session_is_in_the_log(serve):
+def test_output_of_a_session_is_in_the_log_and_its_warnings_reach_the_client(serve, caplog):
     class Talkative:
         def __init__(self):
             os.write(1, b"building\n")
             warnings.warn("the index is old", stacklevel=1)
+            logging.getLogger("user.data").warning("the index is large")
 
         def __len__(self):
             return 1
@@ -405,6 +286,7 @@ def test_output_of_a_session_is_in_the_log(serve):
     assert len(dataset) == 1
     wait_until(lambda: re.search(rf"^\[\S+ client \S+:{os.getpid()}\] building$", server.log, re.MULTILINE))
     wait_until(lambda: "UserWarning: the index is old" in server.log)
+    wait_until(lambda: f"{server.address}: user.data: the index is large" in caplog.text)
 
 
 def test_warnings_and_log_records_reach_the_client(serve, caplog):
@@ -429,23 +311,6 @@ def test_warnings_and_log_records_reach_the_client(serve, caplog):
     wait_until(lambda: server.log.count("sample") == 0 or "sample 999" in server.log)
 
 
-def test_warnings_of_a_session_reach_the_client(serve, caplog):
-    class Dataset:
-        def __init__(self):
-            logging.getLogger("user.data").warning("the index is old")
-
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return index
-
-    server = serve()
-    dataset = RPCDataset([server.address], Dataset)
-    assert len(dataset) == 1
-    wait_until(lambda: f"{server.address}: user.data: the index is old" in caplog.text)
-
-
 def test_standard_input_of_a_worker_is_empty(serve):
     server = serve()
     assert call(server, lambda: os.popen("cat").read()) == ""
@@ -468,7 +333,7 @@ def test_connections_in_a_row_leave_nothing_behind(serve):
     call(server, os.getpid)
     pool.close_client()
     for data in [b"", b"GET / HTTP/1.1\r\n\r\n", b"RPCDLDR\x01", Preamble(bytes([1] * 16)).encode()] * 25:
-        dial(server, data).close()
+        dial(server.address, data).close()
     wait_until(lambda: not server.processes(), 20)
     wait_until(lambda: num_descriptors(server.pid) == before)
     wait_until(lambda: not zombies_of(server.pid))
@@ -486,21 +351,10 @@ def zombies_of(pid):
 def test_log_of_refused_connections_has_a_limit(serve):
     server = serve(before="logs.REFUSALS_PERIOD = 1000")
     for _ in range(60):
-        with dial(server, b"x" * PREAMBLE_SIZE) as sock:
-            assert read_all(sock) == b""
+        with dial(server.address, b"x" * PREAMBLE_SIZE) as sock:
+            assert read_to_the_end(sock) == b""
     wait_until(lambda: not server.processes())
     assert server.log.count("] refused 127.0.0.1:") == 20
-
-
-def test_silent_strangers_do_not_keep_others_out(serve):
-    """One of them goes for everybody who comes, once it has had its time."""
-    server = serve(before="node.MAX_UNPROVED = 4; node.PROOF_PATIENCE = 0.05")
-    with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(dial(server)) for _ in range(12)]
-        assert call(server, os.getpid) > 0
-        wait_until(lambda: len(server.processes()) <= 4 + 1 + 2, 5)  # before they have had all of their time
-        assert re.search("closed a connection from 127.0.0.1:.*: too many unauthenticated connections", server.log)
-        assert read_all(silent[0]) == b""
 
 
 def test_silent_strangers_cost_no_process(serve):
@@ -508,7 +362,7 @@ def test_silent_strangers_cost_no_process(serve):
     _session_id, session = session_of(server)
     with contextlib.ExitStack() as stack:
         for _ in range(20):
-            stack.enter_context(dial(server))
+            stack.enter_context(dial(server.address))
         worker = call(server, os.getpid)
         assert set(server.processes()) == {session, worker}
 
@@ -525,7 +379,7 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
     )
     with contextlib.ExitStack() as stack:
         for _ in range(30):
-            stack.enter_context(dial(server))
+            stack.enter_context(dial(server.address))
         wait_until(lambda: re.search("cannot accept a connection now: .*Too many open files", server.log))
         assert is_running(server.pid)
         cpu = cpu_seconds(server.pid)
@@ -539,27 +393,6 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
 def cpu_seconds(pid):
     fields = stat_of(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_server_that_cannot_fork_says_so_and_goes_on(serve):
-    failing = """
-import errno
-from rpcdataloader.server import processes
-fork, failures = os.fork, iter(range(3))
-def fail_at_first():
-    for _ in failures:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    return fork()
-os.fork = fail_at_first
-node.EXHAUSTED_PAUSE = 0.01
-"""
-    server = serve(before=failing)
-    descriptors = num_descriptors(server.pid)
-    with dial(server, b"RPCDLDR"):  # it waits meanwhile
-        wait_until(lambda: server.log.count("cannot accept a connection now: ") == 3)
-    assert call(server, os.getpid) > 0
-    pool.close_client()
-    wait_until(lambda: num_descriptors(server.pid) == descriptors)
 
 
 def session_of(server):
@@ -587,7 +420,7 @@ node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05
     os.kill(session, signal.SIGSTOP)
     with contextlib.ExitStack() as stack:
         for _ in range(40):
-            stack.enter_context(dial(server, Preamble(session_id).encode()))
+            stack.enter_context(dial(server.address, Preamble(session_id).encode()))
         wait_until(lambda: "too many unauthenticated connections" in server.log)
         _script, worker, other = start_client(IDLE, server)
         assert {worker, other} <= set(server.processes())
@@ -654,14 +487,11 @@ def long_tmpdir(tmp_path):
 
 
 def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
-    # What a library has asked for before the fork is remembered. The pool does not wait for its interpreter's end.
-    end_of_pool = f"import atexit, os; atexit.register(os.mkdir, {str(long_tmpdir / 'the long way')!r}); "
+    # What a library has asked for before the fork is remembered.
     start = f"""
 import os, tempfile
-from rpcdataloader.client import node as local
 os.environ["TMPDIR"] = {str(long_tmpdir)!r}
 tempfile.tempdir = None
-local._BOOT = {end_of_pool!r} + local._BOOT
 {EMBEDDED}"""
     # One pool is a real one; for the others, importing torch would be most of the work.
     scripts = {
@@ -726,29 +556,7 @@ def test_embedded_pool_imports_nothing_from_the_current_folder(trainer):
 def test_embedded_pool_that_does_not_start_is_an_error_and_leaves_nothing(monkeypatch, long_tmpdir):
     monkeypatch.setenv("TMPDIR", str(long_tmpdir))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(local, "_BOOT", "import sys; sys.exit(3)")
-    with pytest.raises(ConnectError, match=r"the embedded pool did not start \(exit status 3\)"):
-        local.LocalServer().ensure_running()
-    assert os.listdir(long_tmpdir) == []
-
-
-def test_ctrl_c_while_the_embedded_pool_starts_leaves_nothing(monkeypatch, long_tmpdir):
-    monkeypatch.setenv("TMPDIR", str(long_tmpdir))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(local, "STOP_TIMEOUT", 0.1)
-    boot = f"import os, signal; input(); os.kill({os.getpid()}, signal.SIGINT); signal.pause()"
-    monkeypatch.setattr(local, "_BOOT", boot)
-    server = local.LocalServer()
-    with pytest.raises(KeyboardInterrupt):
-        server.ensure_running()
-    server.stop()  # until then, it goes on starting, for another pass
-    assert os.listdir(long_tmpdir) == []
-
-
-def test_ctrl_c_before_the_embedded_pool_starts_leaves_nothing(monkeypatch, long_tmpdir):
-    monkeypatch.setenv("TMPDIR", str(long_tmpdir))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(local.subprocess, "Popen", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        local.LocalServer().ensure_running()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConnectError, match=r"the embedded pool did not start \(exit status 1\)"):
+        RPCDataset("local:1", SignalMasks)
     assert os.listdir(long_tmpdir) == []

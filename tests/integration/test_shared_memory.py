@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -19,8 +18,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from rpcdataloader import RPCDataloader, rpc_async
-from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader import RPCDataloader
+from rpcdataloader.errors import RPCError
 from tests.conftest import leased_bytes, wait_until
 from tests.integration.crew import wait_for_crew, workers_of
 
@@ -118,17 +117,6 @@ def test_changes_in_place_are_the_trainers_alone(workers):
             batch.fill_(99)
 
 
-def test_result_of_a_call(workers):
-    for _ in range(3):
-        tensor, array = rpc_async(workers, make_both).wait()
-        assert tensor.unique().tolist() == np.unique(array).tolist() == [7]
-        tensor.fill_(8)
-
-
-def make_both():
-    return torch.full((MIB,), 7, dtype=torch.uint8), np.full(MIB, 7, np.uint8)
-
-
 def test_batches_outlive_their_workers(workers):
     iterator = iter(RPCDataloader(Images(40), BATCH_SIZE, workers=workers))
     wait_for_crew(iterator, 2)  # one that has not started has the number 0, which stands for this process's group
@@ -145,20 +133,6 @@ def test_batches_outlive_their_workers(workers):
     del kept
     gc.collect()
     wait_until(lambda: num_mappings() == 0, what="the end of the mappings")
-
-
-def test_worker_killed_in_the_middle_of_a_batch(workers, tmp_path):
-    loader = RPCDataloader(Images(40, deadly=str(tmp_path / "died")), BATCH_SIZE, workers=workers)
-    kept = list(loader)
-    assert (tmp_path / "died").exists()
-    assert [first_bytes(batch) for batch in kept] == [expected(number) for number in range(10)]
-
-
-@pytest.mark.parametrize("sample_bytes", [1, 1 << 14, 1 << 16])
-def test_batches_of_any_size(workers, sample_bytes):
-    batches = list(RPCDataloader(Images(sample_bytes=sample_bytes), BATCH_SIZE, workers=workers))
-    assert [batch[:, 0].tolist() for batch in batches] == [expected(number) for number in range(6)]
-    assert {batch.shape for batch in batches} == {(BATCH_SIZE, sample_bytes)}
 
 
 class Expanded(Dataset):
@@ -360,50 +334,6 @@ def test_pool_of_local_and_other_workers_gives_the_same_batches(shared_server, u
         loader = RPCDataloader(Images(), workers=workers, generator=torch.Generator().manual_seed(3), **options)
         runs.append([first_bytes(batch) for batch in loader])
     assert runs[0] == runs[1] == runs[2]
-
-
-@pytest.fixture
-def memory_group():
-    """A new memory cgroup: its folder, and the name of its limit."""
-    groups = Path("/proc/self/cgroup").read_text()
-    own = dict(re.findall(r"^\d+:([\w,]*):(.*)$", groups, re.M))
-    root = Path("/sys/fs/cgroup")
-    old = root / "memory" / own["memory"].strip("/") if "memory" in own else None
-    folder = (old or root / own.get("", "/").strip("/")) / f"rpcdl-test-{os.getpid()}"
-    limit = "memory.limit_in_bytes" if old else "memory.max"
-    if len(Path("/proc/swaps").read_text().splitlines()) > 1:
-        pytest.skip("this machine swaps")
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"cannot make a cgroup: {error}")
-    if not (folder / limit).exists():
-        folder.rmdir()
-        pytest.skip("this cgroup cannot limit memory")
-    yield folder, limit
-    for pid in (folder / "cgroup.procs").read_text().split():
-        with contextlib.suppress(ProcessLookupError):
-            (folder.parent / "cgroup.procs").write_text(pid)
-    wait_until(lambda: not (folder / "cgroup.procs").read_text(), what="the end of the processes of the cgroup")
-    folder.rmdir()
-
-
-@pytest.mark.slow
-def test_workers_at_the_limit_of_their_memory_cgroup(serve, tmp_path, memory_group):
-    """The kernel kills them, and what starts others. The loop hears of it, and what it has taken stays whole."""
-    folder, limit = memory_group
-    server = serve("--host", f"unix:{tmp_path}/socket")
-    loader = RPCDataloader(Images(4000), BATCH_SIZE, workers=server.address, reconnect_timeout=1)
-    iterator = iter(loader)
-    kept = [next(iterator) for _ in range(10)]
-    for pid in [server.pid, *server.processes()]:
-        with contextlib.suppress(ProcessLookupError):
-            (folder / "cgroup.procs").write_text(str(pid))
-    (folder / limit).write_text(str(200 * MIB))
-    with pytest.raises(ConnectionLostError):
-        kept.extend(iterator)
-    assert sum(map(is_shared, kept)) > 50
-    assert [first_bytes(batch) for batch in kept] == [expected(number) for number in range(len(kept))]
 
 
 def test_without_shared_memory_batches_are_sent(serve, tmp_path):

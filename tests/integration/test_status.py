@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import itertools
 import json
@@ -17,7 +16,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 from pathlib import Path
 
@@ -26,8 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, __version__, rpc_async
-from rpcdataloader.client import client as client_module
-from rpcdataloader.client.client import close_client, get_client
+from rpcdataloader.client.client import get_client
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError
 from rpcdataloader.status.__main__ import Nodes, main
 from rpcdataloader.wire.address import Address
@@ -43,6 +40,7 @@ from rpcdataloader.wire.status import StatusRequest
 from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.integration.tampering import dial, read_to_the_end
 from tests.integration.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -76,17 +74,9 @@ def fail(error):
 # --- helpers
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
+def ask_for_status(*arguments):
     """On a machine that is busy with other tests, an answer takes its time."""
-    defaults = main.__globals__["make_parser"]
-
-    def make_parser():
-        parser = defaults()
-        parser.set_defaults(timeout=PROMPTLY)
-        return parser
-
-    monkeypatch.setitem(main.__globals__, "make_parser", make_parser)
+    return main(["--timeout", str(PROMPTLY), *arguments])
 
 
 @pytest.fixture
@@ -94,7 +84,7 @@ def look(capsys):
     """Look once; gives the exit status and the JSON document."""
 
     def look(*arguments):
-        status = main([*arguments, "--json"])
+        status = ask_for_status(*arguments, "--json")
         captured = capsys.readouterr()
         assert captured.err == ""
         return status, json.loads(captured.out)
@@ -158,16 +148,6 @@ def test_counts_after_an_epoch_are_exact(serve, look_at):
     assert look_at(server)["tasks"] == 2 * (NUM_SAMPLES // BATCH_SIZE)
 
 
-def test_exceptions_are_counted_as_errors(serve, look_at):
-    server = serve()
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            rpc_async(server.address, divmod, (1, 0)).wait()
-    rpc_async(server.address, divmod, (1, 1)).wait()
-    node = look_at(server)
-    assert (node["errors"], node["calls"], node["tasks"]) == (3, 1, 0)
-
-
 CLIENT = """
 import os, sys, time
 os.environ.update(RANK="3", WORLD_SIZE="4", SLURM_JOB_ID="4711")
@@ -218,38 +198,10 @@ def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
     assert (worker()["queued"], worker()["calls"]) == (0, 2)
 
 
-def test_session_that_builds_says_so(serve, look_at, fifo):
-    class Slow(Samples):
-        def __init__(self, path):
-            read_text(path)
-
-    server = serve()
-    session_on(server).wait()
-
-    def state():
-        return look_at(server)["clients"][0]["state"]
-
-    wait_until(lambda: state() == "idle")
-    build = threading.Thread(target=RPCDataset, args=([server.address], Slow, fifo))
-    build.start()
-    with open(fifo, "w"):
-        wait_until(lambda: state() == "running")
-    build.join()
-    wait_until(lambda: state() == "idle")
-
-
-def test_client_that_is_closed_leaves_its_work(serve, look_at):
-    server = serve()
-    rpc_async(server.address, os.getpid).wait()
-    close_client()
-    wait_until(lambda: not look_at(server)["clients"])
-    assert look_at(server)["calls"] == 1
-
-
 def test_text_is_for_people(serve, capsys):
     server = serve("--num-workers", "2")
     pid = rpc_async(server.address, os.getpid).wait()
-    assert main([server.address]) == 0
+    assert ask_for_status(server.address) == 0
     text = capsys.readouterr().out
     _when, header, total, node, client = text.splitlines()
     assert header.split()[:4] == ["node", "state", "clients", "workers"]
@@ -257,13 +209,13 @@ def test_text_is_for_people(serve, capsys):
     assert node.split()[:4] == [server.address, "ready", "1", "1"]
     assert node.split()[2:] == total.split()[5:]
     assert client == f"client {socket.gethostname()}:{os.getpid()}: no loop is under way, or none has been reported"
-    assert main([server.address, "--workers"]) == 0
+    assert ask_for_status(server.address, "--workers") == 0
     text = capsys.readouterr().out
     assert f"{server.address}  ready, up " in text
     assert "1 client, 1 worker of at most 8, 2 offered" in text
     assert f"client {socket.gethostname()}:{os.getpid()}\n" in text
     assert f"{pid:>8}  " in text
-    assert main([server.address, "--stacks"]) == 0
+    assert ask_for_status(server.address, "--stacks") == 0
     assert "in _wait" in capsys.readouterr().out
 
 
@@ -286,7 +238,7 @@ def test_last_error_of_a_client_is_told(serve, look_at, capsys):
     (worker,) = client["workers"]
     os.kill(worker["pid"], signal.SIGKILL)
     wait_until(lambda: not workers_of(look_at(server)))
-    assert main([server.address]) == 0
+    assert ask_for_status(server.address) == 0
     name = f"client {socket.gethostname()}:{os.getpid()}"
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"{name}: 2 errors, the last one ")
@@ -296,53 +248,8 @@ def test_last_error_of_a_client_is_told(serve, look_at, capsys):
 # --- what training loops wait for
 
 
-class Stalled(Samples):
-    def __len__(self):
-        return 10**6
-
-    def __getitem__(self, index):
-        time.sleep(0.02)
-        return torch.zeros(10)
-
-
-@pytest.fixture
-def often(monkeypatch):
-    """Reports come often."""
-    monkeypatch.setattr(client_module, "PERIOD", 0.05)
-
-
 def loops_of(node):
     return [loop for client in node["clients"] for loop in client["loops"]]
-
-
-def wait_for_loop(batches, look_at, server):
-    def is_told():
-        for _ in range(50):
-            next(batches)
-            time.sleep(0.003)  # the training step
-        return [loop for loop in loops_of(look_at(server)) if loop["bound"] == "workers" and loop["more_workers"]]
-
-    wait_until(is_told, 30)
-
-
-@pytest.mark.usefixtures("often")
-def test_client_says_what_its_loop_waits_for(serve, look_at, capsys):
-    server = serve("--num-workers", "2")
-    loader = RPCDataloader(RPCDataset([server.address], Stalled), batch_size=None)
-    batches = iter(loader)
-    wait_for_loop(batches, look_at, server)
-    node = look_at(server)
-    (loop,) = loops_of(node)
-    assert (loop["dataset"], loop["rank"]) == ("Stalled", None)
-    assert 0 < loop["wait_share"] <= 1
-    assert node["clients"][0]["loops_seconds"] < PROMPTLY
-    assert {value["name"] for value in loop["stages"]} >= {"fetch", "wait"}
-    assert main([server.address]) == 0
-    text = capsys.readouterr().out
-    assert f"client {socket.gethostname()}:{os.getpid()}: step " in text
-    # A loop that is over is not told of.
-    del batches
-    wait_until(lambda: not loops_of(look_at(server)))
 
 
 def test_report_of_a_stranger_or_of_nonsense_does_not_disturb(serve, look_at):
@@ -376,7 +283,7 @@ def test_unreachable_server(serve, capsys):
     server = serve()
     gone = serve()
     gone.stop()
-    assert main([server.address, gone.address]) == 1
+    assert ask_for_status(server.address, gone.address) == 1
     text = capsys.readouterr().out
     assert any(line.split()[:2] == [server.address, "ready"] for line in text.splitlines())
     assert "all: 1 of 2 ready" in text
@@ -410,41 +317,6 @@ def test_wrong_token(serve, look, tmp_path, monkeypatch):
     wait_until(lambda: "] refused " in server.log)
     _status, document = look(server.address)
     assert document["nodes"][0]["refused_connections"] == 1
-
-
-def test_missing_token(serve, look, tmp_path, monkeypatch):
-    server = serve()
-    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(tmp_path / "nothing"))
-    status, document = look(server.address)
-    assert (status, document["nodes"][0]["state"]) == (2, "refused")
-    assert "does not exist" in document["nodes"][0]["error"]
-
-
-def test_versions_that_do_not_fit(serve, look, monkeypatch):
-    server = serve()
-    other = dataclasses.replace(local_identity("client"), python_version="2.7.18")
-    monkeypatch.setattr("rpcdataloader.client.asking.local_identity", lambda _role: other)
-    status, document = look(server.address)
-    assert (status, document["nodes"][0]["state"]) == (2, "refused")
-    assert "runs CPython 2.7" in document["nodes"][0]["error"]
-
-
-def test_port_of_another_program(look):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        host, port = listener.getsockname()
-
-        def answer():
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n".ljust(200))
-                connection.recv(4096)
-
-        program = threading.Thread(target=answer)
-        program.start()
-        status, document = look(f"{host}:{port}")
-        program.join()
-    assert (status, document["nodes"][0]["state"]) == (2, "refused")
-    assert "the peer sent no message: b'HTTP'" in document["nodes"][0]["error"]
 
 
 def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
@@ -513,7 +385,7 @@ def test_over_tls(serve, certificates, monkeypatch, look, look_at):
     assert node["sent_bytes"] > 0
     monkeypatch.delenv(CA_VARIABLE)
     with pytest.raises(SystemExit) as caught:
-        main([server.address])
+        ask_for_status(server.address)
     assert caught.value.code == 2
 
 
@@ -687,18 +559,11 @@ def test_local_finds_the_embedded_pools_of_this_user_with_their_loops(zygote, lo
 # --- strangers
 
 
-def dial(server, *pieces):
+def answer_to(server, *pieces):
     """What a peer gets who sends these bytes and no more."""
-    host, _, port = server.address.rpartition(":")
-    with socket.create_connection((host, int(port)), PROMPTLY) as sock:
-        for piece in pieces:
-            sock.sendall(piece)
+    with dial(server.address, b"".join(pieces)) as sock:
         sock.shutdown(socket.SHUT_WR)
-        answer = b""
-        with contextlib.suppress(ConnectionError):
-            while data := sock.recv(65536):
-                answer += data
-    return answer
+        return read_to_the_end(sock)
 
 
 def test_stranger_gets_nothing(serve):
@@ -707,11 +572,11 @@ def test_stranger_gets_nothing(serve):
     preamble = Preamble(STATUS_ID).encode()
     request = StatusRequest(stacks=True).encode()
     for sealer in None, Sealer(bytes(32)):
-        answer = dial(server, preamble, *encode(sealer, MessageType.STATS, payload=request))
+        answer = answer_to(server, preamble, *encode(sealer, MessageType.STATS, payload=request))
         assert b"clients" not in answer
         assert len(answer) < 1000
         assert answer == b"" or answer[4] == MessageType.REFUSED
-    assert dial(server, preamble) == b""
+    assert answer_to(server, preamble) == b""
     wrong = Credentials(b"not the secret of the test suite", "a test")
     with pytest.raises(AuthenticationError, match="do not hold the same secret"):
         open_channel(Address.parse(server.address), wrong, local_identity("client"), STATUS_ID, Deadline(PROMPTLY))

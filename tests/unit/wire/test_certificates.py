@@ -22,13 +22,6 @@ def files(certificates, tmp_path):
     return TlsFiles(*(str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")))
 
 
-@pytest.mark.parametrize("role", ["client", "server"])
-def test_files_that_fit_are_loaded(files, role):
-    credentials = files.load(role)
-    assert credentials.files == files
-    assert len(credentials.context.get_ca_certs()) == 1
-
-
 def test_paths_are_absolute_and_know_the_home_folder(monkeypatch, tmp_path):
     """A session changes to the folder of its client."""
     monkeypatch.chdir(tmp_path)
@@ -36,24 +29,6 @@ def test_paths_are_absolute_and_know_the_home_folder(monkeypatch, tmp_path):
     assert name_files(NAMES, ("node.pem", "~/node.key", "/ca.pem")) == TlsFiles(
         f"{tmp_path}/node.pem", "/home/user/node.key", "/ca.pem"
     )
-
-
-def test_nothing_named_is_no_tls():
-    assert name_files(NAMES, ("", "", "")) is None
-    assert client_tls({CERT_VARIABLE: ""}) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        (("a", "", ""), "cert given without key and ca: TLS needs all three"),
-        (("", "b", ""), "key given without cert and ca: TLS needs all three"),
-        (("a", "b", ""), "cert and key given without ca: TLS needs all three"),
-    ],
-)
-def test_some_of_the_three_are_refused(values, problem):
-    with pytest.raises(ValueError, match=problem):
-        name_files(NAMES, values)
 
 
 def test_client_takes_them_from_the_environment(files):
@@ -101,14 +76,6 @@ def test_file_that_cannot_be_used_is_named(files, harm, name, problem):
     harm(files, name)
     with pytest.raises(AuthenticationError, match=problem.format(re.escape(getattr(files, name)))):
         files.load("server")
-
-
-def test_key_of_another_certificate(files, certificates):
-    shutil.copy(certificates / "stranger.key", files.key)
-    with pytest.raises(
-        AuthenticationError, match=r"the TLS certificate .*node.pem and the key .* cannot be used: .*mismatch"
-    ):
-        files.load("client")
 
 
 def test_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(files, certificates):

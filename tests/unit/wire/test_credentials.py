@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import subprocess
@@ -105,12 +104,6 @@ def test_file_that_is_open_to_others_is_refused(mode, environ, default_file):
     assert load_credentials(environ=environ).secret == TOKEN.encode()
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o400, 0o700])
-def test_file_that_only_its_owner_can_open_is_accepted(mode, environ, default_file):
-    write(default_file, mode=mode)
-    assert load_credentials(environ=environ).secret == TOKEN.encode()
-
-
 def test_file_of_another_user_is_refused(monkeypatch, environ, default_file):
     write(default_file)
     if os.geteuid() == 0:
@@ -119,16 +112,6 @@ def test_file_of_another_user_is_refused(monkeypatch, environ, default_file):
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(AuthenticationError, match=r"belongs to user \d+, or set RPCDATALOADER_TOKEN_FILE to another"):
         load_credentials(environ=environ)
-
-
-def test_named_file_that_is_missing_is_refused_and_not_created(environ, tmp_path):
-    path = tmp_path / "missing"
-    with pytest.raises(AuthenticationError, match=f"{path} does not exist; create it with"):
-        load_credentials(token_file=path, environ=environ)
-    environ["RPCDATALOADER_TOKEN_FILE"] = str(path)
-    with pytest.raises(AuthenticationError, match=f"{path} does not exist; create it with"):
-        load_credentials(environ=environ)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_empty_name_of_a_file_is_refused(environ):
@@ -155,30 +138,6 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting_and_without_a_lea
         assert len(os.listdir("/proc/self/fd")) == len(descriptors)
 
 
-def test_link_to_a_good_file_is_accepted_and_to_a_bad_one_refused(environ, tmp_path, default_file):
-    target = write(tmp_path / "target")
-    default_file.parent.mkdir(parents=True)
-    default_file.symlink_to(target)
-    assert load_credentials(environ=environ).secret == TOKEN.encode()
-    target.chmod(0o644)
-    with pytest.raises(AuthenticationError, match="chmod 600"):
-        load_credentials(environ=environ)
-    target.unlink()
-    with pytest.raises(AuthenticationError, match=f"{default_file} does not exist"):
-        load_credentials(environ=environ)
-
-
-def test_file_that_cannot_be_read_is_refused(monkeypatch, environ, tmp_path):
-    path = write(tmp_path / "token")
-
-    def fail(*_args):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "open", fail)  # root could read every file
-    with pytest.raises(AuthenticationError, match=f"{path} cannot be read: Permission denied; set --token-file"):
-        load_credentials(token_file=path, environ=environ)
-
-
 @pytest.mark.parametrize("home", ["/proc", "file", "missing"])
 def test_home_that_takes_no_file_is_refused_with_what_to_do(home, environ, tmp_path):
     write(tmp_path / "file", "not a directory")
@@ -186,16 +145,6 @@ def test_home_that_takes_no_file_is_refused_with_what_to_do(home, environ, tmp_p
     with pytest.raises(AuthenticationError, match=r"cannot be (read|created): .* set RPCDATALOADER_TOKEN_FILE to"):
         load_credentials(environ=environ)
     assert not (tmp_path / "missing").exists()
-
-
-def test_file_system_without_links_is_refused_and_left_clean(monkeypatch, environ, default_file):
-    def fail(*_args):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", fail)
-    with pytest.raises(AuthenticationError, match="cannot be created: Operation not permitted"):
-        load_credentials(environ=environ)
-    assert list(default_file.parent.iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------------- creation
@@ -274,13 +223,6 @@ def test_secret_is_in_no_text_that_describes_it():
     assert repr(found) == "Credentials(source='argument')"
 
 
-@pytest.mark.parametrize("token", ["fifteen letters", "x" * 5000])
-def test_secret_is_in_no_error_message(token):
-    with pytest.raises(AuthenticationError) as caught:
-        check_secret(token, "argument")
-    assert token not in str(caught.value)
-
-
 # ---------------------------------------------------------------------------------------------------- insecure mode
 
 
@@ -319,18 +261,3 @@ def receive(data):
 def test_first_line_of_a_pipe_is_the_secret_and_the_rest_stays_there():
     found, rest = receive(f"{TOKEN}\nmore".encode())
     assert (found, rest) == (Credentials(TOKEN.encode(), "standard input"), b"more")
-
-
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (b"", "empty"),
-        (b"\n", "empty"),
-        (b"short\n" + b"x" * 40, "shorter than 16"),
-        (b"x" * 8000, "longer than 4096"),
-    ],
-)
-def test_line_that_is_no_secret_is_refused(data, problem):
-    with pytest.raises(AuthenticationError, match=problem) as caught:
-        receive(data)
-    assert "standard input" in str(caught.value)

@@ -26,7 +26,6 @@ from rpcdataloader.wire.frames import (
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble
 
 KEY = bytes(range(32))
-UNKNOWN_TYPE = 99
 
 
 class FakeBlock:
@@ -121,11 +120,6 @@ def test_macs_are_keyed_blake2b_over_a_counter_and_the_header(length):
     for counter in range(3):
         keyed = hashlib.blake2b(counter.to_bytes(8, "little") + b"header", key=key, digest_size=16)
         assert sealer.seal(b"header") == keyed.digest()
-
-
-def test_empty_key_is_refused():
-    with pytest.raises(ValueError, match="the key is empty"):
-        Sealer(b"")
 
 
 def test_golden_preamble():
@@ -276,20 +270,6 @@ def test_shared_blocks_count_for_the_limits():
 # ---------------------------------------------------------------------------------------------------- round trips
 
 
-def test_messages_survive_one_byte_at_a_time_and_all_two_way_splits():
-    sealer = Sealer(KEY)
-    sent = [
-        (MessageType.CALL, 0, 1, b"payload", [b"block", b"", b"other block"]),
-        (MessageType.REPLY, 0, 2, b"", []),
-        (MessageType.LOG, 1, 0, b"x", [b""]),
-        (MessageType.CALL, 0, 3, b"", [b"last"]),
-    ]
-    data = b"".join(join(sealer, type, number, payload, blocks, flags) for type, flags, number, payload, blocks in sent)
-    for steps in [[1] * len(data), *([split] for split in range(1, len(data)))]:
-        received = feed(Decoder(allocate, Sealer(KEY)), data, steps)
-        assert [content(message) for message in received] == sent
-
-
 @pytest.mark.parametrize("split", range(1, 18))
 def test_blocks_of_one_message_are_offered_together_and_refilled_from_where_they_stopped(split):
     data = join(None, MessageType.CALL, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
@@ -383,12 +363,6 @@ def decode_garbage(data, step_sizes=(), sealer=None):
         return None
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=300), st.booleans())
-def test_garbage_is_a_protocol_error_or_too_short(garbage, sealed):
-    assert not decode_garbage(garbage, sealer=Sealer(KEY) if sealed else None)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     st.fixed_dictionaries(
@@ -411,12 +385,6 @@ def test_wrong_fields_are_protocol_errors_or_too_short(changes, table, rest, ste
     message = join(None, MessageType.CALL, 1, struct.pack(f"<{len(table)}Q", *table) + rest)
     for received in decode_garbage(patch_header(message, **changes), step_sizes) or ():
         assert isinstance(received.type, MessageType)
-
-
-def test_other_protocol_is_named_by_its_first_bytes():
-    decoder = Decoder(refuse_to_allocate)
-    with pytest.raises(RemoteProtocolError, match="b'GET '"):
-        feed(decoder, b"GET / HTTP/1.1\r\nHost: node01:6543\r\n" + b"x" * 80)
 
 
 # ---------------------------------------------------------------------------------------------------- limits
@@ -452,32 +420,11 @@ def test_message_at_every_limit_is_accepted():
     assert len(feed(Decoder(allocate, limits=LIMITS), data)) == 1
 
 
-@pytest.mark.parametrize(
-    "changes", [{"payload_size": 2**64 - 1}, {"payload_size": 2**63}, {"num_blocks": 2**32 - 1}], ids=str
-)
-def test_enormous_length_is_refused_before_anything_is_allocated(changes):
-    # Allocating this much would be a MemoryError or an OverflowError.
-    data = bytearray(join(None, MessageType.CALL, 1, b"payload"))
-    if "payload_size" in changes:
-        struct.pack_into("<Q", data, 16, changes["payload_size"])
-    else:
-        struct.pack_into("<I", data, 24, changes["num_blocks"])
-    with pytest.raises(RemoteProtocolError, match="over the limit"):
-        feed(Decoder(refuse_to_allocate), bytes(data))
-
-
-def test_enormous_block_is_refused_before_the_allocator_is_called():
-    data = bytearray(join(None, MessageType.REPLY, 1, struct.pack("<2Q", 5, 2**64 - 1)))
-    data = patch_header(bytes(data), num_blocks=2, payload_size=0)
-    with pytest.raises(RemoteProtocolError, match=f"a block of {2**64 - 1} bytes"):
-        feed(Decoder(refuse_to_allocate), data)
-
-
-def test_length_that_was_altered_is_an_altered_message_not_a_limit():
-    data = bytearray(join(Sealer(KEY), MessageType.CALL, 1, b"payload"))
-    struct.pack_into("<Q", data, 16, 2**64 - 1)
-    with pytest.raises(RemoteProtocolError, match="message 0 from the peer failed authentication"):
-        feed(Decoder(refuse_to_allocate, Sealer(KEY)), bytes(data))
+@pytest.mark.parametrize("type", [MessageType.CALL, MessageType.BUILD])
+def test_blocks_of_requests_are_checked(type):
+    data = join(Sealer(KEY), type, 1, b"payload", [b"block 0"])
+    with pytest.raises(RemoteProtocolError, match="the blocks of message 1 were altered"):
+        feed(Decoder(allocate, Sealer(KEY)), data[:-1] + b"!")
 
 
 def test_blocks_of_replies_are_not_covered_by_the_mac():
@@ -502,11 +449,6 @@ def test_sealed_message_before_the_keys_exist_is_refused():
 # ---------------------------------------------------------------------------------------------------- states
 
 
-def test_message_of_unknown_type_is_an_error():
-    with pytest.raises(RemoteProtocolError, match="unknown type 99"):
-        feed(Decoder(refuse_to_allocate), join(None, UNKNOWN_TYPE, 1, b"payload"))
-
-
 @pytest.mark.parametrize("changes", [{"header_size": 88}, {"flags": 4}, {"flags": 255}, {"reserved": 1}], ids=str)
 def test_header_of_the_future_is_an_error(changes):
     data = patch_header(join(None, MessageType.CALL, 1, b"payload"), **changes)
@@ -523,21 +465,7 @@ def test_end_of_stream_is_clean_only_between_messages():
             Receiver(Source(data[:size]), Decoder(allocate)).receive()
 
 
-def test_allocator_that_gives_other_sizes_is_caught():
-    def allocate_more(_request_id, sizes):
-        return [FakeBlock(size + 1) for size in sizes]
-
-    decoder = Decoder(allocate_more)
-    with pytest.raises(LocalProtocolError, match="blocks of other sizes"):
-        feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"]))
-
-
 # ---------------------------------------------------------------------------------------------------- preamble
-
-
-def test_preamble_of_a_future_version_is_read():
-    preamble = Preamble(b"0123456789abcdef", version=65535)
-    assert Preamble.decode(preamble.encode()) == preamble
 
 
 @pytest.mark.parametrize(
@@ -546,9 +474,3 @@ def test_preamble_of_a_future_version_is_read():
 def test_garbage_instead_of_a_preamble_is_a_protocol_error(data):
     with pytest.raises(RemoteProtocolError, match=r"preamble|does not speak this protocol"):
         Preamble.decode(data)
-
-
-@pytest.mark.parametrize("fields", [{"session_id": b"short"}, {"version": -1}, {"version": 2**16}], ids=str)
-def test_wrong_preamble_is_refused_when_built(fields):
-    with pytest.raises(ValueError, match=r"session id|protocol version"):
-        Preamble(**fields)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from rpcdataloader.wire import slabs
 from rpcdataloader.wire.slabs import Block, PageablePool, PinnedAllocator, pinned_allocator
 from tests.conftest import leased_bytes
 
@@ -35,14 +34,6 @@ def test_block_has_exactly_the_size_asked_for_and_both_faces_show_the_same_bytes
     assert block.tensor.numpy().tobytes() == content
 
 
-def test_blocks_in_use_never_overlap():
-    pool = PageablePool()
-    blocks = [pool.allocate(LARGE) for _ in range(4)]
-    for i, block in enumerate(blocks):
-        block.tensor.fill_(i)
-    assert [set(block.view[::MIB]) for block in blocks] == [{0}, {1}, {2}, {3}]
-
-
 def test_memory_is_reused_after_the_last_tensor_is_gone_and_not_before():
     pool = PageablePool()
     block = pool.allocate(LARGE)
@@ -61,18 +52,6 @@ def test_memory_is_reused_after_the_last_tensor_is_gone_and_not_before():
     assert again.tensor.unique().tolist() == [7]  # uninitialised: what was left in it
 
 
-def test_memory_of_one_giant_batch_is_given_back():
-    """Not at once: blocks of other sizes that are used now and then are kept."""
-    pool = PageablePool()
-    pool.allocate(100 * MIB)
-    rare = address(pool.allocate(9 * MIB))
-    for number in range(2 * slabs._MAX_UNUSED_LEASES):
-        if number % 100 == 0:
-            assert address(pool.allocate(9 * MIB)) == rare
-        pool.allocate(LARGE)
-    assert pool._kept_bytes() < 20 * MIB
-
-
 def test_memory_is_not_reused_while_a_numpy_array_shows_it():
     pool = PageablePool()
     block = pool.allocate(LARGE)
@@ -83,20 +62,6 @@ def test_memory_is_not_reused_while_a_numpy_array_shows_it():
     assert leased_bytes(pool) > 0
     del array
     assert leased_bytes(pool) == 0
-
-
-def test_kept_memory_is_bounded_and_what_came_back_first_goes_first():
-    pool = PageablePool(max_bytes=8 * MIB)
-    small, large = [pool.allocate(2 * MIB) for _ in range(3)], [pool.allocate(4 * MIB)]
-    assert (leased_bytes(pool), pool._kept_bytes()) == (10 * MIB, 0)
-    addresses = [address(block) for block in small]
-    for _ in range(3):
-        del small[0]
-    assert (leased_bytes(pool), pool._kept_bytes()) == (4 * MIB, 6 * MIB)
-    del large[0]
-    assert (leased_bytes(pool), pool._kept_bytes()) == (0, 8 * MIB)
-    again = [pool.allocate(2 * MIB), pool.allocate(2 * MIB)]
-    assert [address(block) for block in again] == [addresses[2], addresses[1]]
 
 
 def test_threads_never_get_the_same_memory_at_once():
@@ -161,21 +126,6 @@ class TestFork:
         release.set()
         thread.join()
         assert status == 0
-
-    def test_leases_of_the_parent_do_not_enter_the_pool_of_the_child(self):
-        pool = PageablePool()
-        blocks = [pool.allocate(LARGE)]
-        blocks[0].tensor.fill_(5)
-
-        def check() -> bool:
-            assert blocks[0].view[0] == 5
-            blocks[0].view[:] = bytes([6]) * LARGE  # not by torch: its threads stayed in the parent
-            blocks.clear()
-            return (leased_bytes(pool), pool._kept_bytes()) == (0, 0)
-
-        assert self.run_in_child(check) == 0
-        assert blocks[0].tensor.unique().tolist() == [5]  # the child wrote to its own copy
-        assert leased_bytes(pool) > 0
 
 
 def test_pinned_allocator_takes_all_memory_from_what_it_was_given():

@@ -6,12 +6,10 @@ Everything here is one process, over socket pairs, loopback ports of the kernel'
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import struct
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -135,16 +133,6 @@ def test_reset_is_a_lost_connection_with_its_cause(tcp_pair):
     assert isinstance(raised.value.__cause__, ConnectionResetError)
 
 
-@pytest.mark.parametrize("name", ["recv_into", "sendmsg"])
-def test_host_that_keep_alive_finds_gone_is_a_lost_connection(pair, name):
-    """And not one that has taken too long, though Python calls both a TimeoutError."""
-    ours, _theirs = pair
-    ours._sock.close()
-    ours._sock = Mock(**{f"{name}.side_effect": OSError(errno.ETIMEDOUT, "Connection timed out")})
-    with pytest.raises(ConnectionLostError, match=r"connection to node07:6543 lost.*: Connection timed out"):
-        ours.recv_into([memoryview(bytearray(10))]) if name == "recv_into" else ours.send([b"x"])
-
-
 @pytest.mark.parametrize(
     ("uid", "euid", "allowed"), [(1000, 1000, True), (0, 1000, True), (1001, 1000, False), (1000, 0, False)]
 )
@@ -194,17 +182,6 @@ def test_waiting_for_a_server_that_is_not_there_yet(tmp_path, caplog):
     with listen_unix(address.path):
         waiting.result(FOREVER).close()
     assert caplog.text.count("still waiting") == 1
-
-
-def test_nothing_is_said_of_a_wait_that_the_user_knows_of(tmp_path, caplog):
-    asked = threading.Event()
-    address, deadline = Address(path=str(tmp_path / "socket")), Impatient(FOREVER)
-    waiting = in_thread(lambda: connect(address, deadline, retry=True, label=asked.set))
-    assert asked.wait(FOREVER)
-    deadline.cancel()
-    with pytest.raises(ConnectError, match="No such file"):
-        waiting.result(FOREVER)
-    assert "still waiting" not in caplog.text
 
 
 def test_waiting_ends_at_the_deadline_and_when_it_is_cancelled(tmp_path):
