@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 import subprocess
 import sys
@@ -124,35 +123,6 @@ def test_own_pool_of_a_real_command_line(module, tmp_path):
     assert "(measured with 20)" in done.stdout
 
 
-def test_samples_of_many_kinds(check):
-    source = """
-        Pair = collections.namedtuple("Pair", ["left", "right"])
-
-        @dataclasses.dataclass
-        class Sample:
-            image: object
-            label: int
-
-        class Data(Base):
-            def __getitem__(self, index):
-                image = PIL.Image.new("RGB", (4, 4), int(torch.randint(255, ())))
-                return {"pair": Pair(np.random.rand(2), "x"), "image": image, "sample": Sample(torch.rand(2), index)}
-    """
-    status, output = check(source)
-    assert status == 0, output
-
-
-def test_dataset_without_length(check):
-    source = """
-        class Data(Dataset):
-            def __getitem__(self, index):
-                return index
-    """
-    status, output = check(source)
-    assert status == 0
-    assert "which has no length (RPCDataloader needs a sampler)," in line_of(output, "builds")
-
-
 # --- how it is built
 
 
@@ -184,19 +154,6 @@ def test_open_file_leaves_building_to_workers(check, tmp_path):
     status, output = check(source)
     assert status == 0
     assert "each worker builds its own: it holds files open" in line_of(output, "inherits")
-
-
-def test_connections_that_workers_would_share_are_named(check):
-    source = f"""
-        class Data(Base):
-            def __init__(self):
-                if os.getpid() != {os.getpid()}:
-                    self.listener = socket.create_server(("127.0.0.1", 0))
-                    self.connection = socket.create_connection(self.listener.getsockname())
-    """
-    status, output = check(source)
-    assert status == 0
-    assert "workers share its connections to 127.0.0.1:" in line_of(output, "inherits")
 
 
 def test_dataset_that_only_nodes_can_build(module, serve, capsys):
@@ -312,13 +269,6 @@ def test_what_builds_no_dataset(check, source, name, line):
     assert end == "does not work as it is: builds"
 
 
-def test_module_that_does_not_exist(tmp_path, monkeypatch, capsys, shared_server):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    assert main(["no_such_module.data:Data", "--workers", shared_server.address]) == 1
-    assert "ModuleNotFoundError: No module named 'no_such_module'" in line_of(capsys.readouterr().out, "builds")
-
-
 def test_sample_that_raises_is_named(check):
     source = """
         class Data(Base):
@@ -334,17 +284,6 @@ def test_sample_that_raises_is_named(check):
     assert 'raise ValueError(f"image {index} is broken")' in found
 
 
-def test_sample_that_cannot_be_sent_is_named(check):
-    source = """
-        class Data(Base):
-            def __getitem__(self, index):
-                return {"lock": threading.Lock()}
-    """
-    status, output = check(source)
-    assert status == 1
-    assert "sample 0: SerializationError: sample['lock'] is a _thread.lock" in line_of(output, "samples")
-
-
 def test_sample_that_ends_its_worker_is_named(check):
     source = """
         class Data(Base):
@@ -355,13 +294,6 @@ def test_sample_that_ends_its_worker_is_named(check):
     assert status == 1
     line = line_of(output, "samples")
     assert re.search(r"batch 7 \(indices 19\) has ended 3 workers in a row: .* exited with status 3", line)
-
-
-def test_nobody_at_the_address(check, monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.2")
-    status, output = check("class Data(Base): pass", workers="unix:/no/such/socket")
-    assert status == 1
-    assert "not on unix:/no/such/socket: ConnectError: " in line_of(output, "builds")
 
 
 # --- iterable datasets
@@ -389,13 +321,3 @@ def test_wrong_command_line(capsys, arguments, message):
         main(arguments)
     assert exited.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_explains_every_option_with_unit_and_default(capsys):
-    with pytest.raises(SystemExit) as exited:
-        main(["--help"])
-    assert exited.value.code == 0
-    text = re.sub(r"\s+", " ", capsys.readouterr().out).partition("options:")[2]
-    options = re.split(r" (?=--[a-z])", text)[1:]
-    assert [option.split()[0] for option in options] == (["--help", "--workers", "--rate"])
-    assert all("(default: " in option for option in options[1:])

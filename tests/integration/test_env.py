@@ -8,7 +8,6 @@ import pytest
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.loader import placement
 from tests.conftest import wait_until
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -56,12 +55,6 @@ def test_instance_and_workers_of_a_loader_see_it_and_nothing_else_comes(server, 
     assert rpc_async(server.address, os.getenv, ("OTHER",)).wait() is None
 
 
-def test_session_that_comes_to_be_too_late_to_be_told_gets_it_before_it_builds(server, monkeypatch):
-    assert rpc_async(server.address, look).wait() is None
-    monkeypatch.setattr(placement, "_update", lambda _sessions: None)
-    assert seen_by(RPCDataset(server.address, Looks, env=["PROFILE"])) == ("mine", "mine")
-
-
 def test_two_that_want_different_values_are_told_before_anything_is_built(server):
     RPCDataset(server.address, Looks, env={"PROFILE": "first"})
     text = "env: another dataset or loader of this process has sent another value, which differs in PROFILE, and"
@@ -78,13 +71,6 @@ def test_session_that_replaces_a_lost_one_has_it_too(server):
     os.kill(session, 9)
     wait_until(lambda: session not in server.processes())
     assert seen_by(dataset) == ("mine", "mine")
-
-
-def test_further_variables_are_refused_and_none_are_not(server):
-    RPCDataset(server.address, Looks, env=["PROFILE"])
-    with pytest.raises(ValueError, match="which differs in MORE, and its sessions take one"):
-        RPCDataset(server.address, Looks, env={"PROFILE": "mine", "MORE": "1"})
-    assert seen_by(RPCDataset(server.address, Looks)) == ("mine", "mine")
 
 
 def test_dataset_that_fails_leaves_the_choice_to_the_next_one(server):

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.conftest import TIMEOUT_SCALE
 from tests.integration.quick import quick_server
 from tests.integration.training import flat
 from tests.integration.zygote import Script, Zygote
@@ -116,21 +115,6 @@ def test_notebook_runs(library_zygote):
     assert continued == "10 batches before, 35 after, 45 in an epoch"
 
 
-@pytest.mark.slow  # the tests on Slurm do the same
-def test_digits_that_are_told_to_stop_go_on_with_the_next_batch(zygote, shared_server, tmp_path):
-    workers = ("--workers", shared_server.address)
-    checkpoint = tmp_path / "checkpoint.pt"
-    whole = output_of(start_digits(zygote, *workers, epochs=10))
-    first = start_digits(zygote, *workers, "--checkpoint", checkpoint, epochs=10)
-    wait_until(lambda: "epoch  1" in first.output, 60, "an epoch")
-    os.kill(first.pid, signal.SIGUSR1)
-    assert first.wait(60).status == os.EX_TEMPFAIL
-    saved = torch.load(checkpoint, weights_only=True)
-    assert 23 < saved["schedule"]["last_epoch"] < 10 * 23  # batches
-    rest = output_of(start_digits(zygote, *workers, "--checkpoint", checkpoint, epochs=10))
-    assert rest.splitlines()[-5:-3] == whole.splitlines()[-5:-3]  # the checksum of all batches, and the accuracy
-
-
 def load_example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
@@ -146,18 +130,6 @@ def test_imagenet_shows_its_help_without_torchvision(library_zygote):
     output = output_of(library_zygote.start(source, "--help", ends_quickly=True))
     assert "torchrun" in output
     assert "--workers HOST:PORT" in output
-
-
-def test_imagenet_parses_its_arguments(capsys):
-    parse = load_example("imagenet").parse_arguments
-    defaults = parse(["/data"])
-    assert (defaults.data, defaults.workers, defaults.epochs, defaults.amp) == ("/data", None, 90, "bfloat16")
-    given = parse(["/data", "--workers", "node01:6543", "[::1]:6543", "--lr", "0.2", "--amp", "off"])
-    assert (given.workers, given.lr, given.amp) == (["node01:6543", "[::1]:6543"], 0.2, "off")
-    for wrong in ([], ["/data", "--amp", "float8"], ["/data", "--epochs", "many"], ["/data", "--workers"]):
-        with pytest.raises(SystemExit):
-            parse(wrong)
-    assert "usage:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -208,38 +208,3 @@ def test_objects_of_a_killed_client_are_gone_within_a_second(zygote, shared_serv
         os.close(reader)
         if child:
             os.kill(child, signal.SIGKILL)
-
-
-FORKED_WHILE_CONNECTING = """
-import os, signal, socket, sys
-from rpcdataloader import rpc_async
-
-future = rpc_async(sys.argv[1], len, ("abc",))
-while not os.path.exists(sys.argv[2]):
-    pass
-child = os.fork()
-if child:
-    print(child, flush=True)
-signal.pause()
-"""
-
-
-def test_connection_that_is_being_made_ends_with_the_client_and_not_with_its_forked_child(zygote, tmp_path):
-    marker = tmp_path / "marker"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        script = zygote.start(FORKED_WHILE_CONNECTING, f"127.0.0.1:{listener.getsockname()[1]}", marker)
-        listener.settimeout(30 * TIMEOUT_SCALE)
-        connection, _ = listener.accept()
-    with connection:
-        connection.settimeout(10 * TIMEOUT_SCALE)
-        assert connection.recv(8) == b"RPCDLDR\x01"
-        marker.touch()
-        wait_until(lambda: script.output.endswith("\n"), what="the fork")
-        child = int(script.output)
-        try:
-            script.kill()
-            while connection.recv(4096):
-                pass
-        finally:
-            os.kill(child, signal.SIGKILL)
-    assert script.wait().status == -signal.SIGKILL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +12,7 @@ import threading
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client.client import close_client, get_client
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.handshake import Preamble
+from rpcdataloader.client.client import close_client
 from tests.conftest import wait_until
 from tests.integration.datasets import Numbers
 from tests.integration.zygote import FORK_POOLS
@@ -105,18 +102,6 @@ def test_loader_may_ask_for_it_later_and_an_instance_too(server, shown):
     close_client()
     list(RPCDataloader(Talks(), workers=server.address, forward_output=True))
     wait_until(lambda: num_of_samples() == 2 * len(LINES))
-
-
-def test_log_of_the_server_is_not_output(server, shown):
-    list(RPCDataloader(RPCDataset(server.address, Numbers, 1, forward_output=True), num_workers=1))
-    address = Address.parse(server.address)
-    session_id = get_client().node(address).session().welcome.session
-    with socket.create_connection((address.host, address.port)) as sock:
-        sock.sendall(Preamble(bytes.fromhex(session_id)).encode() + b"nonsense" * 10)
-        wait_until(lambda: "] refused " in server.log)
-    RPCDataset(server.address, Talks)
-    wait_until(lambda: shown.lines)
-    assert shown.lines == [f"({server.address} session) built"]
 
 
 def test_flood_holds_up_nothing_and_is_counted(server, shown):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing.util
 import os
 import socket
@@ -97,10 +96,3 @@ def test_arguments_of_a_shared_dataset_do_not_stay(shared_server):
     dataset = RPCDataset(shared_server.address, Length, os.urandom(64 << 20))
     wait_until(lambda: own_bytes() < before + (32 << 20), what="the end of the argument")
     assert dataset[0] == session
-
-
-def test_client_forgets_how_the_workers_of_past_passes_ended(shared_server):
-    loader = RPCDataloader(RPCDataset(shared_server.address, Numbers, 4), num_workers=2)
-    for _epoch in range(20):
-        assert len(list(loader)) == 4
-    assert sum(type(each).__name__ == "Exited" for each in gc.get_objects()) <= 12

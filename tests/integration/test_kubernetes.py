@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -91,17 +90,6 @@ def test_trainer_and_exporter_name_the_service_whose_name_stands_for_pods_that_a
     )
     assert SERVICE["spec"]["clusterIP"] == "None"
     assert "publishNotReadyAddresses" not in SERVICE["spec"]
-
-
-def test_autoscaler_follows_a_metric_of_the_exporter():
-    target = AUTOSCALER["spec"]["scaleTargetRef"]
-    assert target == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": STATEFUL_SET["metadata"]["name"]}
-    (metric,) = (metric["external"] for metric in AUTOSCALER["spec"]["metrics"])
-    assert metric["target"]["averageValue"] == SERVER["resources"]["limits"]["cpu"], "workers of a pod"
-    labels = EXPORTER["spec"]["template"]["metadata"]["labels"]
-    assert METRICS["spec"]["selector"] == labels == EXPORTER["spec"]["selector"]["matchLabels"]
-    metrics = pytest.importorskip("rpcdataloader.status.report")
-    assert metric["metric"]["name"] in Path(metrics.__file__).read_text()
 
 
 def settings():
@@ -257,9 +245,3 @@ def probe(port):
     if importlib.util.find_spec("rpcdataloader.status") is None:
         pytest.skip("there is no rpcdataloader.status to probe with")
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode
-
-
-def test_placeholders_are_those_of_kubernetes():
-    """Not of a shell: kubelet fills in variables that the container has."""
-    names = {variable["name"] for variable in SERVER["env"]}
-    assert set(re.findall(r"\$\((\w+)\)", " ".join(SERVER["args"]))) == {"POD_NAME", "POD_NAMESPACE"} <= names

@@ -12,7 +12,7 @@ import pytest
 
 from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.client import client as pool
-from rpcdataloader.errors import AuthenticationError, ConnectError
+from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.handshake import Preamble
 from tests.conftest import wait_until
@@ -70,15 +70,6 @@ def test_clients_that_leave_early_or_find_no_worker_are_not_refused(serve, monke
         assert dataset[1]
     logged(server, rf"INFO .* {CLIENT} gets no further worker: all 1 connections are in use \(--max-connections\)\n")
     assert "refused" not in server.log
-
-
-def test_stranger_is_refused(serve, monkeypatch):
-    server = serve()
-    monkeypatch.setenv("RPCDATALOADER_TOKEN", "not the secret of the test suite")
-    monkeypatch.delenv("RPCDATALOADER_TOKEN_FILE")
-    with pytest.raises(AuthenticationError):
-        rpc_async(server.address, os.getpid).wait()
-    logged(server, r"WARNING rpcdataloader.server\[\d+\] refused 127\.0\.0\.1:\d+: .* the same secret;.* fingerprint")
 
 
 def test_log_that_is_not_read_stops_nothing_and_counts_what_is_lost(serve, fifo):

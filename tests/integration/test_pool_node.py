@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.pools import pool
 from rpcdataloader.pools.pool import NodeActor, Order, Pool
 from rpcdataloader.wire.credentials import Credentials
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
@@ -119,16 +117,3 @@ def test_server_that_does_not_start_says_why(start):
     assert actor.ended.wait(30 * TIMEOUT_SCALE)
     with pytest.raises(RuntimeError, match=r"with status 2: .*num_workers must not be negative"):
         actor.address()
-
-
-def test_server_hears_from_its_actor_from_the_beginning_and_again_until_it_is_to_end(start, tmp_path, monkeypatch):
-    said, python = tmp_path / "said", tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho 'rpcdataloader ready 127.0.0.1:1 num_workers=1 pid=1'\nexec cat > '{said}'\n")
-    python.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(pool, "HEARTBEAT", 0.01)
-    actor = start()
-    wait_until(lambda: actor.address() and said.exists() and said.read_bytes().count(b"\n") > 3)
-    assert set(said.read_bytes().split(b"\n")[:3]) == {SECRET.secret, b""}
-    actor.stop()
-    assert actor.ended.wait(10 * TIMEOUT_SCALE)

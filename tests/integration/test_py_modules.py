@@ -110,12 +110,6 @@ def test_instance_of_a_loader_and_its_function_import_it_in_each_epoch(server, u
         check(list(loader))
 
 
-def test_modules_that_come_later_reach_a_session_that_is_there(server, unseen):
-    before = RPCDataset(server.address, Numbers, 3)
-    check(load(RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])))
-    assert len(before) == 3
-
-
 def test_session_that_replaces_a_lost_one_has_them_and_the_folder_of_the_lost_one_goes(server, unseen):
     dataset = RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
     folder = check(load(dataset))
@@ -190,13 +184,6 @@ def test_what_is_too_late_is_an_error_of_those_that_give_it_alone(serve, unseen,
     for server in [*both, serve("--preload", "shapes", before=before)]:
         assert len(list(RPCDataloader(Numbers(3), workers=server.address))) == 3
         assert len(RPCDataset(server.address, Numbers, 3, py_modules=given[1:])) == 3
-
-
-def test_node_without_a_place_for_temporary_files_says_so(serve, unseen):
-    server = serve("--num-workers", "1", before="import tempfile; tempfile.tempdir = '/proc/nowhere'")
-    with pytest.raises(FileNotFoundError, match=r"/proc/nowhere/rpcdataloader-"):
-        RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
-    assert len(RPCDataset("local:1", Numbers, 3)) == 3
 
 
 def test_what_has_no_effect_or_cannot_be_sent_is_refused(server, shapes):

@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.check.__main__ import main as check
 from rpcdataloader.client.client import close_client
-from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.register import Entry
-from tests.conftest import AT_ONCE, wait_until
+from tests.conftest import wait_until
 from tests.integration import datasets
 
 pytestmark = [
@@ -74,12 +74,6 @@ def test_file_is_there_with_the_ready_line_and_says_the_same(register):
     assert said.host == socket.gethostname()
 
 
-def test_advertised_address_is_registered(register):
-    server, path = register("--host", "127.0.0.1", "--port", "0", "--advertise", "localhost")
-    assert server.address.startswith("localhost:")
-    assert str(Entry.decode(path.read_bytes()).address) == server.address
-
-
 def test_file_goes_when_the_drain_begins(register, fifo):
     server, path = register()
     running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
@@ -109,11 +103,6 @@ def test_dataset_over_a_directory_uses_all_servers_in_it(register, where, monkey
     assert servers_of(RPCDataloader(Servers(), workers=where)) == pids
     monkeypatch.setenv("RPCDATALOADER_WORKERS", where)
     assert servers_of(RPCDataloader(RPCDataset(None, Servers))) == pids
-
-
-def test_server_on_a_unix_socket(register, where, tmp_path):
-    server, _path = register("--host", f"unix:{tmp_path}/socket")
-    assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
 
 
 def test_epoch_begins_with_the_servers_that_are_there_by_then(register, where):
@@ -165,19 +154,6 @@ def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplo
     assert warning in caplog.text
 
 
-def test_server_takes_the_place_of_one_that_was_killed(register, where):
-    dead, old = register()
-    dataset = RPCDataset(where, Servers)
-    assert servers_of(RPCDataloader(dataset)) == {dead.pid}
-    kill(dead)
-    # Which of them depends on whether the client has noticed by then.
-    with pytest.raises((ConnectError, ConnectionLostError), match=dead.address):
-        servers_of(RPCDataloader(dataset, reconnect_timeout=0))
-    server, new = register("--port", dead.address.rpartition(":")[2])
-    assert old != new
-    assert servers_of(RPCDataloader(dataset)) == {server.pid}
-
-
 def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplog):
     token = tmp_path / "token"
     token.touch(0o600)
@@ -186,30 +162,6 @@ def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplo
     server, _path = register()
     assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
     assert f"going on without {other.address} until it comes: the node server refused this connection: " in caplog.text
-
-
-def test_check_takes_a_directory(register, where, capsys):
-    addresses = [register()[0].address for _ in range(2)]
-    name = "tests.integration.datasets:Numbers"
-    assert check([name, "--workers", where]) == 0
-    output = capsys.readouterr().out
-    assert all(f"on {address}, after" in output for address in addresses)
-
-
-def test_program_ends_at_once_in_the_middle_of_a_pass_over_a_directory(zygote, register, where):
-    register()
-    source = """
-import atexit, sys, time
-atexit.register(lambda: print(time.monotonic()))  # the last of these; the interpreter's own end is not measured
-from rpcdataloader import RPCDataloader, RPCDataset
-iterator = iter(RPCDataloader(RPCDataset(sys.argv[1], range, 1000)))
-next(iterator)
-print(time.monotonic())
-"""
-    ended = zygote.start(source, where).wait()
-    assert (ended.status, ended.errors) == (0, "")
-    begun, closed = map(float, ended.output.split())
-    assert closed - begun < AT_ONCE
 
 
 @pytest.fixture(autouse=True)

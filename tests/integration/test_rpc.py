@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import inspect
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-import types
-import weakref
 from pathlib import Path
 
 import pytest
-import torch
-import torch.utils.data
 from torch.futures import Future
 
 from rpcdataloader import RPCDataset, rpc_async
-from rpcdataloader.client.background import MAX_CANCELLED
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import (
-    ConnectError,
     ConnectionLostError,
     RemoteTraceback,
     RPCTimeoutError,
@@ -36,8 +27,6 @@ from rpcdataloader.wire.frames import MessageType
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, wait_until
 from tests.integration import tasks
 
-ROOT = Path(__file__).parents[2]
-
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 
@@ -47,19 +36,6 @@ def open_gate(fifo):
 
 
 # --- calling
-
-
-def test_signature_is_that_of_the_documentation():
-    signature = inspect.signature(rpc_async)
-    assert {name: parameter.default for name, parameter in signature.parameters.items()} == {
-        "host": inspect.Parameter.empty,
-        "func": inspect.Parameter.empty,
-        "args": None,
-        "kwargs": None,
-        "pin_memory": False,
-        "rref": False,
-        "timeout": 120.0,
-    }
 
 
 def test_call_returns_a_torch_future_at_once(shared_server, fifo):
@@ -77,20 +53,6 @@ def test_arguments_are_passed_by_position_and_by_name(shared_server):
     assert rpc_async(shared_server.address, tasks.add, [1, 2]).wait() == 3
     assert rpc_async(shared_server.address, tasks.add, (1, 2), {"scale": 10}).wait() == 30
     assert rpc_async(shared_server.address, tasks.add, kwargs={"scale": 10}).wait() == 0
-
-
-@pytest.mark.parametrize(
-    "func",
-    [
-        pytest.param(len, id="builtin"),
-        pytest.param(functools.partial(tasks.add, 1), id="partial"),
-        pytest.param(tasks.Box(value=3).__getattribute__, id="method"),
-        pytest.param(tasks.Probe, id="class"),
-    ],
-)
-def test_any_callable_can_be_called(call, func):
-    argument = {len: "abc"}.get(func, "value" if isinstance(func, types.MethodWrapperType) else 2)
-    assert type(call(func, argument)) is type(func(argument))
 
 
 def test_many_calls_share_one_connection_and_one_worker(shared_server):
@@ -132,14 +94,6 @@ def test_threads_may_call_at_the_same_time(shared_server):
     assert results == {offset: list(range(offset, offset + 50)) for offset in range(0, 800, 100)}
 
 
-def test_callbacks_may_call(shared_server):
-    def call_again(done):
-        return rpc_async(shared_server.address, tasks.add, (done.wait(), 1))
-
-    future = rpc_async(shared_server.address, tasks.add, (1,)).then(call_again)
-    assert future.wait().wait() == 2
-
-
 def test_callbacks_may_wait_for_calls_and_for_other_callbacks(shared_server, fifo):
     def add_one(done):
         return rpc_async(shared_server.address, tasks.add, (done.wait(), 1), timeout=10 * TIMEOUT_SCALE).wait()
@@ -150,26 +104,6 @@ def test_callbacks_may_wait_for_calls_and_for_other_callbacks(shared_server, fif
     future = rpc_async(shared_server.address, tasks.read_all, (fifo,)).then(lambda _done: 1).then(add_three)
     open_gate(fifo)
     assert future.wait() == 4
-
-
-def test_large_tensors_travel_both_ways(call):
-    tensor = torch.arange(1_000_000).reshape(1000, 1000).T
-    array = tensor.numpy()
-    back, array_back = call(tasks.identity, (tensor, array))
-    assert torch.equal(back, tensor)
-    assert (array_back == array).all()
-
-
-def test_calls_that_were_answered_leave_nothing_behind(call):
-    alarm = get_client().alarm
-    box = call(tasks.Box)
-    reference = weakref.ref(box)
-    del box
-    # The receiver thread may have a few instructions to go.
-    wait_until(lambda: gc.collect() is not None and reference() is None)
-    for _ in range(MAX_CANCELLED + 100):
-        call(tasks.add)
-    assert len(alarm) <= MAX_CANCELLED + 1
 
 
 @pytest.mark.parametrize(
@@ -234,13 +168,6 @@ def test_unpicklable_arguments_are_an_error_that_names_their_path(call):
     assert call(tasks.whereabouts)[0] == worker
 
 
-def test_unpicklable_results_are_an_error_that_names_their_path(call):
-    worker, _session = call(tasks.whereabouts)
-    with pytest.raises(SerializationError, match=r"^result\['lock'\] is a _thread\.lock, which cannot be pickled"):
-        call(lambda: {"fine": 1, "lock": threading.Lock()})
-    assert call(tasks.whereabouts)[0] == worker
-
-
 def test_modules_that_only_one_side_has_are_an_error_that_says_so(call, monkeypatch):
     worker, _session = call(tasks.whereabouts)
     monkeypatch.delitem(sys.modules, "only_at_the_trainer", raising=False)
@@ -299,21 +226,6 @@ def test_timeout_bounds_connecting_to_a_server_that_never_answers():
         listener.accept()[0].close()
 
 
-def test_timeout_bounds_waiting_for_a_server_that_is_not_there():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    text = fails_after(0.4, lambda: rpc_async(address, len, ("abc",), timeout=0.4))
-    assert "still connecting" in text
-
-
-def test_server_that_is_not_there_is_an_error_in_the_future(monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.3")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(ConnectError, match=rf"cannot connect to {address}: connection refused"):
-        rpc_async(address, len, ("abc",)).wait()
-
-
 def test_timeout_bounds_a_call_to_a_worker_that_stands_still(shared_server, call):
     worker, _session = call(tasks.whereabouts)
     os.kill(worker, signal.SIGSTOP)
@@ -335,19 +247,6 @@ def test_worker_that_exits_fails_its_calls_and_the_next_gets_another(call, share
         with pytest.raises(ConnectionLostError, match=rf"worker 1 \(pid {worker}\) on .* exited with status 3"):
             future.wait()
     assert call(tasks.whereabouts)[0] != worker
-
-
-def test_server_that_drains_answers_the_call_that_runs(serve, fifo):
-    server = serve("--num-workers", "1")
-    future = rpc_async(server.address, tasks.read_all, (fifo,))
-    behind = rpc_async(server.address, tasks.add, (1, 2))
-    with open(fifo, "wb") as gate:  # the call has begun
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: "draining" in server.log)
-        gate.write(b"done")
-    assert future.wait() == b"done"
-    assert behind.wait() == 3
-    assert server.wait() == 0
 
 
 def test_close_ends_sessions_that_drain(serve, fifo):

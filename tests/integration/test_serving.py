@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +17,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +34,6 @@ from tests.unit.wire.test_status import LOOP
 
 pytestmark = pytest.mark.usefixtures("clean_client", "often")
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 PROMPTLY = 20 * TIMEOUT_SCALE
 READY = re.compile(r"rpcdataloader status (http://127\.0\.0\.1:\d+/)(#\S+)? pid=(\d+)\n")
 TOKEN = "a-token-of-the-test-suite"
@@ -158,53 +155,6 @@ def answers(url, token):
     with contextlib.suppress(urllib.error.HTTPError):  # 503 before the first look
         return bool(get(url, token))
     return False
-
-
-@contextlib.contextmanager
-def prometheus(folder, target):
-    """A server of Prometheus with the configuration of the examples; gives a function that asks it."""
-    shutil.copytree(EXAMPLES, folder)
-    config = folder / "prometheus.yml"
-    text = config.read_text().replace("localhost:9100", target).replace("10s", "1s")
-    config.write_text(text)
-    (folder / "token").write_text(TOKEN)
-    command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address"]
-    log = folder / "log"
-    with open(log, "w") as file, subprocess.Popen([*command, "127.0.0.1:0"], cwd=folder, stderr=file) as process:
-        try:
-            listening = re.compile(r'msg="Listening on" address=(127\.0\.0\.1:\d+)')
-            wait_until(lambda: listening.search(log.read_text()), 30)
-            address = listening.search(log.read_text())[1]
-
-            def query(expression):
-                where = f"http://{address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
-                with contextlib.suppress(urllib.error.HTTPError):  # it is not ready yet
-                    return json.loads(get(where))["data"]["result"]
-                return []
-
-            yield query
-        finally:
-            process.send_signal(signal.SIGTERM)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
-def test_prometheus_scrapes_a_real_pool(serve, tmp_path):
-    server = serve("--num-workers", "2")
-    with (
-        serving(server.address) as url,
-        training(server),
-        prometheus(tmp_path / "monitoring", urllib.parse.urlsplit(url).netloc) as query,
-    ):
-        wait_until(lambda: query("rpcdataloader_client_bound"), 60, interval=0.2)
-        (bound,) = query("rpcdataloader_client_bound")
-        assert bound["metric"]["client"] == socket.gethostname()
-        assert bound["metric"]["bound"] == "workers"
-        wait_until(lambda: query("rate(rpcdataloader_batches_total[10s]) > 0"), 60, interval=0.2)
-        assert query("rpcdataloader_workers_wanted > 2")
-        # The alert begins to wait for its ten minutes.
-        wait_until(lambda: query('ALERTS{alertname="GPUsWait",alertstate="pending"}'), 60, interval=0.2)
-        assert not query('ALERTS{alertname!="GPUsWait"}')
 
 
 @pytest.mark.parametrize(

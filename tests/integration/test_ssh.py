@@ -216,13 +216,6 @@ def test_servers_are_told_that_the_starter_is_there_from_the_beginning_and_again
         wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)
 
 
-def test_secret_in_a_file_of_the_hosts_is_not_sent(start):
-    starter = start("node1", options=("--", "--token-file", "/shared/token"))
-    starter.workers()
-    (sent,) = starter.servers().values()
-    assert sent == ""
-
-
 @pytest.mark.parametrize("end", ["Ctrl-C", "closed terminal", "SIGTERM", "SIGKILL"])
 def test_nothing_is_left_when_the_starter_ends(start, end):
     starter = start("node1", "node2")

@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -35,11 +34,6 @@ def hold_gil():
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
-def start_a_thread():
-    threading.Thread(target=sleep_in_python, daemon=True).start()
-    threading.Event().wait()
-
-
 def wait_in_the_kernel(fifo):
     """Until the new process has opened the pipe, this one sleeps, with all signals blocked and the lock held."""
     os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)])
@@ -49,11 +43,6 @@ def block_and_hold_gil(marker):
     signal.pthread_sigmask(signal.SIG_BLOCK, [LOCKED_SIGNAL])
     Path(marker).touch()
     hold_gil()
-
-
-class Key:
-    def __gt__(self, other):
-        return id(self) > id(other)
 
 
 def line_of(func, text):
@@ -151,14 +140,6 @@ def test_every_stack_is_whole_and_the_worker_goes_on(side):
     assert side.call(os.getpid) == side.pid
 
 
-def test_user_code_comes_before_threads_that_it_started(side):
-    side.start(start_a_thread)
-    wait_for_stack(side, "in sleep_in_python")
-    text = wait_for_stack(side, line_of(start_a_thread, ".wait()"))
-    assert text.index("in start_a_thread") < text.index("Thread 0x") < text.index("in sleep_in_python")
-    assert text.count("(most recent call first)") == 2
-
-
 def test_stopped_worker_says_so_at_once(side):
     os.kill(side.pid, signal.SIGSTOP)
     try:
@@ -201,13 +182,3 @@ def test_worker_that_hangs_is_ended_with_the_reason(serve, func):
     wait_until(lambda: "was ended: took longer than 5 s" in server.log)
     # The session goes on, and the next call has another worker.
     assert side.call(os.getppid) == side.session.wait().pid
-
-
-def test_stopped_worker_is_ended(side):
-    hanging = side.start(sleep_in_python)
-    os.kill(side.pid, signal.SIGSTOP)
-    wait_until(lambda: "state: T (stopped)" in side.stack())
-    assert "it is stopped" in side.session.end_worker(side.number, "took longer than 5 s")()
-    with pytest.raises(ConnectionLostError, match="was ended: took longer than 5 s"):
-        hanging.wait()
-    wait_until(lambda: not is_running(side.pid))

@@ -23,8 +23,8 @@ pytest.importorskip("tfrecord")
 pytest.importorskip("webdataset")
 
 from examples.storage_formats import mount
-from examples.storage_formats.__main__ import main, node_servers, parse_arguments, prepare_samples
-from examples.storage_formats.errors import SampleError, StudyError, UnavailableError
+from examples.storage_formats.__main__ import node_servers
+from examples.storage_formats.errors import SampleError, UnavailableError
 from examples.storage_formats.plan import Format, Link
 from examples.storage_formats.proxy import Proxy
 from examples.storage_formats.readers import make_dataset
@@ -168,20 +168,6 @@ def test_processes_and_mounts_end_with_a_command_that_is_killed(tmp_path):
     wait_until(lambda: find_left_behind(tmp_path) == [str(folder)], 60)
 
 
-def test_cost_of_a_sample_is_printed_for_reader_mount_and_store(capsys):
-    assert main(["--cost", "--samples", "16", "--sample-bytes", "60e3"]) == 0
-    output = capsys.readouterr().out
-    assert "16 samples of 0.059643 MB" in output
-    rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")]
-    costs = {name: [float(cell.removesuffix(" ms")) for cell in cells] for name, *cells in rows[2:]}
-    assert list(costs) == ["objects", "webdataset-8", "tfrecord-8", *([] if mount.why_not() else ["files"])]
-    readers, mounts, stores = zip(*costs.values(), strict=True)
-    assert readers[0] > max(readers[1:3])  # two requests per sample, against an eighth of one
-    assert not any(mounts[:3])
-    assert mount.why_not() or mounts[3] > 0
-    assert sum(stores) > 0
-
-
 @pytest.mark.parametrize("sample_format", FORMATS, ids=str)
 def test_each_sample_comes_once_with_its_image(sample_format, samples, servers):
     location, manifest = samples
@@ -281,18 +267,3 @@ def test_damaged_shard_is_named_with_the_place(sample_format, change, message, s
         next(found)
     with pytest.raises(SampleError, match=message.format(url=url)):
         collections.deque(found, maxlen=0)
-
-
-def arguments(*options):
-    return parse_arguments(["--samples", "80", "--sample-bytes", "60e3", "--shards", "40", *options])
-
-
-def test_empty_bucket_is_an_error_where_nothing_may_be_written(store):
-    location = Location(store.endpoint, BUCKET, "empty/")
-    with pytest.raises(StudyError, match=r"there are no samples at s3://storage-formats/empty/.*--write-only first"):
-        prepare_samples(location, arguments("--read-only", "--data", "unused"))
-
-
-def test_bucket_that_does_not_exist_is_named(store):
-    with pytest.raises(StudyError, match=r"bucket 'nowhere' of .* cannot be read: .*name another one with --bucket"):
-        prepare_samples(Location(store.endpoint, "nowhere"), arguments())

@@ -1,4 +1,4 @@
-"""What two ranks check about all-to-all; ``test_overlap.py`` starts them."""
+"""What two ranks check about all-to-all; ``test_training.py`` starts them."""
 
 from __future__ import annotations
 

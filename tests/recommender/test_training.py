@@ -1,4 +1,7 @@
-"""Training the recommender: what it learns, on one rank and two, and how it goes on in the middle of an epoch."""
+"""The recommender: its batches, what it learns, on one rank and two, and how it goes on in the middle of an epoch.
+
+This takes more time than the users of an example have: ``make study`` runs it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,20 @@ import re
 import signal
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from examples.recommender.__main__ import parse_arguments
-from examples.recommender.trainer import Ranks, Trainer
+from examples.recommender import data
+from examples.recommender.loading import ParquetRows
 from tests.conftest import wait_until
 from tests.integration.quick import quick_server
+
+pytestmark = pytest.mark.study
 
 ROOT = str(Path(__file__).parents[2])
 SOURCE = "import os, sys, tempfile; sys.path.insert(0, {root!r}); os.environ.update({env!r}); tempfile.tempdir = None; "
 SOURCE += "from examples.recommender.__main__ import main; main(sys.argv[1:])"
-TABLES = {"C1": 10, "C2": 10, "C3": 10}
 
 
 def start(zygote, *options, **env):
@@ -55,44 +60,29 @@ def server(library_zygote):
         yield server.address
 
 
-def test_help_says_how_to_run_it_and_wrong_options_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(["--help"])
-    assert "torchrun --nproc-per-node 2 -m examples.recommender" in capsys.readouterr().out
-    for wrong, message in (
-        (["--rows", "0"], "0 is less than 1"),
-        (["--movielens", "nothing.whl"], "there is no nothing.whl"),
-        (["--criteo", "a", "--movielens", "b"], "not allowed with"),
-        (["--workers"], "expected at least one argument"),
-    ):
-        with pytest.raises(SystemExit):
-            parse_arguments(wrong)
-        assert message in capsys.readouterr().err
+def test_batches_have_what_the_file_has(tmp_path):
+    path = str(tmp_path / "rows.parquet")
+    data.write(path, *data.generate(num_rows=400, num_features=5, max_length=4, table_rows=50, seed=1))
+    table = pq.read_table(path)
+    train, test = ParquetRows(path), ParquetRows(path, train=False)
+    assert (len(train), len(test)) == (360, 40)
+    for dataset, first in (train, 0), (test, 360):
+        rows = [7, 3, 39, 3]
+        batch = dataset.__getitems__(rows)
+        expected = table.take([first + row for row in rows])
+        assert batch.clicks.tolist() == expected["click"].to_pylist()
+        lists = [ids for name in dataset.tables for ids in expected[name].to_pylist()]
+        assert batch.lengths.ravel().tolist() == [len(ids) for ids in lists]
+        assert batch.indices.tolist() == [k for ids in lists for k in ids]
 
 
-def make_batch(number=8):
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(3, (len(TABLES) * number,), generator=generator, dtype=torch.int32)
-    return {
-        "clicks": torch.randint(2, (number,), generator=generator).float(),
-        "dense": torch.randn(number, 13, generator=generator),
-        "indices": torch.randint(10, (int(lengths.sum()),), generator=generator, dtype=torch.int32),
-        "lengths": lengths,
-    }
-
-
-def test_checkpoint_brings_back_weights_and_optimizer(tmp_path):
-    path = str(tmp_path / "checkpoint.pt")
-    whole, first, other = (Trainer(parse_arguments(["--seed", seed]), Ranks(), TABLES, 13) for seed in "001")
-    for _ in range(4):
-        whole.step(make_batch())
-    for _ in range(2):
-        first.step(make_batch())
-    first.save(path, epoch=3)
-    assert other.load(path)["epoch"] == 3
-    for _ in range(2):
-        other.step(make_batch())
-    assert all(value.equal(whole.parameters[name]) for name, value in other.parameters.items())
+@pytest.mark.parametrize("check", ["check_recommender", "check_graphs"])
+def test_two_ranks_compute_the_same_as_one_and_with_overlap(check, zygote, tmp_path):
+    source = f"import sys; sys.path.insert(0, {ROOT!r}); from tests.recommender import ranks; ranks.{check}"
+    scripts = [zygote.start(f"{source}({rank}, {str(tmp_path)!r})", ends_quickly=True) for rank in range(2)]
+    for script in scripts:
+        ended = script.wait(100)
+        assert ended.status == 0, ended.errors
 
 
 def test_sparse_features_make_predictions_clearly_better(library_zygote):

@@ -65,12 +65,6 @@ def test_demand_without_limit_and_workers_that_would_not_help_are_left_out():
     assert found["workers_wanted"] == 0
 
 
-def test_wanted_workers_are_those_of_all_loops_of_all_clients():
-    loops = [dataclasses.replace(LOOP, wanted_workers=number) for number in (2, 3)]
-    again = dataclasses.replace(WAITING, pid=9999, loops=loops)
-    assert metrics_of(look(WAITING, again, IDLE))["workers_wanted"] == 20 + 2 + 3 + 1
-
-
 def test_process_ids_are_no_labels():
     again = dataclasses.replace(WAITING, pid=9999, loops=[dataclasses.replace(LOOP, wait_share=0.9)])
     found = metrics_of(look(WAITING, again))

@@ -10,9 +10,6 @@ from rpcdataloader.status.report import Answer, make_document
 from rpcdataloader.status.text import as_text, in_time
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
-# Columns of the text; stacks, errors and reasons apart.
-WIDTH = 100
-
 READY = Answer("node01:6543", NODE, version="0.1.0")
 GONE = Answer("node03:6543", error="cannot connect to node03:6543: connection refused")
 REFUSED = Answer("node04:6543", error="not the same secret", is_refused=True)
@@ -46,10 +43,6 @@ def with_worker(node=NODE, client=None, **worker):
 )
 def test_exit_status(answers, status):
     assert look(*answers)["exit_status"] == status
-
-
-def test_state_in_one_word():
-    assert [answer.state for answer in (READY, GONE, REFUSED)] == ["ready", "unreachable", "refused"]
 
 
 # --- rates
@@ -99,23 +92,6 @@ def test_node_server_that_was_restarted_is_compared_to_nothing(changed):
 # --- data
 
 
-def test_data():
-    node = look(READY)["nodes"][0]
-    assert (node["address"], node["state"], node["error"], node["interval_seconds"]) == (
-        "node01:6543",
-        "ready",
-        None,
-        None,
-    )
-    assert (node["tasks"], node["tasks_per_second"], node["ended_workers"]) == (8, 0.08, 3)
-    (client,) = node["clients"]
-    assert (client["host"], client["pid"], client["rank"], client["tasks"]) == ("gpu01", 2304, None, 7)
-    assert (client["last_error"], client["last_error_seconds"]) == ("LookupError: a damaged file", 3)
-    assert node["load_average"] == 1.5
-    (worker,) = client["workers"]
-    assert (worker["pid"], worker["state"], worker["cpu_percent"], worker["stack"]) == (300, "running", 40, None)
-
-
 # --- text
 
 
@@ -153,10 +129,6 @@ def test_text_with_workers():
     )
 
 
-def test_text_without_node_servers_has_no_table():
-    assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == ["@/pool: no node server found"]
-
-
 WAITING = dataclasses.replace(CLIENT, loops=[LOOP], loops_seconds=2.0)
 
 
@@ -188,25 +160,10 @@ def test_text_says_what_loops_wait_for():
     assert as_text(document, "now").splitlines()[5].startswith(line)
 
 
-def test_text_of_a_loop_cannot_do_anything_to_a_terminal():
-    loop = dataclasses.replace(LOOP, text="\x1b[2J\nwell")
-    text = as_text(look(Answer("a:1", with_clients(dataclasses.replace(WAITING, loops=[loop])))), "now")
-    assert "rank 3: ?[2J?well\n" in text
-
-
 def test_text_names_empty_registers_and_files_that_were_ignored():
     text = as_text(look(ignored={"/pool/a.json": "its server is silent"}), "now", nowhere=["@/pool"])
     assert "@/pool: no node server found\n" in text
     assert "ignored /pool/a.json: its server is silent\n" in text
-
-
-def test_text_names_rank_job_and_cap():
-    client = dataclasses.replace(CLIENT, rank=3, job="4711")
-    node = dataclasses.replace(NODE, clients=[client], max_connections=8)
-    text = details(Answer("node01:6543", node))
-    assert "client gpu01:2304 rank 3 job 4711\n" in text
-    assert "1 worker of at most 8," in text
-    assert "node01:6543  ready, up" in text
 
 
 @pytest.mark.parametrize(
@@ -221,55 +178,6 @@ def test_text_names_rank_job_and_cap():
 )
 def test_state_of_a_worker(worker, shown):
     assert f"  {shown}" in details(Answer("a:1", with_worker(**worker)))
-
-
-def test_stack_is_below_its_worker():
-    text = details(Answer("a:1", with_worker(stack="state: S\nMain thread:\n  File x")))
-    assert text.endswith("      0\n        state: S\n        Main thread:\n          File x\n")
-
-
-def test_text_fits_into_its_width_whatever_the_numbers():
-    huge = {"tasks": 10**9 - 1, "calls": 10**8, "errors": 10**5, "received_bytes": 10**15, "sent_bytes": 10**15}
-    worker = dataclasses.replace(
-        WORKER,
-        **huge,
-        number=9999,
-        pid=4194304,
-        queued=9999,
-        draining=True,
-        process_state="T",
-        state_seconds=59 * 60,
-        age_seconds=10**6,
-        cpu_seconds=10**8,
-        memory_bytes=10**14,
-    )
-    client = dataclasses.replace(
-        CLIENT,
-        **huge,
-        host="h" * 250,
-        pid=4194304,
-        rank=10**6,
-        job="j" * 60,
-        age_seconds=10**6,
-        last_error=None,
-        workers=[worker],
-    )
-    node = dataclasses.replace(
-        NODE,
-        **huge,
-        max_connections=10**5,
-        num_workers=10**5,
-        ended_workers=10**7,
-        refused_connections=10**8,
-        uptime_seconds=10**6,
-        cpus=10**4,
-        load_average=10**4 + 0.1,
-        memory_total_bytes=10**14,
-        memory_available_bytes=10**11,
-        clients=[client],
-    )
-    text = as_text(look(Answer("a" * 200 + ":6543", node)), "2026-11-21 12:00:00", workers=True)
-    assert max(len(line) for line in text.splitlines() if not line.startswith("client ")) <= WIDTH, text
 
 
 def test_names_cannot_do_anything_to_a_terminal():

@@ -53,10 +53,6 @@ def test_forms(workers, expected):
         assert find_workers(None, {WORKERS_VARIABLE: workers}) == expected
 
 
-def test_order_of_addresses_is_kept():
-    assert find_workers("c:1,a:1,b:1", {}) == Remote((Address("c", 1), Address("a", 1), Address("b", 1)))
-
-
 @pytest.mark.parametrize(
     ("workers", "problem"),
     [
@@ -94,12 +90,6 @@ def test_text_of_what_was_understood_is_understood_alike(workers):
 def test_error_in_the_environment_names_the_variable():
     with pytest.raises(ValueError, match=f"environment variable {WORKERS_VARIABLE}: cannot read the address 'node01'"):
         find_workers(None, {WORKERS_VARIABLE: "node01"})
-
-
-@pytest.mark.parametrize("workers", [[NODE], [b"node01:6543"], [("node01", 6543)], b"node01:6543", [None]])
-def test_other_types_are_refused(workers):
-    with pytest.raises(TypeError, match="workers must be strings"):
-        find_workers(workers, {})
 
 
 def test_caller_comes_before_the_environment_and_the_environment_is_the_default(monkeypatch):

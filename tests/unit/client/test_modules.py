@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader.client import modules
 from rpcdataloader.client.modules import choose_modules
 
 
@@ -70,11 +69,6 @@ def test_package_is_sent_with_its_data_and_without_what_is_compiled_or_hidden(fo
 def test_module_is_sent(folder, given):  # noqa: ARG001
     (module,) = choose_modules([given("squares") if callable(given) else given])
     assert (module.name, files(module)) == ("squares", {"squares.py": "side = 2"})
-
-
-def test_name_does_not_import(folder):  # noqa: ARG001
-    choose_modules(["shapes", "squares"])
-    assert "shapes" not in sys.modules
 
 
 def test_what_was_chosen_stays_as_it_is(folder):
@@ -139,12 +133,6 @@ def test_package_that_is_too_large_is_refused_before_it_is_read(folder):
         choose_modules(["shapes"])
 
 
-def test_link_to_a_folder_around_it_is_refused(folder):
-    (folder / "shapes" / "data" / "up").symlink_to(folder / "shapes")
-    with pytest.raises(ValueError, match="data/up is a link to a folder around it"):
-        choose_modules(["shapes"])
-
-
 def test_link_to_nothing_and_what_is_no_file_are_refused(folder):
     (folder / "shapes" / "gone").symlink_to("nothing")
     with pytest.raises(ValueError, match="shapes/gone is neither a file nor a folder"):
@@ -154,12 +142,3 @@ def test_link_to_nothing_and_what_is_no_file_are_refused(folder):
         sock.bind("shapes/socket")
         with pytest.raises(ValueError, match="shapes/socket is neither a file nor a folder"):
             choose_modules(["shapes"])
-
-
-def test_file_that_cannot_be_read_is_named(folder, monkeypatch):
-    def refuse(path, *_args):
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(modules, "open", refuse, raising=False)
-    with pytest.raises(ValueError, match=rf"{folder}/squares\.py of squares cannot be read: Permission denied"):
-        choose_modules(["squares"])

@@ -36,11 +36,6 @@ def test_servers_are_in_the_same_order_for_everybody(resolver):
         assert look(Names(Address("pool", 6543))) == ["10.0.0.9:6543", "10.0.0.10:6543"]
 
 
-def test_server_with_addresses_of_both_families_is_one(resolver):
-    resolver["pool"] = ["fd00::2", "10.0.0.2", "fd00::1", "10.0.0.1"]
-    assert look(Names(Address("pool", 6543))) == ["[fd00::1]:6543", "[fd00::2]:6543"]
-
-
 def test_resolver_that_cannot_be_asked_takes_nothing_away(resolver):
     names = Names(Address("pool", 6543))
     resolver["pool"] = ["10.0.0.1"]

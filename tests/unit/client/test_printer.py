@@ -37,12 +37,6 @@ def test_nothing_of_a_line_changes_the_terminal_or_begins_another_line(printer, 
     )
 
 
-def test_long_line_is_cut(printer, capsys):
-    printer.put("node", "x" * 100_000)
-    printer.close()
-    assert capsys.readouterr().err == f"(node) {'x' * 1000}\n"
-
-
 class Stopped(io.StringIO):
     """Standard error of a terminal that is stopped."""
 
@@ -83,23 +77,3 @@ def test_standard_error_that_is_gone_does_no_harm(printer, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     printer.put("node", "seen")
     wait_until(lambda: sys.stderr.getvalue() == "(node) seen\n")
-
-
-def test_linger_waits_for_lines_that_still_come_but_not_for_ever(printer, monkeypatch, capsys):
-    monkeypatch.setattr(module, "LINGER_SECONDS", 0.3)
-    stop = threading.Event()
-
-    def chatter():
-        while not stop.wait(0.01):
-            printer.put("node", "and so on")
-
-    thread = threading.Thread(target=chatter)
-    thread.start()
-    begun = time.monotonic()
-    printer.linger()
-    assert 0.2 < time.monotonic() - begun < AT_ONCE
-    stop.set()
-    thread.join()
-    printer.close()
-    printer.put("node", "too late")
-    assert "too late" not in capsys.readouterr().err

@@ -32,17 +32,6 @@ def test_shares_are_disjoint_complete_and_equal(num_workers, data):
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize(
-    "num_workers", [[64], [1, 63], [32, 32], [40, 17, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5, 35], [1] * 64]
-)
-@pytest.mark.parametrize("by_node", [False, True])
-def test_shares_of_1_to_64_ranks_cover_all_workers_evenly(num_workers, by_node):
-    for world_size in range(1, 65):
-        dealt = [share_of(num_workers, Partition(rank, world_size), by_node=by_node) for rank in range(world_size)]
-        assert Counter(node for share in dealt for node in share) == Counter(dict(enumerate(num_workers)))
-        assert {len(share) for share in dealt} <= {sum(num_workers) // world_size, -(-sum(num_workers) // world_size)}
-
-
 @given(num_workers=st.integers(1, 8), num_nodes=st.integers(1, 5), factor=st.integers(1, 3))
 def test_each_rank_stays_on_one_node_where_that_is_possible(num_workers, num_nodes, factor):
     world_size = num_nodes * factor
@@ -79,18 +68,8 @@ def test_without_both_variables_a_process_is_alone(environ):
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
 
 
-def test_rank_comes_from_the_step_of_slurm():
-    assert current_partition(STEP) == Partition(3, 4)
-
-
 def test_torchrun_comes_before_the_step_of_slurm_that_it_runs_in():
     assert current_partition({**STEP, "RANK": "6", "WORLD_SIZE": "8"}) == Partition(6, 8)
-
-
-@pytest.mark.parametrize("changed", [{"SLURM_PROCID": "4"}, {"SLURM_PROCID": "one"}, {"SLURM_STEP_NUM_TASKS": "0"}])
-def test_impossible_step_is_named(changed):
-    with pytest.raises(ValueError, match="environment variables of a Slurm step, such as SLURM_PROCID: "):
-        current_partition({**STEP, **changed})
 
 
 def test_torch_distributed_comes_before_the_environment(monkeypatch):
@@ -104,9 +83,3 @@ def test_torch_distributed_comes_before_the_environment(monkeypatch):
 def test_impossible_environment_is_named(rank, world_size):
     with pytest.raises(ValueError, match="environment variables RANK and WORLD_SIZE: "):
         current_partition({"RANK": rank, "WORLD_SIZE": world_size})
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (0, -1)])
-def test_impossible_partition_is_refused(rank, world_size):
-    with pytest.raises(ValueError, match=f"rank {rank} of world size {world_size}: rank must be 0 to world size - 1"):
-        Partition(rank, world_size)

@@ -55,15 +55,6 @@ def test_one_srun_for_all_components_counts_the_tasks_of_each_apart():
     assert ranks == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
 
 
-def test_three_components():
-    job = {**JOB, "SLURM_HET_SIZE": "3", "SLURM_NTASKS_HET_GROUP_2": "1", "SLURM_JOB_NUM_NODES_HET_GROUP_2": "1"}
-    assert rank_of_step({**job, **step(4, 5, 4)}, is_terminal=False) == (0, 1)
-
-
-def test_step_of_all_components_without_a_script_counts_all_tasks():
-    assert rank_of_step({"SLURM_HET_SIZE": "2", **step(2, 3, 2)}, is_terminal=False) == (2, 3)
-
-
 def test_step_on_more_tasks_than_its_component_has_is_not_one_over_all_of_them():
     assert rank_of_step({**JOB, **step(3, 4, 1)}, is_terminal=False) == (3, 4)
 

@@ -57,17 +57,9 @@ def test_script_brings_its_folder_and_the_current_one(run, tmp_path):
     assert run(tmp_path / "scripts" / "train.py") == ["scripts", "project"]
 
 
-def test_folder_of_a_script_travels_also_with_a_safe_path(run, tmp_path):
-    assert run(tmp_path / "scripts" / "train.py", PYTHONSAFEPATH="1") == ["scripts", "project"]
-
-
 def test_module_brings_the_current_folder_and_not_its_own(run):
     """`import random` on a worker must not find project/package/random.py, as it does not here."""
     assert run("-m", "package.train") == ["project"]
-
-
-def test_interactive_session_brings_the_current_folder(run):
-    assert run("-c", PRINT) == ["project"]
 
 
 def test_paths_of_the_user_travel_in_their_order(run, tmp_path):
@@ -122,12 +114,6 @@ def test_paths_that_exist_come_first(here):
     install(Environment((str(here / "b"), str(here / "missing"), str(here / "a")), str(here / "c")))
     assert sys.path == [str(here / "b"), str(here / "a"), "/opt/server", "/usr/lib/python3"]
     assert os.getcwd() == str(here / "c")
-
-
-def test_path_that_is_there_already_moves_to_the_front(here):
-    sys.path.append(str(here / "a"))
-    install(Environment((str(here / "b"), str(here / "a")), ""))
-    assert sys.path == [str(here / "b"), str(here / "a"), "/opt/server", "/usr/lib/python3"]
 
 
 @pytest.mark.parametrize("directory", ["", "/no/such/folder"])

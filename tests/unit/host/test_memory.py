@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdataloader import RPCDataloader
 from rpcdataloader.host import resources
 from rpcdataloader.host.resources import cpus_of_rank, default_in_flight_bytes, share_of_memory
-from rpcdataloader.loader.settings import PassSettings
 
 GIB = 2**30
 MEMINFO = f"MemTotal:       {128 << 20} kB\nMemFree:  1 kB\nMemAvailable:   {64 << 20} kB\nHugePages_Total:  7\n"
@@ -15,10 +13,6 @@ MEMINFO = f"MemTotal:       {128 << 20} kB\nMemFree:  1 kB\nMemAvailable:   {64 
 
 def test_eighth_of_what_is_available():
     assert share_of_memory(MEMINFO, [], {}) == 8 * GIB
-
-
-def test_old_kernels_know_only_the_total():
-    assert share_of_memory(MEMINFO.replace("MemAvailable", "Other"), [], {}) == 16 * GIB
 
 
 def test_nothing_known_is_the_constant():
@@ -73,10 +67,6 @@ def test_ranks_of_a_node_divide_its_cpus(environ, world_size, expected):
     assert cpus_of_rank(16, world_size, environ) == expected
 
 
-def test_never_below_the_least():
-    assert share_of_memory(MEMINFO, [str(100 << 20)], {"LOCAL_WORLD_SIZE": "8"}) == 64 << 20
-
-
 @pytest.mark.parametrize(
     ("membership", "name"), [("0::/job\n", "job/memory.max"), ("9:memory:/job\n", "memory/job/memory.limit_in_bytes")]
 )
@@ -84,10 +74,3 @@ def test_limit_of_this_process_is_read(monkeypatch, membership, name):
     texts = {"/proc/meminfo": MEMINFO.strip(), f"/sys/fs/cgroup/{name}": str(4 * GIB), "/proc/self/cgroup": membership}
     monkeypatch.setattr(resources, "read", lambda path: texts.get(path, ""))
     assert default_in_flight_bytes({}) == GIB // 2
-
-
-def test_loader_uses_it_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr("rpcdataloader.loader.settings.default_in_flight_bytes", lambda: 12345)
-    assert PassSettings.of(RPCDataloader(range(3), workers="inline")).max_in_flight_bytes == 12345
-    chosen = RPCDataloader(range(3), workers="inline", max_in_flight_bytes=7)
-    assert PassSettings.of(chosen).max_in_flight_bytes == 7

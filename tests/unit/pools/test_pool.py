@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import pickle
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from rpcdataloader.client.discovery import Local, Remote, find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
-from rpcdataloader.pools import dask_pool, engines, pool, ray_pool, wants
+from rpcdataloader.pools import dask_pool, pool, ray_pool, wants
 from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, make_order
 from rpcdataloader.pools.wants import Size
 from rpcdataloader.wire.address import Address
@@ -138,20 +136,6 @@ def test_latest_nodes_drain_when_loops_want_fewer_and_others_come_when_they_want
     assert all(node.calls == ["stop", "release"] for node in engine.nodes)
 
 
-def test_node_that_drains_is_given_back_when_it_has_ended(want):
-    engine = Engine()
-    with Pool(engine, (1, 2), ORDER, LIMIT) as workers:
-        want(4)
-        wait_until(lambda: len(list(workers)) == 2)
-        slow = engine.nodes[1]
-        slow.stop = lambda: bool(slow.calls.append("stop")) or True
-        want(1)
-        wait_until(lambda: slow.calls == ["stop"])
-        assert list(workers) == addresses_of(0)
-        slow.answer = RuntimeError("it has drained")
-        wait_until(lambda: slow.calls == ["stop", "release"])
-
-
 def test_node_that_has_not_come_goes_first(want):
     engine = Engine()
     with Pool(engine, (1, 3), ORDER, LIMIT) as workers:
@@ -201,66 +185,12 @@ def test_node_that_is_lost_is_replaced():
     assert engine.published[-1] == ["10.0.0.1:6543", "10.0.0.2:6543"]
 
 
-def test_node_that_cannot_be_given_back_is_replaced_all_the_same():
-    def fail():
-        raise OSError("the scheduler has gone")
-
-    engine = Engine()
-    with Pool(engine, 2, ORDER, LIMIT) as workers:
-        lost = engine.nodes[0]
-        lost.release, lost.answer = fail, OSError("its machine has gone")
-        wait_until(lambda: list(workers) == ["10.0.0.1:6543", "10.0.0.2:6543"])
-
-
 def test_node_servers_that_never_come_are_not_waited_for():
     engine = Engine(come=False)
     error = "0 of 2 node servers of the pool are ready: no more came within 0.01 s; what to look at"
     with pytest.raises(ConnectError, match=error), Pool(engine, 2, ORDER, 0.01):
         pass
     assert [node.calls for node in engine.nodes] == [["stop", "release"]] * 2
-    assert engine.closed == 1
-
-
-def test_node_server_that_cannot_start_is_an_error_at_once():
-    engine = Engine(come=False)
-    start = engine.start
-
-    def fail(order):
-        node = start(order)
-        node.answer = RuntimeError("no module named torch")
-        return node
-
-    engine.start = fail
-    with pytest.raises(ConnectError, match=r"0 of 2 .* no module named torch"), Pool(engine, 2, ORDER, LIMIT):
-        pass
-    assert all("release" in node.calls for node in engine.nodes)
-
-
-def test_dask_worker_that_has_gone_is_noticed_without_asking_it():
-    silent = SimpleNamespace(address=lambda: SimpleNamespace(done=lambda: False))
-    future = SimpleNamespace(status="finished", result=lambda: silent)
-    client = SimpleNamespace(submit=lambda *_args, **_options: future)
-    engine = SimpleNamespace(client=client, taken=set(), occupy=lambda *_args, **_options: [])
-    node = engines._DaskNode(engine, ORDER, "tcp://10.0.0.1:1")
-    assert node.poll() is None
-    assert node.poll() is None
-    future.status = "error"
-    with pytest.raises(RuntimeError, match=r"the Dask worker tcp:.* has gone"):
-        node.poll()
-
-
-def test_second_ctrl_c_does_not_wait_for_those_that_drain(monkeypatch):
-    engine = Engine()
-    found = Pool(engine, 2, ORDER, LIMIT)
-
-    def interrupt(_seconds):
-        raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt), found:
-        for node in engine.nodes:
-            node.stop = lambda: True  # they go on answering
-        monkeypatch.setattr(pool.time, "sleep", interrupt)
-    assert all(node.calls == ["release"] for node in engine.nodes)
     assert engine.closed == 1
 
 
@@ -295,13 +225,6 @@ def test_wrong_numbers_of_nodes_are_refused(num_nodes):
         Pool(Engine(), num_nodes, ORDER, LIMIT)
 
 
-def test_wrong_orders_are_refused():
-    with pytest.raises(ValueError, match="cpus_per_node must be at least 1, but is 0"):
-        make_order(0, (), str)
-    with pytest.raises(ValueError, match=r"launch must be a list of options, .* but is '--preload numpy'"):
-        make_order(1, "--preload numpy", str)
-
-
 def test_secret_of_a_pool_is_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(tmp_path / "missing"))
     first, second = (make_order(1, (), str).credentials for _ in range(2))
@@ -318,7 +241,3 @@ def test_missing_engine_names_the_extra(monkeypatch):
         ray_pool(2)
     with pytest.raises(ImportError, match=r"dask_pool needs distributed: pip install 'rpcdataloader\[dask\]'"):
         dask_pool(None, 2)
-
-
-def test_secret_of_an_order_is_not_shown():
-    assert "secret of a pool" not in repr(ORDER)

@@ -162,26 +162,6 @@ def test_what_a_child_starts_can_be_terminated(pipe):
     assert answer(run, pipe) == "(-15, -15)(-15, -15)"
 
 
-def test_signals_of_the_parent_are_as_before():
-    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    wait_for(fork(lambda: None))
-    assert (signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])) == (handler, mask)
-
-
-def test_standard_input_of_a_child_is_empty_and_inherited_by_programs(pipe):
-    """Whatever somebody types, or the settings that the embedded server is sent there."""
-
-    def run():
-        read_end, write_end = os.pipe()
-        os.write(write_end, b"typed")
-        os.dup2(read_end, 0)
-        fork(lambda: tell(pipe[1], repr(os.read(0, 10)))).reap(wait=30.0)
-        fork(lambda: tell(pipe[1], subprocess.run(["cat"], capture_output=True, check=True).stdout)).reap(wait=30.0)
-        return repr(os.read(0, 10))
-
-    assert answer(run, pipe) == "b''b''b'typed'"
-
-
 def test_what_the_parent_has_printed_is_not_printed_again(pipe, tmp_path):
     """Standard output that is a file or a pipe is buffered, and a fork copies the buffer."""
 
