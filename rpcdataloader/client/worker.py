@@ -221,6 +221,7 @@ class RemoteWorker:
 
     Attributes:
         name: Name in messages, such as ``worker 3 (pid 123) on node07:6543``.
+        machine: Name that its machine gives itself; empty before it is ready.
         draining: True if it takes no further requests, and ends.
         retired: True if it ends because it has done its share of work; its session goes on.
     """
@@ -229,7 +230,7 @@ class RemoteWorker:
         self, session: RemoteSession, owner: WorkerOwner, keep_waiting: Callable[[], bool], settings: ClientSettings
     ) -> None:
         self.session = session
-        self.name = f"worker on {session.name}"
+        self.name, self.machine = f"worker on {session.name}", ""
         self.pid = 0
         self.number = 0
         self.was_refused = False
@@ -329,7 +330,7 @@ class RemoteWorker:
                 if limit.remaining() or not self.session.is_busy or self.connection.has_ended:
                     raise
             else:
-                self.number, self.pid = answer.worker, answer.pid
+                self.number, self.pid, self.machine = answer.worker, answer.pid, answer.node
                 self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
                 self.connection.rename(f"{self.session.name}/{answer.worker}")
                 self.session.admitted(self)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_low, pstdev
 
-from rpcdataloader.diagnosis.records import Probe, Records
+from rpcdataloader.diagnosis.records import Probe, Records, Setup
 from rpcdataloader.wire.messages import Stages
 
 # A task that takes this many times its worker's median says nothing about speed if there are one or two of them: a
@@ -142,7 +142,7 @@ def measure(records: Records) -> Figures | None:
         "peer_limited_share": min(1.0, ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known))),
         "copy_seconds": stages["copy"].mean,
         **_shares([s for _, s in known if s.task <= max([_LATE_FACTOR * task, *times])]),
-        **_cpus(known, setup.workers),
+        **_cpus(known, setup),
     }
     capacities = {name: rate for name, rate in capacities.items() if rate < math.inf}
     evidence |= {f"{name}_rate": rate for name, rate in capacities.items()}
@@ -240,13 +240,12 @@ def _shares(usual: Sequence[Stages]) -> dict[str, float]:
     }
 
 
-def _cpus(known: Sequence[tuple[Probe, Stages]], nodes: Mapping[int, str]) -> dict[str, float]:
+def _cpus(known: Sequence[tuple[Probe, Stages]], setup: Setup) -> dict[str, float]:
     """CPUs of the workers' machines, and those of them that were busy, with anything; empty if unknown."""
-    # Node servers of one machine differ in their ports.
     seen: dict[str, list[Stages]] = defaultdict(list)
     for probe, stages in known:
-        if stages.cpus and (node := nodes.get(probe.worker)) is not None:
-            seen[node.rpartition(":")[0]].append(stages)
+        if stages.cpus and (node := setup.workers.get(probe.worker)) is not None:
+            seen[setup.machines.get(probe.worker, node)].append(stages)
     if not seen:
         return {}
     return {

@@ -122,6 +122,7 @@ class Setup:
     prefetch_factor: int  # batches of the window per worker
     max_in_flight_bytes: int  # bytes that may be on their way or wait here
     names: Mapping[int, str] = field(default_factory=dict)  # name of each worker, for messages
+    machines: Mapping[int, str] = field(default_factory=dict)  # machine of each worker; several nodes may share one
     is_persistent: bool = False  # True if the workers stay for the next epoch
     is_stream: bool = False  # True for an iterable-style dataset, of which some workers may get no samples
     has_source: bool = False  # True if the sampler is a stream, which others iterate over

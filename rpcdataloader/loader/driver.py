@@ -483,13 +483,15 @@ class Driver:
             workers = {number: str(node) for number, node in self.engine.workers.items()}
             if self.is_closed or not workers:
                 return
-            seats, settings = self.seats, self.settings
-            names = {number: seats[number].worker.name for number in workers if number in seats}
+            settings = self.settings
+            here = {number: self.seats[number].worker for number in workers if number in self.seats}
+            names = {number: worker.name for number, worker in here.items()}
+            machines = {number: worker.machine for number, worker in here.items()}
             # The window of a table of streams shrinks with each that ends, whose worker stays.
             window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window
             limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
             kept = settings.persistent_workers, settings.iterable, isinstance(settings.sampler, Source)
-            self.recorder.setup = Setup(workers, *limits, names, *kept)
+            self.recorder.setup = Setup(workers, *limits, names, machines, *kept)
 
 
 class Whole:

@@ -19,6 +19,7 @@ from rpcdataloader.client import client
 from rpcdataloader.client.asking import ask_all
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.diagnosis.words import WORDS
+from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader import driver, telling
 from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, wait_until
@@ -207,6 +208,15 @@ def test_computing_workers_on_busy_cpus_need_other_cpus():
     diagnosis = loader.diagnosis()
     assert diagnosis.bound == "workers", diagnosis
     assert diagnosis.more_workers is None or "on other CPUs" in diagnosis.text, diagnosis
+
+
+def test_cpus_of_a_machine_with_several_addresses_count_once(wide_servers):
+    port = wide_servers[1].address.rpartition(":")[2]
+    addresses = [wide_servers[0].address, f"localhost:{port}"]
+    dataset = torch.utils.data.Subset(Causes(stall=0.01), range(200))
+    loader = RPCDataloader(dataset, None, num_workers=2, workers=addresses)
+    assert len(list(loader)) == 200
+    assert loader.diagnosis().metrics()["cpus"] == available_cpus()
 
 
 # When a pass starts
