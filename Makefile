@@ -38,7 +38,7 @@ test: .venv/ready
 	$(MAKE) --no-print-directory --jobs 3 test-first test-second test-rest
 
 LIBRARIES := $(wildcard $(addprefix tests/integration/test_,docs* exa* hf* lig* tran*))
-FIRST := tests/unit tests/simulation $(wildcard tests/integration/test_[a-c]*.py) $(LIBRARIES)
+FIRST := tests/unit tests/simulation examples $(wildcard tests/integration/test_[a-c]*.py) $(LIBRARIES)
 SECOND := $(filter-out $(LIBRARIES),$(wildcard tests/integration/test_[d-l]*.py))
 FAST := -m "not slow and not chaos and not slurm and not study and not engines" --timeout 120
 
@@ -50,7 +50,7 @@ test-first test-second: .venv/ready
 	@found=`$(PYTEST) --quiet $(FAST) $(PART) 2>&1`; status=$$?; echo "$$found"; exit $$status
 
 test-rest: .venv/ready
-	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST) $(SECOND) tests/recommender) tests
+	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST) $(SECOND)) tests
 
 # Others than that of .venv run what needs no torch: make test-pythons PYTHONS="3.12 --torch newest"
 PYTHONS :=
@@ -83,8 +83,8 @@ chaos: .venv/ready
 slurm: .venv/ready
 	$(PYTEST) -m slurm --timeout 300
 
-# Those of the storage formats alone: make study STUDIES=tests/integration
-STUDIES := tests
+# Those of the storage formats alone: make study STUDIES=examples/storage_formats
+STUDIES := examples
 
 study: .venv/study
 	$(PYTEST) -m study --timeout 300 -o faulthandler_timeout=300 $(STUDIES)

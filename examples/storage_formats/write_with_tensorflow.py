@@ -1,6 +1,6 @@
 """Writes ``tensorflow.tfrecord``, which ``test_records.py`` reads; in an environment of its own:
 
-pip install tensorflow-cpu==2.21.0 && python tests/unit/storage_formats/write_with_tensorflow.py
+pip install tensorflow-cpu==2.21.0 && python examples/storage_formats/write_with_tensorflow.py
 """
 
 from __future__ import annotations

@@ -157,17 +157,6 @@ def test_nothing_is_left_when_it_is_interrupted(number, tmp_path):
     assert not (tmp_path / "result").exists()
 
 
-@pytest.mark.timeout(240)
-def test_processes_and_mounts_end_with_a_command_that_is_killed(tmp_path):
-    with endless_study(tmp_path) as process:
-        left = str(find_left_behind(tmp_path))
-        assert "weed mini" in left
-        assert mount.why_not() or "fuse.rclone" in left
-        process.kill()
-    [folder] = tmp_path.glob("storage-formats-*")  # its files stay
-    wait_until(lambda: find_left_behind(tmp_path) == [str(folder)], 60)
-
-
 @pytest.mark.parametrize("sample_format", FORMATS, ids=str)
 def test_each_sample_comes_once_with_its_image(sample_format, samples, servers):
     location, manifest = samples

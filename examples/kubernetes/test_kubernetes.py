@@ -17,8 +17,6 @@ import pytest
 import yaml
 
 from rpcdataloader import launch, rpc_async
-from rpcdataloader.client.discovery import Names, Remote, find_workers
-from rpcdataloader.wire.address import Address
 from tests.conftest import READY_LINE, TIMEOUT_SCALE
 
 ROOT = Path(__file__).parents[2]
@@ -80,16 +78,6 @@ def test_manifests_agree_with_each_other():
                 "capabilities": {"drop": ["ALL"]},
             }
             assert {mount["name"] for mount in part["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
-
-
-def test_trainer_and_exporter_name_the_service_whose_name_stands_for_pods_that_are_ready():
-    env = {variable["name"]: variable["value"] for variable in TRAINER["containers"][0]["env"]}
-    assert env["RPCDATALOADER_WORKERS"] == "dns://workers:6543" == WATCHER["containers"][0]["command"][-1]
-    assert find_workers(env["RPCDATALOADER_WORKERS"]) == Remote(
-        lookups=(Names(Address(SERVICE["metadata"]["name"], 6543)),)
-    )
-    assert SERVICE["spec"]["clusterIP"] == "None"
-    assert "publishNotReadyAddresses" not in SERVICE["spec"]
 
 
 def settings():

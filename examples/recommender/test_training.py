@@ -76,10 +76,10 @@ def test_batches_have_what_the_file_has(tmp_path):
         assert batch.indices.tolist() == [k for ids in lists for k in ids]
 
 
-@pytest.mark.parametrize("check", ["check_recommender", "check_graphs"])
-def test_two_ranks_compute_the_same_as_one_and_with_overlap(check, zygote, tmp_path):
-    source = f"import sys; sys.path.insert(0, {ROOT!r}); from tests.recommender import ranks; ranks.{check}"
-    scripts = [zygote.start(f"{source}({rank}, {str(tmp_path)!r})", ends_quickly=True) for rank in range(2)]
+def test_two_ranks_compute_the_same_as_one_and_with_overlap(zygote, tmp_path):
+    source = f"import sys; sys.path.insert(0, {ROOT!r}); from examples.recommender.two_ranks import check_recommender"
+    calls = [f"{source}; check_recommender({rank}, {str(tmp_path)!r})" for rank in range(2)]
+    scripts = [zygote.start(call, ends_quickly=True) for call in calls]
     for script in scripts:
         ended = script.wait(100)
         assert ended.status == 0, ended.errors
