@@ -8,14 +8,12 @@ import importlib.util
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,61 +115,7 @@ def occupied(server_pid: int) -> list[int]:
     return [pid for pid in descendants(server_pid) if process_name(pid) != process_name(server_pid)]
 
 
-@dataclass
-class Server:
-    """A node server in a process of its own."""
-
-    process: subprocess.Popen[str]
-    address: str
-    num_workers: int
-    log: Path
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def processes(self) -> list[int]:
-        """Its sessions, gates and workers."""
-        return occupied(self.pid)
-
-    def stop(self) -> int:
-        """Drain, then end; returns the exit status."""
-        for _ in range(2):
-            if self.process.poll() is None:
-                self.process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(5 * TIMEOUT_SCALE)
-        if self.process.poll() is None:
-            self.process.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return self.process.wait()
-
-
-_server_pids: set[int] = set()
-
 READY_LINE = re.compile(r"rpcdataloader ready (\S+) num_workers=(\d+) pid=(\d+)\n")
-
-
-def launch(*options: str, log: Path) -> Server:
-    """Start ``python -m rpcdataloader.launch`` and wait for its ready line."""
-    where = [] if any(option in ("--host", "--port") for option in options) else ["--port", "0"]
-    with open(log, "a") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rpcdataloader.launch", *where, *options],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-    assert process.stdout is not None
-    match = READY_LINE.fullmatch(process.stdout.readline())
-    if not match:
-        process.kill()
-        process.stdout.close()
-        process.wait()
-        raise AssertionError(f"no ready line; the log says:\n{log.read_text()}")
-    _server_pids.add(process.pid)
-    return Server(process, match[1], int(match[2]), log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -207,24 +151,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / path.name).touch(0o600)
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
-
-
-@pytest.fixture
-def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Start node servers that end with the test."""
-    servers: list[Server] = []
-
-    def start(*options: str) -> Server:
-        servers.append(launch(*options, log=tmp_path / f"server{len(servers)}.log"))
-        return servers[-1]
-
-    yield start
-    left = []
-    for server in servers:
-        below = server.processes()
-        server.stop()
-        left += below
-    wait_until(lambda: not any(map(is_running, left)), what="processes of a stopped server")
 
 
 @pytest.fixture(scope="session")
@@ -292,8 +218,8 @@ def clean_client() -> Iterator[None]:
     processes = set(descendants(os.getpid()))
     yield
     pool.close_client()
-    # Its sessions and workers, an embedded pool, and whatever else the test has started, but for node servers.
-    wait_until(lambda: not set(descendants(os.getpid())) - processes - _server_pids, what="processes left behind")
+    # Its sessions and workers, an embedded pool, and whatever else the test has started.
+    wait_until(lambda: not set(descendants(os.getpid())) - processes, what="processes left behind")
     # A connection that was lost before is not waited for: its receiver may have a few instructions to go.
     wait_until(lambda: not _threads(), what=lambda: f"threads left, and where they are: {_threads()}")
     left = {fd: _target(fd) for fd in set(os.listdir("/proc/self/fd")) - before}

@@ -33,7 +33,7 @@ from rpcdataloader.wire.credentials import load_credentials
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import HEADER_SIZE, MessageType, encode
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
-from rpcdataloader.wire.messages import Call, Exited, pack_handles
+from rpcdataloader.wire.messages import Call, pack_handles
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
@@ -305,39 +305,6 @@ def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_serv
         channel.send(MessageType.CALL, 2**64 - 1, encoded.payload, encoded.buffers)
         answer = channel.recv()
         assert (answer.type, answer.request_id) == (MessageType.REPLY, 2**64 - 1)
-
-
-def receive_all_but_logs(channel):
-    """The next message that is no log record, which a worker may send with its last breath."""
-    while (message := channel.recv()) is not None and message.type == MessageType.LOG:
-        pass
-    return message
-
-
-@pytest.mark.parametrize("where", ["control", "worker"])
-@pytest.mark.parametrize(
-    ("type", "payload", "reason"),
-    [
-        (99, b"", "a message of the unknown type 99"),
-        (MessageType.RELEASE, bytes(7), "a RELEASE message of 7 bytes"),
-    ],
-    ids=["unknown type", "half a handle"],
-)
-def test_message_that_breaks_the_protocol_ends_its_connection_in_words(server, where, type, payload, reason):
-    control, welcome = open_as_client(server)
-    with contextlib.closing(control.transport):
-        if where == "control":
-            control.send(type, payload=payload)
-            assert [message.type for message in iter(control.recv, None)] == [MessageType.LOG]
-            wait_until(lambda: re.search(f"the session ends: .*{reason}", server.log))
-        else:
-            channel, _welcome = open_as_client(server, bytes.fromhex(welcome.session))
-            with contextlib.closing(channel.transport):
-                channel.send(type, payload=payload)
-                assert receive_all_but_logs(channel) is None
-            exited = Exited.decode(control.recv().payload)
-            assert (exited.worker, exited.reason.partition(": ")[0]) == (1, "gave up")
-            assert reason in exited.reason
 
 
 @FEW

@@ -73,12 +73,6 @@ def test_session_that_replaces_a_lost_one_has_it_too(server):
     assert seen_by(dataset) == ("mine", "mine")
 
 
-def test_dataset_that_fails_leaves_the_choice_to_the_next_one(server):
-    with pytest.raises(TypeError):
-        RPCDataset(server.address, Looks, "one argument too many", env={"PROFILE": "first"})
-    assert seen_by(RPCDataset(server.address, Looks, env={"PROFILE": "second"})) == ("second", "second")
-
-
 def test_values_are_those_when_the_loader_was_made(server, monkeypatch):
     loader = RPCDataloader(Looks(), None, sampler=[0], collate_fn=tuple, workers=server.address, env=["PROFILE"])
     monkeypatch.setenv("PROFILE", "later")

@@ -91,19 +91,6 @@ def test_without_it_they_stay_there(server, shown):
     assert shown.lines == []
 
 
-def test_loader_may_ask_for_it_later_and_an_instance_too(server, shown):
-    def num_of_samples():
-        # What the constructor has printed is shown if the node server has not read it when it is asked to forward.
-        return sum(not line.endswith("built") for line in shown.lines)
-
-    dataset = RPCDataset(server.address, Talks)
-    list(RPCDataloader(dataset, forward_output=True))
-    wait_until(lambda: num_of_samples() == len(LINES))
-    close_client()
-    list(RPCDataloader(Talks(), workers=server.address, forward_output=True))
-    wait_until(lambda: num_of_samples() == 2 * len(LINES))
-
-
 def test_flood_holds_up_nothing_and_is_counted(server, shown):
     def num_left_out():
         return sum(int(match[1]) for line in shown.lines if (match := re.search(r"(\d+) lines left out$", line)))

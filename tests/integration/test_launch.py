@@ -19,10 +19,9 @@ import pytest
 import rpcdataloader
 from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
-from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.server.listening import listen_tcp
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
+from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,19 +89,31 @@ def test_unknown_commands_and_options_are_refused(words, capsys):
 # --- where it listens
 
 
-def test_real_command_line_prints_one_ready_line_and_serves(start_server):
-    server = start_server("--num-workers", "3")
-    assert (server.num_workers, server.address.rpartition(":")[0]) == (3, "127.0.0.1")
-    assert call(server, os.getppid) in server.processes()
-    # No fork imports what batches need, and no collection in one visits what torch has made.
-    num_frozen, is_imported = call(server, lambda: (gc.get_freeze_count(), "rpcdataloader.fetch.remote" in sys.modules))
-    assert is_imported
-    assert num_frozen > 50_000
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20 * TIMEOUT_SCALE) == 0
-    assert server.process.stdout.read() == ""
-    log = server.log.read_text()
-    assert f"listening on {server.address}, offering 3 workers" in log
+def test_real_command_line_prints_one_ready_line_and_serves(tmp_path):
+    command = [sys.executable, "-m", "rpcdataloader.launch", "--port", "0", "--num-workers", "3"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT) as process,
+    ):
+        try:
+            match = READY_LINE.fullmatch(process.stdout.readline())
+            assert match, (tmp_path / "log").read_text()
+            address, num_workers, pid = match.groups()
+            assert (address.rpartition(":")[0], num_workers, pid) == ("127.0.0.1", "3", str(process.pid))
+            # No fork imports what batches need, and no collection in one visits what torch has made.
+            session, num_frozen, is_imported = rpc_async(
+                address, lambda: (os.getppid(), gc.get_freeze_count(), "rpcdataloader.fetch.remote" in sys.modules)
+            ).wait()
+            assert session in occupied(process.pid)
+            assert is_imported
+            assert num_frozen > 50_000
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20 * TIMEOUT_SCALE) == 0
+            assert process.stdout.read() == ""
+        finally:
+            process.kill()
+    log = (tmp_path / "log").read_text()
+    assert f"listening on {address}, offering 3 workers" in log
     assert "draining" in log
 
 
@@ -128,9 +139,6 @@ def test_unix_socket_is_private_and_goes_with_the_server(serve, tmp_path):
     assert call(server, os.getpid) > 0
     server.stop()
     assert not path.exists()
-
-
-# --- signals after a drain
 
 
 # --- what it offers
@@ -311,44 +319,3 @@ def test_run_worker_serves_in_a_daemonic_process():
 def test_run_worker_raises_what_keeps_it_from_starting():
     with listen_tcp("127.0.0.1", [0]) as used, pytest.raises(ConnectError, match="in use"):
         run_worker("127.0.0.1", used.getsockname()[1])
-
-
-# --- process 1 of a container
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a namespace of processes")
-def test_as_process_1_it_collects_the_orphans_of_its_sessions(tmp_path):
-    """Without an init, such as that of `docker run --init`, nobody else does."""
-    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("namespaces of processes are not allowed here")
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*unshare, sys.executable, "-m", "rpcdataloader.launch", "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=ROOT,
-        )
-    with process.stdout:
-        try:
-            address = process.stdout.readline().split()[2]
-            (server,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
-            for _ in range(3):
-                rpc_async(address, os.getpid).wait()
-                pool.close_client()
-                wait_until(lambda: not occupied(server))
-            # A worker may end after its session, with nobody to see; what happens next collects it.
-            rpc_async(address, os.getpid).wait()
-            pool.close_client()
-            wait_until(lambda: num_zombies_of(server) <= 1)
-            os.kill(server, signal.SIGTERM)
-            assert process.wait(20 * TIMEOUT_SCALE) == 0
-        finally:
-            process.kill()
-            process.wait()
-
-
-def num_zombies_of(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sum(not is_running(int(child)) for child in children)

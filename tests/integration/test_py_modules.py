@@ -102,14 +102,6 @@ def test_dataset_and_workers_import_the_package_with_its_data(server, unseen, tm
     assert tmp_path not in folder.parents
 
 
-def test_instance_of_a_loader_and_its_function_import_it_in_each_epoch(server, unseen):
-    loader = RPCDataloader(
-        unseen.Labels(), batch_size=None, collate_fn=tuple, workers=server.address, py_modules=["shapes"]
-    )
-    for _epoch in range(2):
-        check(list(loader))
-
-
 def test_session_that_replaces_a_lost_one_has_them_and_the_folder_of_the_lost_one_goes(server, unseen):
     dataset = RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
     folder = check(load(dataset))

@@ -80,20 +80,6 @@ def test_calls_run_in_their_order(call, shared_server):
     assert call(tasks.read_log) == list(range(100))
 
 
-def test_threads_may_call_at_the_same_time(shared_server):
-    def work(offset):
-        futures = [rpc_async(shared_server.address, tasks.add, (offset, number)) for number in range(50)]
-        results[offset] = [future.wait() for future in futures]
-
-    results = {}
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(0, 800, 100)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {offset: list(range(offset, offset + 50)) for offset in range(0, 800, 100)}
-
-
 def test_callbacks_may_wait_for_calls_and_for_other_callbacks(shared_server, fifo):
     def add_one(done):
         return rpc_async(shared_server.address, tasks.add, (done.wait(), 1), timeout=10 * TIMEOUT_SCALE).wait()
@@ -224,16 +210,6 @@ def test_timeout_bounds_connecting_to_a_server_that_never_answers():
         assert "still connecting" in text
         # What waits for the answer is let go: nothing else could wake it before its own limit.
         listener.accept()[0].close()
-
-
-def test_timeout_bounds_a_call_to_a_worker_that_stands_still(shared_server, call):
-    worker, _session = call(tasks.whereabouts)
-    os.kill(worker, signal.SIGSTOP)
-    try:
-        fails_after(0.5, lambda: rpc_async(shared_server.address, tasks.add, (1,), timeout=0.5))
-    finally:
-        os.kill(worker, signal.SIGCONT)
-    assert call(tasks.whereabouts)[0] == worker
 
 
 # --- the end of workers and servers

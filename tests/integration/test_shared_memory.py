@@ -167,25 +167,16 @@ def test_one_tensor_twice_in_a_batch(workers):
         assert part.unique().tolist() == [9]
 
 
-LIES = {
-    "which it never gave": "lie = lambda _mapping, offset, size: block(9, offset, size)",
-    "which has 268435456": "lie = lambda mapping, _offset, size: block(mapping, 1 << 40, size)",
-    "which are in use": "lie = lambda mapping, _offset, size: block(mapping, 0, size)",
-    "not sealed against shrinking": "shared._SEALS = 0",
-}
-
-
-@pytest.mark.parametrize("error", LIES)
-def test_connection_to_a_hostile_worker_ends_with_an_error_that_names_the_lie(serve, tmp_path, caplog, error):
-    source = f"from rpcdataloader.wire import shared\nblock = lie = shared.SharedBlock\n{LIES[error]}\n"
-    source += "shared.SharedBlock = lie"
-    server = serve("--host", f"unix:{tmp_path}/socket", before=source)
+def test_connection_to_a_hostile_worker_ends_with_an_error_that_names_the_lie(serve, tmp_path, caplog):
+    lie = "from rpcdataloader.wire import shared\nblock = shared.SharedBlock\n"
+    lie += "shared.SharedBlock = lambda _mapping, offset, size: block(9, offset, size)"
+    server = serve("--host", f"unix:{tmp_path}/socket", before=lie)
     told = []
     try:  # other workers take its place, up to a limit
         list(RPCDataloader(Images(200), BATCH_SIZE, workers=server.address))
     except RPCError as exc:
         told.append(str(exc))
-    assert error in "".join([*told, caplog.text])
+    assert "a block of shared memory 9, which it never gave" in "".join([*told, caplog.text])
 
 
 TRAINING = """
@@ -321,19 +312,6 @@ def leased_bytes_of_client():
 
     gc.collect()
     return leased_bytes(get_client().allocator)
-
-
-def test_pool_of_local_and_other_workers_gives_the_same_batches(shared_server, unix_server):
-    options = {"batch_size": BATCH_SIZE, "shuffle": True}
-    runs = []
-    for workers in (
-        [unix_server.address, shared_server.address],
-        shared_server.address,
-        ["local:1", shared_server.address],
-    ):
-        loader = RPCDataloader(Images(), workers=workers, generator=torch.Generator().manual_seed(3), **options)
-        runs.append([first_bytes(batch) for batch in loader])
-    assert runs[0] == runs[1] == runs[2]
 
 
 def test_without_shared_memory_batches_are_sent(serve, tmp_path):

@@ -37,7 +37,6 @@ from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.register import MAX_SILENCE
 from rpcdataloader.wire.status import StatusRequest
-from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration.tampering import dial, read_to_the_end
@@ -198,27 +197,6 @@ def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
     assert (worker()["queued"], worker()["calls"]) == (0, 2)
 
 
-def test_text_is_for_people(serve, capsys):
-    server = serve("--num-workers", "2")
-    pid = rpc_async(server.address, os.getpid).wait()
-    assert ask_for_status(server.address) == 0
-    text = capsys.readouterr().out
-    _when, header, total, node, client = text.splitlines()
-    assert header.split()[:4] == ["node", "state", "clients", "workers"]
-    assert total.startswith("all: 1 of 1 ready  ")
-    assert node.split()[:4] == [server.address, "ready", "1", "1"]
-    assert node.split()[2:] == total.split()[5:]
-    assert client == f"client {socket.gethostname()}:{os.getpid()}: no loop is under way, or none has been reported"
-    assert ask_for_status(server.address, "--workers") == 0
-    text = capsys.readouterr().out
-    assert f"{server.address}  ready, up " in text
-    assert "1 client, 1 worker of at most 8, 2 offered" in text
-    assert f"client {socket.gethostname()}:{os.getpid()}\n" in text
-    assert f"{pid:>8}  " in text
-    assert ask_for_status(server.address, "--stacks") == 0
-    assert "in _wait" in capsys.readouterr().out
-
-
 def test_last_error_of_a_client_is_told(serve, look_at, capsys):
     class Awkward(Exception):
         def __str__(self):
@@ -366,27 +344,6 @@ def test_full_server_answers(serve, look_at):
     node = look_at(server)
     assert (node["max_connections"], len(workers_of(node))) == (1, 1)
     assert "refused" not in server.log
-
-
-def test_over_tls(serve, certificates, monkeypatch, look, look_at):
-    names = {CERT_VARIABLE: "node.pem", KEY_VARIABLE: "node.key", CA_VARIABLE: "ca.pem"}
-    files = [
-        f"--tls-{kind}={certificates}/{name}" for kind, name in zip(("cert", "key", "ca"), names.values(), strict=True)
-    ]
-    server = serve(*files, "--advertise", "localhost")
-    status, document = look(server.address)
-    assert (status, document["nodes"][0]["state"]) == (2, "refused")
-    assert CERT_VARIABLE in document["nodes"][0]["error"]
-    for variable, name in names.items():
-        monkeypatch.setenv(variable, f"{certificates}/{name}")
-    rpc_async(server.address, os.getpid).wait()
-    node = look_at(server)
-    assert node["calls"] == 1
-    assert node["sent_bytes"] > 0
-    monkeypatch.delenv(CA_VARIABLE)
-    with pytest.raises(SystemExit) as caught:
-        ask_for_status(server.address)
-    assert caught.value.code == 2
 
 
 # --- stacks

@@ -138,15 +138,6 @@ def test_look_that_fails_is_said_once_and_counted_and_its_answers_are_not_the_ol
     assert capsys.readouterr().err.count("a broken exporter") == 1
 
 
-def test_client_that_says_nothing_or_goes_keeps_nobody_waiting(capsys):
-    with running() as (server, _looks), socket.create_connection(server.server_address[:2]):
-        with socket.create_connection(server.server_address[:2]) as gone:
-            gone.sendall(b"GET /json HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        assert get(server, "/json")[0] == 200
-    assert capsys.readouterr().err == ""
-
-
 def test_place():
     assert str(parse_place("9100")) == "127.0.0.1:9100"
     assert (parse_place("[::1]:0").host, parse_place("[::1]:0").port) == ("::1", 0)

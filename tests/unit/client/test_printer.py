@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
-import threading
-import time
 
 import pytest
 
-from rpcdataloader.client import background as module
 from rpcdataloader.client.background import Printer
-from tests.conftest import AT_ONCE, wait_until
+from tests.conftest import wait_until
 
 
 @pytest.fixture
@@ -35,38 +32,6 @@ def test_nothing_of_a_line_changes_the_terminal_or_begins_another_line(printer, 
     assert capsys.readouterr().err == (
         "(node\\x1b[2J worker 1) a\tb\\x1b]0;title\\x07\\r\\n(node02 worker 1) c\\u202e\\x9b1mé 😀\\x00\n"
     )
-
-
-class Stopped(io.StringIO):
-    """Standard error of a terminal that is stopped."""
-
-    def __init__(self):
-        super().__init__()
-        self.goes_on = threading.Event()
-        self.is_waiting = threading.Event()
-
-    def write(self, text):
-        self.is_waiting.set()
-        self.goes_on.wait()
-        return super().write(text)
-
-
-def test_nobody_waits_for_a_terminal_that_is_stopped(monkeypatch):
-    stopped = Stopped()
-    monkeypatch.setattr(sys, "stderr", stopped)
-    monkeypatch.setattr(module, "LINGER_SECONDS", 0.05)
-    monkeypatch.setattr(module, "MAX_WAITING", 3)
-    printer = Printer()
-    begun = time.monotonic()
-    printer.put("node", "first")
-    stopped.is_waiting.wait()
-    for number in range(10):
-        printer.put("node", f"{number}")
-    printer.close()
-    assert time.monotonic() - begun < AT_ONCE
-    stopped.goes_on.set()
-    printer._thread.join()
-    assert stopped.getvalue() == "(node) first\n(node) 7\n(node) 8\n(node) 9\n"
 
 
 def test_standard_error_that_is_gone_does_no_harm(printer, monkeypatch):

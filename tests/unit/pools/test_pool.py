@@ -136,19 +136,6 @@ def test_latest_nodes_drain_when_loops_want_fewer_and_others_come_when_they_want
     assert all(node.calls == ["stop", "release"] for node in engine.nodes)
 
 
-def test_node_that_has_not_come_goes_first(want):
-    engine = Engine()
-    with Pool(engine, (1, 3), ORDER, LIMIT) as workers:
-        want(4)
-        wait_until(lambda: len(list(workers)) == 2)
-        engine.comes = False
-        want(6)
-        wait_until(lambda: len(engine.nodes) == 3)
-        want(4)
-        wait_until(lambda: engine.nodes[2].calls == ["stop", "release"])
-        assert list(workers) == addresses_of(0, 1)
-
-
 def test_size_follows_what_is_wanted_and_shrinks_when_fewer_have_sufficed_for_a_while():
     size = Size(1, 8, 4)
     limit = wants.SHRINK_AFTER
@@ -217,12 +204,6 @@ def test_engine_that_does_not_answer_takes_nothing_away():
     assert list(workers) == ["10.0.0.1:6543"]
     assert list(workers) == ["10.0.0.1:6543"]
     assert workers.problems == {"the pool": "pop from empty list"}
-
-
-@pytest.mark.parametrize("num_nodes", [0, (0, 2), (3, 2)])
-def test_wrong_numbers_of_nodes_are_refused(num_nodes):
-    with pytest.raises(ValueError, match="num_nodes must be a number of 1 or more, or two such as"):
-        Pool(Engine(), num_nodes, ORDER, LIMIT)
 
 
 def test_secret_of_a_pool_is_its_own(tmp_path, monkeypatch):

@@ -41,17 +41,6 @@ def test_port_in_use_is_told_with_the_way_out():
             listen_tcp("127.0.0.1", [port, port])
 
 
-@pytest.mark.parametrize(
-    ("interface", "host", "name"),
-    [("127.0.0.1", "127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1", "127.0.0.1"), ("::1", "::1", "[::1]")],
-)
-def test_name_of_a_peer(interface, host, name):
-    with listen_tcp(interface, [0]) as listener, socket.create_connection((host, listener.getsockname()[1])) as client:
-        sock, _source, found = accept(listener)
-        sock.close()
-        assert found == f"{name}:{client.getsockname()[1]}"
-
-
 @pytest.fixture
 def unix_path(tmp_path):
     """One that is too long for a socket address."""

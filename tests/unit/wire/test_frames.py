@@ -113,15 +113,6 @@ def patch_header(data, **changes):
 # ---------------------------------------------------------------------------------------------------- golden bytes
 
 
-@pytest.mark.parametrize("length", [1, 32, 64])
-def test_macs_are_keyed_blake2b_over_a_counter_and_the_header(length):
-    key = bytes(range(length))
-    sealer = Sealer(key)
-    for counter in range(3):
-        keyed = hashlib.blake2b(counter.to_bytes(8, "little") + b"header", key=key, digest_size=16)
-        assert sealer.seal(b"header") == keyed.digest()
-
-
 def test_golden_preamble():
     session_id = bytes(range(16))
     golden = bytes.fromhex(
@@ -280,19 +271,6 @@ def test_blocks_of_one_message_are_offered_together_and_refilled_from_where_they
     assert content(message) == (MessageType.CALL, 0, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
 
 
-def test_block_sizes_reach_the_allocator_in_one_call_with_the_request_id():
-    calls = []
-
-    def record(request_id, sizes):
-        calls.append((request_id, list(sizes)))
-        return allocate(request_id, sizes)
-
-    decoder = Decoder(record)
-    feed(decoder, join(None, MessageType.REPLY, 5, b"p", [b"12", b"", b"345"]))
-    feed(decoder, join(None, MessageType.REPLY, 6, b"p"))
-    assert calls == [(5, [2, 0, 3])]
-
-
 @pytest.mark.parametrize("size", [0, 1, 16383, 16384, 100_000])
 def test_payload_of_any_size_arrives(size):
     payload = bytes(range(256)) * (size // 256) + bytes(size % 256)
@@ -324,14 +302,6 @@ def test_buffers_of_any_format_are_sent_as_their_bytes(buffer):
 def test_buffer_that_is_not_contiguous_is_refused():
     with pytest.raises(TypeError, match="contiguous"):
         encode(None, MessageType.REPLY, 1, b"", [memoryview(b"abcdefgh")[::2]])
-
-
-def test_decoder_keeps_nothing_of_a_message_that_it_has_handed_out():
-    decoder = Decoder(allocate)
-    [message] = feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"]))
-    block = weakref.ref(message.blocks[0])
-    del message
-    assert block() is None
 
 
 def test_blocks_of_a_message_that_was_cut_are_freed_without_the_garbage_collector():

@@ -61,16 +61,6 @@ def test_servers_are_in_the_order_in_which_they_came(tmp_path, register):
     assert found(register) == (early, middle, late)
 
 
-def test_server_that_comes_is_last_and_one_that_leaves_is_gone(tmp_path, register):
-    first, second = server("b", 1.0), server("a", 2.0)
-    path = write(tmp_path, first)
-    assert found(register) == (first,)
-    write(tmp_path, second)
-    assert found(register) == (first, second)
-    path.unlink()
-    assert found(register) == (second,)
-
-
 def test_file_that_is_seen_empty_and_then_in_part_is_found_when_it_is_whole(tmp_path, register, caplog):
     """As NFS may show it."""
     whole = server("a")
@@ -159,15 +149,6 @@ def test_file_of_a_server_that_was_killed_long_ago_is_not_used(tmp_path, registe
     write(tmp_path, server("alive"))
     assert found(register) == (server("alive"),)
     assert list(register.problems.values()) == ["its server is silent"]
-
-
-def test_wrong_clock_hides_a_server_until_it_renews_its_file(tmp_path, register, monkeypatch):
-    path = write(tmp_path, server("a"))
-    now = time.time()
-    monkeypatch.setattr(module.time, "time", lambda: now + 3600)
-    assert register.look() == {}
-    age(path, 5)
-    assert found(register) == (server("a"),)
 
 
 def test_server_that_falls_silent_is_gone_until_it_is_heard_again(tmp_path, register, monkeypatch):

@@ -107,25 +107,6 @@ def test_what_a_later_version_tells_besides_is_left_alone():
     assert StatusRequest.decode(b'{"stacks": true, "more": 1}') == StatusRequest(stacks=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda told: told.pop("pid"), "pid is missing"),
-        (lambda told: told.update(pid=True), "pid is of another type"),
-        (lambda told: told.update(clients=[1]), "clients is of another type"),
-        (lambda told: told["clients"][0].pop("workers"), "workers is missing"),
-        (lambda told: told["clients"][0].update(rank="0"), "rank is of another type"),
-        (lambda told: told["clients"][0]["workers"][0].update(tasks=1.5), "tasks is of another type"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_field_of_another_type_is_named_wherever_it_stands(change, error):
-    told = fields()
-    change(told)
-    with pytest.raises(RemoteProtocolError, match=error):
-        NodeStatus.decode(json.dumps(told).encode())
-
-
 def test_report_arrives_as_it_was_sent():
     quiet = dataclasses.replace(LOOP, rank=None, demand_per_second=None, more_workers=None, wait_share=0, evidence=[])
     assert Report.decode(Report.of([quiet, LOOP])).loops == [LOOP, quiet]

@@ -211,11 +211,6 @@ def silent_host():
         yield listener.getsockname()
 
 
-def test_host_that_does_not_answer():
-    with silent_host() as (host, port), pytest.raises(ConnectError, match="no answer in time"):
-        connect(Address(host, port), Deadline(0.2))
-
-
 def test_every_address_of_a_name_is_tried_within_the_one_deadline(monkeypatch):
     """An address that drops packets, such as an IPv6 one without a route, leaves time for the next."""
     with silent_host() as silent, listen_tcp("127.0.0.1", [0]) as listener:
