@@ -11,6 +11,33 @@ from rpcdataloader.loader.copying import Carrier, Copies
 from rpcdataloader.wire.slabs import PinnedAllocator
 
 
+class FakeRegistration:
+    """A driver that page-locks memory, and may refuse.
+
+    Attributes:
+        ranges: What is page-locked: start and end of each.
+        num_unregistered: How many were.
+        error: Type of what is raised in place of the next ones.
+    """
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, int] = {}
+        self.num_unregistered = 0
+        self.error: type[Exception] | None = None
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if self.error is not None:
+            raise self.error(f"{self.error.__name__}, says the driver")
+        self.ranges[address] = address + size_bytes
+
+    def unregister(self, address: int) -> None:
+        del self.ranges[address]
+        self.num_unregistered += 1
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(start <= tensor.data_ptr() < end for start, end in self.ranges.items())
+
+
 class FakePinned(PinnedAllocator):
     """Pinned memory; remembers what it gave out.
 
@@ -18,9 +45,11 @@ class FakePinned(PinnedAllocator):
         blocks: All of it.
     """
 
+    registration: FakeRegistration  # type: ignore[assignment]
+
     def __init__(self) -> None:
         self.blocks: list[torch.Tensor] = []
-        super().__init__(self._remember)
+        super().__init__(self._remember, registration=FakeRegistration())  # type: ignore[arg-type]
 
     def _remember(self, size_bytes: int) -> torch.Tensor:
         self.blocks.append(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))

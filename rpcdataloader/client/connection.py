@@ -20,10 +20,10 @@ from typing import Protocol
 from rpcdataloader.client.background import Sender
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
-from rpcdataloader.wire.frames import Buffer, Message, MessageType, SharedBlock
+from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
 from rpcdataloader.wire.shared import Borrower
-from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
+from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator, Registration
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -298,14 +298,22 @@ class Connection:
         descriptor = channel.transport.take_descriptor()
         if self._borrower is None or descriptor < 0:  # lost on the way: behind a forwarded socket, or at the limit
             return
-        if self._borrower.map(int.from_bytes(payload, "little"), descriptor):
-            self._put(Outgoing(MessageType.MAPPING, payload=bytes(payload)))
+        number = int.from_bytes(payload, "little")
+        if self._borrower.map(number, descriptor):
+            # All requests to a worker of a loader have the same allocator.
+            allocator = next((request.allocator for request in list(self._pending.values())), None)
+            registration = _registration_of(allocator)
+            is_registered = registration is not None and self._borrower.register(number, registration)
+            flags = Flag.REGISTERED if is_registered else 0
+            self._put(Outgoing(MessageType.MAPPING, payload=bytes(payload), flags=flags))
 
     def _borrow(self, request_id: int, shared: SharedBlock) -> Block:
         assert self._borrower is not None
         block = self._borrower.borrow(shared)
         request = self._pending.get(request_id)
         if request is None or isinstance(request.allocator, PageablePool):
+            return block
+        if _registration_of(request.allocator) is not None and self._borrower.is_registered(shared):
             return block
         pinned = request.allocator.allocate(shared.size_bytes)
         pinned.tensor.copy_(block.tensor)
@@ -379,6 +387,10 @@ class Connection:
             if not message.request_id or message.request_id in self._pending:
                 return message
         return None
+
+
+def _registration_of(allocator: Allocator | None) -> Registration | None:
+    return allocator.registration if isinstance(allocator, PinnedAllocator) else None
 
 
 def _without_frames(error: RPCError) -> RPCError:

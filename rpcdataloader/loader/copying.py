@@ -1,12 +1,14 @@
 """Copies of batches to a device or to pinned memory: one asynchronous copy per block, beside the device's computation.
 
 The copies run, and are allocated, on a stream of their own. The consumer's stream waits for their end, and the
-allocator waits for that stream before it reuses the memory. Torch's allocator knows of pinned memory that is being
-read, see :class:`~rpcdataloader.wire.slabs.Block`, so it may be dropped at once.
+allocator waits for that stream before it reuses the memory. Torch's allocator knows of its own pinned memory that is
+being read, see :class:`~rpcdataloader.wire.slabs.Block`; memory of workers on this machine is kept until then.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,6 +102,8 @@ class StreamCarrier(Carrier):
 
     def __init__(self, device: torch.device, allocator: Allocator, module: Any) -> None:
         super().__init__(device, allocator)
+        self._lock = threading.Lock()
+        self._read: list[tuple[Any, Sequence[torch.Tensor]]] = []  # blocks, with the end of their copies
         self._module = module
         self._stream = module.Stream(device=device)
 
@@ -112,7 +116,14 @@ class StreamCarrier(Carrier):
             for copy, block in zip(memory, blocks, strict=True):
                 copy.copy_(block, non_blocking=True)
             event = _recorded(module, self._stream, is_timed)
+        with self._lock:
+            self._read = [(end, each) for end, each in self._read if not end.query()] + [(event, blocks)]
         return _StreamCopies(self.device, module, memory, event, start)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # in a forked child
+            for end, _blocks in self._read:
+                end.synchronize()
 
     def is_device_busy(self) -> bool:
         return not self._module.current_stream(self.device).query()  # takes some microseconds

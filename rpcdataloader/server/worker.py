@@ -268,7 +268,7 @@ class Worker:
             self._cancelled.add(message.request_id)
         elif self._lender is not None and message.type == MessageType.MAPPING:
             for number in unpack_handles(message.payload):
-                self._lender.mapped(number)
+                self._lender.mapped(number, bool(message.flags & Flag.REGISTERED))
         elif self._lender is not None and message.type == MessageType.RETURN:
             self._lender.returned(unpack_blocks(message.payload))
 

@@ -96,13 +96,14 @@ class Flag(IntFlag):
 
     MEASURED = 1  # CALL: measure this one. REPLY to it: the payload ends with ``messages.Stages``.
     SHARED = 2  # REPLY: the table has three numbers for each block, as some lie in memory that both sides see
+    REGISTERED = 4  # MAPPING of a client: a device reads its pages, which must stay
 
 
 # Plain containers: a lookup in the enumerations costs more than all other checks of a header together.
 _MESSAGE_TYPES: dict[int, MessageType] = {int(member): member for member in MessageType}
 _WITH_BLOCK_DIGEST = frozenset((MessageType.CALL, MessageType.BUILD))
 _DIGEST_SIZE = 32
-_KNOWN_FLAGS = int(Flag.MEASURED | Flag.SHARED)
+_KNOWN_FLAGS = int(Flag.MEASURED | Flag.SHARED | Flag.REGISTERED)
 _SHARED = int(Flag.SHARED)
 
 

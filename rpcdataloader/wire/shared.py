@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -30,14 +31,15 @@ import torch
 
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.wire.frames import SharedBlock
-from rpcdataloader.wire.slabs import Block, PageablePool
+from rpcdataloader.wire.slabs import Block, PageablePool, Registration
 
 logger = logging.getLogger("rpcdataloader.client")
 
 #: Least size of a shared block. The kernel copies smaller ones in less time than it takes to lend them.
 MIN_SHARED_BYTES = 1 << 18
 
-# Address space, no memory: the kernel gives that when it is written. Few mappings serve any number of small blocks.
+# Address space, no memory, unless a device reads it: the kernel gives that when it is written. Few mappings serve any
+# number of small blocks.
 _MAPPING_BYTES = 1 << 28
 
 # Free memory kept for reuse, and how many leases may pass without its use; see ``slabs.py``.
@@ -101,6 +103,7 @@ class _Mapping:
     Attributes:
         descriptor: Its descriptor, until the trainer has it; then -1.
         is_mapped: True once the trainer has mapped it.
+        is_registered: True if a device of the trainer reads its pages themselves, whatever lies at their addresses.
     """
 
     def __init__(self, number: int, size_bytes: int) -> None:
@@ -112,7 +115,7 @@ class _Mapping:
             os.close(self.descriptor)
             raise
         self.address = _address_of(self.memory)
-        self.is_mapped = False
+        self.is_mapped = self.is_registered = False
         # In order: start, end, and the number of leases when it was returned; None for a range without any pages.
         self._free: list[tuple[int, int, int | None]] = [(0, size_bytes, None)]
 
@@ -140,6 +143,8 @@ class _Mapping:
 
     def free_pages(self, limit: float) -> None:
         """Give the kernel the pages of free ranges that were returned before ``limit``."""
+        if self.is_registered or not self.is_mapped:
+            return
         for start, end, returned in list(self._free):
             if returned is not None and returned < limit:
                 _libc.madvise(self.address + start, end - start, _MADV_REMOVE)
@@ -305,11 +310,12 @@ class Lender:
             finally:
                 os.close(descriptor)
 
-    def mapped(self, number: int) -> None:
-        """Note that the trainer has mapped a mapping."""
+    def mapped(self, number: int, is_registered: bool = False) -> None:
+        """Note that the trainer has mapped a mapping, and perhaps registered it with a device."""
         if not 0 < number <= len(self._mappings):
             raise RemoteProtocolError(f"the peer has mapped shared memory {number}, which it was never given")
-        self._mappings[number - 1].is_mapped = True
+        mapping = self._mappings[number - 1]
+        mapping.is_mapped, mapping.is_registered = True, is_registered
 
     def returned(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Take back blocks from the trainer, each given by mapping and offset."""
@@ -344,6 +350,7 @@ class Borrower:
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._mappings: dict[int, memoryview] = {}
+        self._registered: set[int] = set()
         self._used: dict[int, list[tuple[int, int]]] = {}  # per mapping, offset and end of the blocks not returned yet
         self._children: list[tuple[_Children, frozenset[tuple[int, int]]]] = []  # and the blocks that they inherited
         _borrowers.add(self)
@@ -374,6 +381,24 @@ class Borrower:
         with self._lock:
             self._mappings[number], self._used[number] = memory, []
         return True
+
+    def register(self, number: int, registration: Registration) -> bool:
+        """Let a device read a mapping without the CPU; returns False if that is refused."""
+        memory = self._mappings[number]
+        address = _address_of(memory)
+        try:
+            registration.register(address, len(memory))
+        except (AttributeError, RuntimeError) as error:
+            _tell_of_copies(str(error))
+            return False
+        # With the array, which the mapping outlives.
+        weakref.finalize(memory.obj, _unregister, registration, address, os.getpid())
+        self._registered.add(number)
+        return True
+
+    def is_registered(self, block: SharedBlock) -> bool:
+        """Whether a device may read a block without the CPU."""
+        return block.mapping in self._registered
 
     def borrow(self, block: SharedBlock) -> Block:
         """Return a block of the worker's memory.
@@ -431,6 +456,16 @@ class Borrower:
     def has_blocks(self) -> bool:
         """Whether there are blocks that were not returned."""
         return any(self._used.values())
+
+
+@functools.cache
+def _tell_of_copies(reason: str) -> None:
+    logger.info("batches of workers on this machine are copied into pinned memory: %s", reason)
+
+
+def _unregister(registration: Registration, address: int, pid: int) -> None:
+    if os.getpid() == pid:  # the driver does not know a forked child
+        registration.unregister(address)
 
 
 _lenders: weakref.WeakSet[Lender] = weakref.WeakSet()

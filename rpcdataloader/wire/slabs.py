@@ -116,6 +116,34 @@ class PageablePool:
         return sum(len(memory) for memory, _num_leases in self._free)
 
 
+class Registration:
+    """Page-locks memory that torch has not allocated, so that a device copies from it without the CPU.
+
+    Torch's allocator does not know of such memory: its owner keeps it until copies have read it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = getattr(torch, device.type)
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Page-lock memory.
+
+        Raises:
+            AttributeError: Torch cannot do that for devices of this type.
+            RuntimeError: The driver refuses.
+        """
+        with self._module.device(self._device):
+            status = int(self._module.cudart().cudaHostRegister(address, size_bytes, 1))  # for all contexts
+        if status:
+            raise RuntimeError(f"cudaHostRegister of {size_bytes} bytes has failed with status {status}")
+
+    def unregister(self, address: int) -> None:
+        """Undo that, before the memory is unmapped."""
+        with self._module.device(self._device):
+            self._module.cudart().cudaHostUnregister(address)
+
+
 class PinnedAllocator:
     """Blocks of page-locked memory, which an accelerator copies from without waiting for the CPU.
 
@@ -125,10 +153,17 @@ class PinnedAllocator:
         empty: Function that makes an uninitialised 1-D ``uint8`` tensor of a given size. By default pinned, for the
             current device of the thread that makes this allocator.
         device_index: Index of another device, in place of the current one.
+        registration: Makes memory of workers on this machine such memory, too; None if their blocks are copied.
     """
 
-    def __init__(self, empty: Callable[[int], torch.Tensor] | None = None, device_index: int | None = None) -> None:
+    def __init__(
+        self,
+        empty: Callable[[int], torch.Tensor] | None = None,
+        device_index: int | None = None,
+        registration: Registration | None = None,
+    ) -> None:
         self._empty = empty or _pinned_empty(device_index)
+        self.registration = registration
 
     def allocate(self, size_bytes: int) -> Block:
         """Return a pinned block of exactly ``size_bytes`` uninitialised bytes."""
@@ -146,7 +181,9 @@ def pinned_allocator() -> PinnedAllocator | None:
 
 def pinned_allocator_for(device: torch.device) -> PinnedAllocator | None:
     """The allocator for copies to ``device``; None if torch cannot pin memory for it."""
-    return PinnedAllocator(device_index=device.index) if _why_not_pinned() is None else None
+    if _why_not_pinned() is not None:
+        return None
+    return PinnedAllocator(device_index=device.index, registration=Registration(device))
 
 
 def _depth_of_caller() -> int:

@@ -1,5 +1,7 @@
 """Batches that are delivered on a real device."""
 
+import functools
+import gc
 import json
 import time
 
@@ -8,6 +10,9 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from rpcdataloader import RPCDataloader
+from rpcdataloader.loader.copying import StreamCarrier
+from rpcdataloader.wire.slabs import Registration
+from tests.conftest import wait_until
 from tests.gpu.samples import CYCLES, Samples
 
 pytestmark = [
@@ -141,6 +146,59 @@ def test_that_could_be_seen(monkeypatch):
     torch.cuda._sleep(1000)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     assert sums_behind_kernels("cuda") != [float(index) for index in range(64)]
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The beginnings of the memory that is page-locked."""
+    addresses = set()
+    register, unregister = Registration.register, Registration.unregister
+
+    def note(self, address, size_bytes):
+        register(self, address, size_bytes)
+        addresses.add(address)
+
+    def forget(self, address):
+        addresses.remove(address)
+        unregister(self, address)
+
+    monkeypatch.setattr(Registration, "register", note)
+    monkeypatch.setattr(Registration, "unregister", forget)
+    return addresses
+
+
+def test_memory_of_workers_is_not_written_while_the_device_reads_it(registered, monkeypatch):
+    copied = []
+    copy = StreamCarrier.copy
+
+    def copy_late(self, blocks, *args):
+        copied.extend(block.is_pinned() for block in blocks)
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(CYCLES)
+        return copy(self, blocks, *args)
+
+    monkeypatch.setattr(StreamCarrier, "copy", copy_late)
+    loader = RPCDataloader(Samples(), batch_size=8, workers="local:2", device="cuda", persistent_workers=True)
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            check(batch, number)
+    assert registered
+    assert all(copied)
+    del loader, batch
+    gc.collect()
+    wait_until(lambda: not registered)
+
+
+def test_driver_that_refuses(monkeypatch):
+    monkeypatch.setattr(Registration, "register", functools.partialmethod(refused, Registration.register))
+    for number, batch in enumerate(RPCDataloader(Samples(), batch_size=8, workers="local:2", device="cuda")):
+        check(batch, number)
+
+
+def refused(registration, register, _address, size_bytes):
+    with pytest.raises(RuntimeError, match="cudaHostRegister"):
+        register(registration, 0, size_bytes)
+    raise RuntimeError
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

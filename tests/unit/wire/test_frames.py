@@ -419,7 +419,7 @@ def test_sealed_message_before_the_keys_exist_is_refused():
 # ---------------------------------------------------------------------------------------------------- states
 
 
-@pytest.mark.parametrize("changes", [{"header_size": 88}, {"flags": 4}, {"flags": 255}, {"reserved": 1}], ids=str)
+@pytest.mark.parametrize("changes", [{"header_size": 88}, {"flags": 8}, {"flags": 255}, {"reserved": 1}], ids=str)
 def test_header_of_the_future_is_an_error(changes):
     data = patch_header(join(None, MessageType.CALL, 1, b"payload"), **changes)
     with pytest.raises(RemoteProtocolError, match="cannot read"):

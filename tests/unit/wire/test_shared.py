@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire import shared
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.shared import Borrower, Lender, create_memory
 
@@ -136,6 +138,17 @@ def test_blocks_stay_whole_in_any_order(steps, chance):
                 there.append((number, machine.trainer.borrow(buffers[0]).tensor))
         for value, tensor in there + here:
             assert {int(tensor[0]), int(tensor[-1])} == {value % 256}
+
+
+def test_pages_that_a_device_reads_stay(machine, monkeypatch):
+    """The device would go on to read the old ones."""
+    machine.worker.mapped(1, is_registered=True)
+    monkeypatch.setattr(shared, "_MAX_UNUSED_LEASES", 0)
+    address = machine.trainer.borrow(machine.lend(7)).tensor.data_ptr()
+    for _ in range(3):
+        machine.give_back()
+        machine.trainer.borrow(machine.lend(8, MIB))
+    assert ctypes.string_at(address + 2 * MIB, 1) == bytes([7])
 
 
 # Forks
