@@ -72,7 +72,7 @@ def measure(records: Records) -> Figures | None:
     elapsed = records.last - first.delivered + records.waiting
     # A device that stalls for a copy makes the loop wait, though not in next.
     more = records.waiting + batches * _mean([probe.stalled for probe in probes])
-    waited = min(totals.in_next + more, elapsed)
+    waited = min(totals.waited + more, elapsed)
     blocked = min(totals.blocked + more, waited)
     drawn = _mean([probe.draw for probe in probes])
     size_bytes = _mean([probe.size_bytes for probe in probes])

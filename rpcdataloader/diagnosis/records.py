@@ -55,21 +55,14 @@ class Totals(NamedTuple):
     """Sums since the beginning of the pass."""
 
     batches: int = 0
-    waited: float = 0.0  # seconds in ``next`` until its last decision
+    waited: float = 0.0  # seconds in ``next``
     blocked: float = 0.0  # seconds of ``waited`` that the consumer slept until its batch came
     ready: float = 0.0  # seconds of ``blocked`` while a later batch was already here
     link: float = 0.0  # seconds in which at least one reply was being received: the union over all connections
-    noted: int = 0  # number of the calls of ``next`` that were timed to their end
-    sending: float = 0.0  # seconds in these after the last decision, in which requests were sent
 
     def since(self, before: Totals) -> Totals:
         """The sums since others."""
         return Totals(*map(operator.sub, self, before))
-
-    @property
-    def in_next(self) -> float:
-        """Seconds in ``next``. What most calls took to send requests is estimated from the others."""
-        return self.waited + (self.sending / self.noted * self.batches if self.noted else 0.0)
 
 
 class Wait(NamedTuple):
@@ -216,9 +209,9 @@ class Recorder:
         trace: The argument; while it is set, every batch is a probe.
         tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
         batches: Number of delivered batches.
-        waited: Seconds in ``next`` until its last decision, without those in which the device was at work.
+        waited: Seconds in ``next``, without those in which the device was at work.
         blocked: Seconds of ``waited`` that the consumer slept.
-        last: Time of the last decision before the last delivery.
+        last: Time of the last delivery.
         next_probe: Time from which the next drawn batch becomes a probe.
     """
 
@@ -250,8 +243,7 @@ class Recorder:
         self.last = now
         self._first_wait = 0.0
         self.batches = 0
-        self.waited = self.blocked = self._ready = self._link = self._sending = 0.0
-        self._num_noted = 0
+        self.waited = self.blocked = self._ready = self._link = 0.0
         self._intervals: list[tuple[float, float]] = []  # disjoint, in order, in which replies were received
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
         self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
@@ -275,25 +267,21 @@ class Recorder:
         blocked: float = 0.0,
         *,
         ready: float = 0.0,
-        sending: float | None = None,
         worker: int = -1,
         probe: Probe | None = None,
     ) -> None:
         """Record that ``next`` returns a batch; in the consumer's thread.
 
         Args:
-            now: Time of the last decision.
-            waited: Seconds in ``next`` until then; 0 if the device was at work all the time.
+            waited: Seconds in ``next``; 0 if the device was at work all the time.
             blocked: Seconds of ``waited`` that the consumer slept.
             ready: Seconds of ``blocked`` and of sleeps before, in which a later batch was already here.
-            sending: Seconds in ``next`` after ``now``, in which requests were sent; None if they are not known.
             worker: Number of the worker that answered.
             probe: The batch, if it is timed.
         """
-        end = now + (sending or 0.0)
         with self._lock:
             if blocked >= NOTED_WAIT:
-                self._waits.append(Wait(end, blocked, ready, worker))
+                self._waits.append(Wait(now, blocked, ready, worker))
             if probe is not None:
                 probe.reorder = max(0.0, self.last - probe.answered)
             if not self.batches:
@@ -305,12 +293,8 @@ class Recorder:
             self.blocked += blocked
             self._ready += ready
             self.last = now
-            if sending is not None:
-                self._num_noted += 1
-                self._sending += sending
             if probe is not None:
-                probe.delivered, probe.wait, probe.worker = end, end - now + waited, worker
-                probe.totals = self._totals()
+                probe.delivered, probe.wait, probe.worker, probe.totals = now, waited, worker, self._totals()
                 self._probes.append(probe)
         if probe is not None and (trace := self.trace) is not None:
             trace(probe, self.setup, worker)
@@ -366,7 +350,7 @@ class Recorder:
         )
 
     def _totals(self) -> Totals:
-        return Totals(self.batches, self.waited, self.blocked, self._ready, self._link, self._num_noted, self._sending)
+        return Totals(self.batches, self.waited, self.blocked, self._ready, self._link)
 
 
 @dataclass(slots=True)

@@ -166,7 +166,7 @@ def _diagnose_start(records: Records, figures: Figures | None = None) -> Diagnos
     totals, start = records.totals, records.start
     now = records.last + records.waiting
     total, first = now - start.begun, records.first_wait + (0.0 if totals.batches else records.waiting)
-    waited = min(total, totals.in_next + start.in_iter + records.waiting)
+    waited = min(total, totals.waited + start.in_iter + records.waiting)
     parts = start.parts(now)
     evidence = {} if figures is None else dict(figures.evidence)
     evidence |= {
@@ -310,7 +310,7 @@ def _more_workers(figures: Figures, setup: Setup) -> _Verdict:
     capacity, needed = figures.capacities["workers"], evidence["needed_rate"]
     goal = min(needed, allowed)
     if following is not None:
-        values |= {"following": following, "allowed_rate": allowed, "use": ratio(needed, allowed)}
+        values |= {"following": following, "allowed_rate": allowed, "is_limit": "yes" if needed > allowed else ""}
     if goal < _HEADROOM * capacity < needed:
         return _Verdict("workers", values={**values, "advice": "capped"})
     awake = {"next": evidence["own_seconds"], "source" if setup.has_source else "sampler": evidence["draw_seconds"]}

@@ -103,9 +103,6 @@ _ADVICE = {
     "step",
 }
 
-# Fuller parts are named; emptier ones are not.
-_WORTH_TELLING = 0.25
-
 _LARGE_BYTES = 1e6
 
 
@@ -163,13 +160,10 @@ def _advise(values: Mapping[str, Value], more: tuple[int, int, int] | None) -> s
         return _ADVICE[str(values["advice"])].format_map(texts)
     least, likely, most = more
     advice = f"Add {likely:,} worker{'s' * (likely != 1)}{values.get('where', '')} ({least:,} to {most:,})"
-    use = float(values.get("use", 0))
-    if use > 1:
+    if values.get("is_limit"):
         advice += ", for {allowed_rate} it/s, which is all that {following} allows"
     elif "keeps" in values:
         advice += ", which leaves {kept_share} waiting, for {keeps}"
-    elif use >= _WORTH_TELLING:
-        advice += f"; {{following}} would then be {_share(use)} full"
     if values.get("source") == "source":
         advice += ", if the dataset has shards for them"
     return advice.format_map(texts)

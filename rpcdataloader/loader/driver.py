@@ -157,8 +157,6 @@ class Driver:
             self._drawn.clear()
             now = self.now()
             self.recorder.begin(now)
-            if self.wants is not None:
-                self.wants.begin(now)
             self.is_told = False
             self.streams = list(self.progress.streams)
             self.engine.begin_epoch(now, self.progress.turn)
@@ -225,19 +223,15 @@ class Driver:
         began: float,
         draw: Callable[[deque[Task], float], None],
         carry_out: Callable[[ToDo], None],
-    ) -> float:
+    ) -> None:
         """Fill the window from the sampler, outside of the lock as it is user code, and carry out what follows.
 
         Args:
             began: Time of the call of ``next``; an argument of ``draw``.
             draw: Function that appends the next task; nothing at the end of the sampler.
             carry_out: :meth:`carry_out`, or a function that shows it.
-
-        Returns:
-            Time of the last decision.
         """
         table = self.engine.table
-        now = began
         while self.engine.failure is None:
             if wants_input and not self._drawn:
                 draw(self._drawn, began)
@@ -250,13 +244,11 @@ class Driver:
                             self._drawn.clear()
                         # Otherwise a stream that has ended meanwhile has left less room.
                         wants_input = table.wants_input and self.may_draw()
-                    now = self.now()
-                    todo = self.act(now)
+                    todo = self.act(self.now())
                 if todo is not None:
                     carry_out(todo)
             if not wants_input:
                 break
-        return now
 
     def may_draw(self, *, has_batch: bool = False) -> bool:
         """Whether to draw from the sampler. Not while that waits for a stream, and a batch is here or under way."""

@@ -42,7 +42,7 @@ from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus, Value
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
 RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
-# Seconds without news after which a loop is not reported: another loop may be running inside it.
+# Seconds outside of ``next`` after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
 
 
@@ -172,7 +172,6 @@ class RemoteIterator(PassIterator):
             self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
             if wants is not None:
                 driver.wants = wants
-                wants.begin(executor.now())
                 engine.crew.use(wants.most)
             weakref.finalize(self, get_client().janitor.leave, driver.close).atexit = False
             try:
@@ -188,7 +187,6 @@ class RemoteIterator(PassIterator):
         # Seconds of a sleep from which on it is recorded at once; shorter ones are summed.
         self._noted = NOTED_WAIT if intake.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
-        self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # last news, and their time
         get_client().reporter.add(self.report)
 
     def is_ready(self) -> bool:
@@ -229,14 +227,15 @@ class RemoteIterator(PassIterator):
         answer: Answer = delivery.answer
         if delivery.condemned is not None:
             answer = Answer(error=ConnectionLostError(delivery.condemned))
-        decided = self._advance(wants_input, began)
+        self._advance(wants_input, began)
+        now = time.monotonic()
         if answer.probe is not None or blocked >= self._noted:
-            self._note(answer, decided, decided - began, blocked)
+            self._note(answer, now, now - began, blocked)
         else:  # what Recorder.delivered does, without the call
             recorder = driver.recorder
             recorder.batches += 1
-            recorder.waited += decided - began
-            recorder.last = decided
+            recorder.waited += now - began
+            recorder.last = now
             if blocked:
                 recorder.blocked += blocked
         if answer.copies is not None:
@@ -251,21 +250,19 @@ class RemoteIterator(PassIterator):
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer
 
-    def _note(self, answer: Answer, decided: float, waited: float, blocked: float) -> None:
+    def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
         """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe.
 
         Args:
-            decided: Time of the last decision; what was sent then took the rest of the call.
-            waited: Seconds in ``next`` until that time.
+            waited: Seconds in ``next``.
             blocked: Seconds of it asleep.
         """
-        driver, recorder, now = self.driver, self.driver.recorder, time.monotonic()
-        sending = now - decided
+        driver, recorder = self.driver, self.driver.recorder
         if blocked >= self._noted and (is_busy := driver.intake.is_device_busy) is not None and is_busy():
-            waited = blocked = sending = 0.0  # hidden by the device's work
+            waited = blocked = 0.0  # hidden by the device's work
         ready, self._ready = self._ready if blocked else 0.0, 0.0
         if (probe := answer.probe) is None:
-            recorder.delivered(decided, waited, blocked, ready=ready, sending=sending, worker=answer.worker)
+            recorder.delivered(now, waited, blocked, ready=ready, worker=answer.worker)
             return
         # The copies of this batch are unfinished; those of the previous probe are done.
         if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
@@ -273,7 +270,7 @@ class RemoteIterator(PassIterator):
         self._timed = None if answer.copies is None else (probe, answer.copies)
         if driver.has_changed:
             driver.note_setup()
-        recorder.delivered(decided, waited, blocked, ready=ready, sending=sending, worker=answer.worker, probe=probe)
+        recorder.delivered(now, waited, blocked, ready=ready, worker=answer.worker, probe=probe)
         driver.decide()
 
     def _wait(self, deadline: float | None) -> float:
@@ -311,10 +308,10 @@ class RemoteIterator(PassIterator):
                 self._ready += driver.wakes_up(woken)
         return woken - now
 
-    def _advance(self, wants_input: bool, began: float) -> float:
+    def _advance(self, wants_input: bool, began: float) -> None:
         """Fill the window; see :meth:`Driver.advance`."""
         carry_out = self._send if self._is_shown else self.driver.carry_out
-        return self.driver.advance(wants_input, began, self._draw, carry_out)
+        self.driver.advance(wants_input, began, self._draw, carry_out)
 
     def _send(self, todo: ToDo) -> None:
         _shown("send", self.driver.carry_out, todo)
@@ -353,17 +350,14 @@ class RemoteIterator(PassIterator):
         """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""
         if self.progress.finished or not self.driver.is_open():
             return None
-        diagnosis, now = self.driver.diagnosis(), time.monotonic()
-        with self.driver.condition:
-            wait = self.driver.engine.long_wait(now)
-            present = self.driver.engine.num_workers
-        more = 0 if diagnosis.more_workers is None else diagnosis.more_workers[1]
-        wanted = present if self.driver.wants is None else self.driver.wants.wanted(present, more)
-        news = float(self.progress.num_yielded), diagnosis.wait_share
-        if news != self._news[0]:
-            self._news = news, now
-        if now - self._news[1] >= _PAUSE:
+        driver, now = self.driver, time.monotonic()
+        if driver.sleeps_until == -math.inf and now - driver.recorder.last >= _PAUSE:
             return None
+        diagnosis = driver.diagnosis()
+        with driver.condition:
+            wait, present = driver.engine.long_wait(now), driver.engine.num_workers
+        more = 0 if diagnosis.more_workers is None else diagnosis.more_workers[1]
+        wanted = present if driver.wants is None else driver.wants.wanted(present, more)
         # A stream's workers cannot be fewer.
         wanted = max(wanted, present) if self._settings.iterable else wanted
         return to_status(diagnosis, self._name, self._rank, wait, wanted)

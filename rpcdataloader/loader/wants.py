@@ -34,7 +34,7 @@ class Wants:
         self._is_auto = isinstance(num_workers, Auto)
         self._chosen = num_workers
         self._demand = Demand(least)
-        self._since, self._batches = 0.0, 0  # of the last decision, or the beginning of the pass
+        self._since, self._batches = -math.inf, 0  # of the last decision
 
     @property
     def most(self) -> int | None:
@@ -46,16 +46,14 @@ class Wants:
         wanted = present + more if self._demand.wanted is None else self._demand.wanted
         return min(wanted, self._chosen or wanted)
 
-    def begin(self, now: float) -> None:
-        """Begin a pass."""
-        self._since, self._batches = now, 0
-
     def decide(self, now: float, recorder: Recorder, places: Callable[[], Mapping[int, int]]) -> bool:
         """Decide again, if enough is known since the last time; returns whether it was.
 
         Args:
             places: Function that returns the place of each worker that takes tasks, by its number.
         """
+        if self._since < recorder.start.begun:
+            self._since, self._batches = recorder.start.begun, 0
         if now - self._since < LEAST_SECONDS or recorder.batches - self._batches < LEAST_BATCHES:
             return False
         if (seen := look(recorder.records(), places(), self._since)) is None:

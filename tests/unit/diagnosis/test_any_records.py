@@ -73,7 +73,7 @@ def test_diagnosis_of_any_records_is_one_that_can_be_read_and_reported(setup, fi
         if isinstance(value, float):
             assert value >= 0.0, name
             assert value <= 1.0 or not name.endswith("_share"), name
-            assert value < math.inf or name in {"demand_rate", "needed_rate", "use"}, name
+            assert value < math.inf or name in {"demand_rate", "needed_rate"}, name
     assert all(0.0 < rate < math.inf for rate in diagnosis.capacities.values())
     assert all(0.0 <= each < math.inf for stage in diagnosis.stages.values() for each in (stage.mean, stage.p95))
     if diagnosis.more_workers is not None:

@@ -123,7 +123,7 @@ SENTENCES = {
     ),
     "workers, then the link": (
         "4 workers: 100 % on a CPU (95 fetch, 5 collate), 0 % not on a CPU, 0 % waiting for a CPU. Add 5 workers (4"
-        " to 7); the link would then be 76 % full."
+        " to 7)."
     ),
     "workers, up to the link": (
         "4 workers: 100 % on a CPU (95 fetch, 5 collate), 0 % not on a CPU, 0 % waiting for a CPU. Add 3 workers (2"
