@@ -204,8 +204,6 @@ class Client:
         if self.additions.current.forward_output:
             self._settings.printer.linger()
         self.alarm.close()
-        if self.reporter.num_failures:
-            logger.warning("%d reports of how the training loops do have failed", self.reporter.num_failures)
         if self._janitor is not None:
             self._janitor.close()
         connections = [each for node in nodes for session in node.sessions for each in session.connections()]
@@ -299,15 +297,15 @@ os.register_at_fork(after_in_child=_forget_in_child)
 class Reporter:
     """Tells node servers, every few seconds, how the training loops of this process do; thread-safe.
 
-    The alarm's thread sends one small message without reply per node server. Errors end nothing: the first one is
-    logged, and, when the client closes, their number.
+    The alarm's thread sends one small message without reply per node server. Errors end nothing: the first one is a
+    warning.
     """
 
     def __init__(self, alarm: Alarm, find_nodes: Callable[[], Sequence[Node]]) -> None:
-        self.num_failures = 0
         self._alarm = alarm
         self._find_nodes = find_nodes
-        self._has_reported = False  # whether the last report had a loop; for the alarm's thread alone
+        # For the alarm's thread alone: whether the last report had a loop, and the level of the next error.
+        self._has_reported, self._level = False, logging.WARNING
         self._lock = threading.Lock()
         # Guarded by the lock; the alarm is set while it has elements:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
@@ -334,9 +332,8 @@ class Reporter:
                         session.report(payload)
             self._has_reported = bool(told)
         except Exception:
-            self.num_failures += 1
-            level = logging.WARNING if self.num_failures == 1 else logging.DEBUG
-            logger.log(level, "cannot report how the training loops do; they go on", exc_info=True)
+            logger.log(self._level, "cannot report how the training loops do; they go on", exc_info=True)
+            self._level = logging.DEBUG
         describe = None  # or it would keep the loop
         with self._lock:
             self._loops = [loop for loop in self._loops if loop() is not None]

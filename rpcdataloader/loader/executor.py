@@ -32,7 +32,6 @@ from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded, dumps
-from rpcdataloader.wire.status import LoopStatus
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -60,6 +59,7 @@ class Executor:
         now: Clock.
         idle: Loaders whose persistent workers wait for their next pass.
         name: Name of the dataset.
+        ask_ranks: :meth:`Client.ask_ranks` for this dataset.
     """
 
     now = staticmethod(time.monotonic)
@@ -69,6 +69,7 @@ class Executor:
         self._client = get_client()
         self.idle = self._client.idle
         self.name = dataset.name
+        self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)
         self._settings = settings
         self._dataset = dataset
         self._num_workers = len(placement.homes)
@@ -202,10 +203,6 @@ class Executor:
         self._client.start_thread("rpcdl-report", functools.partial(_report_ends, late, limit), self._closed)
 
     # The user
-
-    def ask_ranks(self, then: Callable[[LoopStatus | None], None]) -> bool:
-        """See :meth:`Client.ask_ranks`."""
-        return self._client.ask_ranks(self.name, then)
 
     def say(self, action: Say) -> None:
         """Log a line."""

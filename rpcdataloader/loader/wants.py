@@ -43,7 +43,7 @@ class Wants:
 
     def wanted(self, present: int, more: int) -> int:
         """Number of workers that are wanted; before a decision, the present ones, and more as the diagnosis advises."""
-        wanted = present + more if self._demand.wanted is None else self._demand.wanted
+        wanted = self._demand.wanted or present + more
         return min(wanted, self._chosen or wanted)
 
     def decide(self, now: float, recorder: Recorder, places: Callable[[], Mapping[int, int]]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 
 from rpcdataloader.client.asking import ask_all
@@ -10,12 +11,12 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.status import count_wanted
 
-# Seconds for which fewer node servers must suffice before one goes: longer than the time between two reports of a loop.
+# Seconds for which node servers are kept that were needed: longer than the time between two reports of a loop.
 SHRINK_AFTER = 15.0
 
 
 class Size:
-    """The number of node servers. Pure.
+    """The number of node servers: the most that were needed in the last :data:`SHRINK_AFTER` seconds. Pure.
 
     Args:
         least, most: Limits of the number.
@@ -25,21 +26,15 @@ class Size:
     def __init__(self, least: int, most: int, num_workers: int) -> None:
         self.number = least
         self._least, self._most, self._num_workers = least, most, num_workers
-        self._since: float | None = None  # time since which fewer suffice
-        self._enough = 0  # the most that were needed since then
+        self._needed: deque[tuple[float, int]] = deque()  # with the time
 
     def decide(self, now: float, wanted: int) -> int:
         """Return the number of node servers for a number of wanted workers; 0 for an unknown one changes nothing."""
-        number = min(max(math.ceil(wanted / self._num_workers), self._least), self._most)
-        if not wanted or number >= self.number:
-            self.number = number if wanted else self.number
-            self._since = None
-        elif self._since is None:
-            self._since, self._enough = now, number
-        else:
-            self._enough = max(self._enough, number)
-            if now - self._since >= SHRINK_AFTER:
-                self.number, self._since = self._enough, None
+        needed = min(max(math.ceil(wanted / self._num_workers), self._least), self._most) if wanted else self.number
+        self._needed.append((now, needed))
+        while self._needed[0][0] < now - SHRINK_AFTER:
+            self._needed.popleft()
+        self.number = max(number for _time, number in self._needed)
         return self.number
 
 
