@@ -208,16 +208,21 @@ def _serve_to_the_end(zygote: Zygote, *options: str) -> Iterator[QuickServer]:
         assert server.wait() == 0, server.log
 
 
+def close_client() -> None:
+    """End this process's sessions and its embedded pool, as its end does."""
+    from rpcdataloader.client import client
+
+    client.close_client()
+
+
 @pytest.fixture
 def clean_client() -> Iterator[None]:
     """Close this process's client after the test, and check that no thread, descriptor or process of it is left."""
-    from rpcdataloader.client import client as pool
-
-    pool.close_client()
+    close_client()
     before = set(os.listdir("/proc/self/fd"))
     processes = set(descendants(os.getpid()))
     yield
-    pool.close_client()
+    close_client()
     # Its sessions and workers, an embedded pool, and whatever else the test has started.
     wait_until(lambda: not set(descendants(os.getpid())) - processes, what="processes left behind")
     # A connection that was lost before is not waited for: its receiver may have a few instructions to go.

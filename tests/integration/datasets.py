@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ class Processes(Numbers):
         return index, os.getpid(), os.getppid()
 
 
+class Hosted(Numbers):
+    """Which node server each sample comes from."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, node_server()
+
+
 class State(Numbers):
     """Has attributes, which its samples tell."""
 
@@ -133,11 +141,6 @@ class State(Numbers):
 def increment(state: State) -> int:
     state.changes += 1
     return state.changes
-
-
-def resize(state: State) -> int:
-    state.size = 7
-    return os.getpid()
 
 
 def refuse(state: State) -> None:
@@ -189,14 +192,6 @@ class Gated(Numbers):
         return index
 
 
-class Informed(Numbers):
-    """What the worker info says, from inside of the dataset."""
-
-    def __getitem__(self, index: int) -> Any:
-        info: Any = get_worker_info()
-        return index, info.id, info.num_workers, info.seed - info.id, info.dataset is self
-
-
 class Failing(Numbers):
     """Raises at some indices."""
 
@@ -212,22 +207,29 @@ class Failing(Numbers):
 
 
 class Deadly(Numbers):
-    """Ends its process at an index, once if there is a file to remember it by."""
+    """Ends its process at some indices, after a while; once if there is a file to remember it by."""
 
-    def __init__(self, size: int, index: int, how: str, marker: str | None = None) -> None:
+    def __init__(self, size: int, deadly: Collection[int], how: str, seconds: float = 0.0, marker: str = "") -> None:
         super().__init__(size)
-        self.index = index
+        self.deadly = deadly
         self.how = how
+        self.seconds = seconds
         self.marker = marker
 
     def __getitem__(self, index: int) -> Any:
-        if index == self.index and not (self.marker and os.path.exists(self.marker)):
+        if index in self.deadly and not (self.marker and os.path.exists(self.marker)):
             if self.marker:
                 Path(self.marker).touch()
-            if self.how == "exit":
-                os._exit(7)
-            os.kill(os.getpid(), signal.Signals[self.how])
+            end_here(self.how, self.seconds)
         return index
+
+
+def end_here(how: str, seconds: float) -> None:
+    """End this process: by a signal, or with status 7."""
+    time.sleep(seconds)
+    if how == "exit":
+        os._exit(7)
+    os.kill(os.getpid(), signal.Signals[how])
 
 
 class Holder(Numbers):
@@ -266,16 +268,6 @@ class Threaded(Numbers):
 class NoLength:
     def __getitem__(self, index: int) -> int:
         return index
-
-
-class NoItems:
-    def __len__(self) -> int:
-        return 3
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
 
 
 def draw() -> list[float]:
@@ -331,10 +323,6 @@ class StatefulFieldStream(FieldStream):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.number = state["number"]
-
-
-def fail_to_build(error: BaseException) -> None:
-    raise error
 
 
 def build_slowly_once(marker: str, fifo: str) -> Numbers:

@@ -69,12 +69,19 @@ OURS = [
 
 
 @dataclasses.dataclass(frozen=True)
+class New:
+    """The value of an argument that has a state: made anew for each run."""
+
+    make: Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """A dataset and arguments.
 
     Attributes:
         dataset: Makes the dataset; also what an ``RPCDataset`` is given.
-        options: Makes the arguments, anew for each run: samplers and generators have state.
+        options: The arguments.
         drive: Uses the loader; what it returns or yields is compared.
         exact: The outcome depends on the number of workers: compare with as many of torch's.
         ours: Which of our variants, by how they load.
@@ -84,7 +91,7 @@ class Row:
     """
 
     dataset: Callable[[], Any] = Numbers
-    options: Callable[[], Mapping[str, Any]] = dict
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drive: Callable[[Any], Iterable[Any]] = lambda loader: epochs(loader)
     exact: bool = False
     ours: tuple[str, ...] = ("local", "workers", "RPCDataset", "inline")
@@ -108,7 +115,7 @@ class Row:
         """Those of torch's that these are compared with."""
         if self.exact:
             return [Variant("torch", number) for number in sorted({variant.num_workers for variant in variants})]
-        needs_workers = bool(OF_WORKERS & set(self.options()))
+        needs_workers = bool(OF_WORKERS & set(self.options))
         return [Variant("torch", number) for number in self.torch if number or not needs_workers]
 
     def make(self, variant: Variant, addresses: Mapping[int, str]) -> Any:
@@ -117,7 +124,7 @@ class Row:
         Args:
             addresses: A node server for each number of workers.
         """
-        options = dict(self.options())
+        options = {name: value.make() if isinstance(value, New) else value for name, value in self.options.items()}
         match variant.how:
             case "torch":
                 return DataLoader(self.dataset(), num_workers=variant.num_workers, **options)
@@ -159,6 +166,14 @@ class Row:
             like = [variant.num_workers] if self.exact else expected
             for number in like:
                 assert_same(outcome, expected[number], f"{variant} beside torch-{number}")
+
+
+def row(dataset: Callable[[], Any] = Numbers, drive: Callable[[Any], Iterable[Any]] | None = None, **given: Any) -> Row:
+    """A row from its own fields and arguments of the loader."""
+    names = {field.name for field in dataclasses.fields(Row)}
+    own = {name: value for name, value in given.items() if name in names}
+    options = {name: value for name, value in given.items() if name not in names}
+    return Row(dataset, options, drive or epochs, **own)
 
 
 # Of the test's own making: a process with threads forks torch's workers; more of them than there are CPUs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -46,8 +47,9 @@ from tests.integration.datasets import (
     Sliced,
     State,
     augment_batch,
+    draw,
 )
-from tests.integration.differential import Raised, Row, attempt, epochs, seeded, states, steps
+from tests.integration.differential import New, Raised, Row, attempt, epochs, row, seeded, states, steps
 
 # Datasets
 
@@ -129,26 +131,17 @@ class Nothing(Numbers):
         pass
 
 
-class Picky(Exception):
-    """Its constructor wants more than a text."""
-
-    def __init__(self, name: str, code: int) -> None:
-        super().__init__(name, code)
-
-    def __str__(self) -> str:
-        return f"{self.args[0]} failed with {self.args[1]}"
-
-
 class Initialised(Numbers):
-    """How often it was initialised, and how many samples its process has had."""
+    """How often it was initialised, what was seen then, and how many samples its process has had."""
 
     def __init__(self) -> None:
         super().__init__(7)
         self.initialised = self.calls = 0
+        self.seen: list[float] = []
 
     def __getitem__(self, index: int) -> Any:
         self.calls += 1
-        return index, self.initialised, self.calls
+        return index, self.initialised, self.calls, self.seen
 
 
 # Streams
@@ -300,6 +293,32 @@ class Buckets(Sampler[list[int]]):
             yield self.buckets[number]
 
 
+class Pieces(Sampler[int]):
+    """Its iterator raises at one place, and goes on when asked again."""
+
+    def __init__(self, at: Any) -> None:
+        self.at = at
+
+    def __len__(self) -> int:
+        if self.at == "length":
+            raise OSError(5, "text", "path")
+        return 10
+
+    def __iter__(self) -> Any:
+        if self.at == "iter":
+            raise OSError(5, "text", "path")
+        self.number = -1
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number == self.at:
+            raise OSError(5, "text", "path")
+        if self.number >= 10:
+            raise StopIteration
+        return self.number
+
+
 class Breaking(Sampler[int]):
     """Raises at one place, and ends."""
 
@@ -358,14 +377,10 @@ def fail_to_begin(number: int) -> None:
     raise PermissionError(f"worker may not begin, and its number is below 9: {number < 9}")
 
 
-def initialise(_number: int) -> None:
+def initialise(number: int) -> None:
     info: Any = get_worker_info()
     info.dataset.initialised += 1
-
-
-def options(**given: Any) -> Any:
-    """Arguments without state."""
-    return lambda: dict(given)
+    info.dataset.seen = [number, info.id, info.num_workers, info.seed, torch.initial_seed(), *draw()]
 
 
 # Drives
@@ -579,371 +594,308 @@ def of_parts() -> Any:
     return ConcatDataset([Subset(Numbers(), [3, 1, 4]), Numbers(2), Subset(Batched(), range(5, 9))])
 
 
+def tensors() -> Any:
+    return [torch.tensor(number) for number in range(3)]
+
+
 WITH_WORKERS = ("local", "workers", "RPCDataset")
+SENT = ("local", "workers")
+WEIGHTS = [0.1, 0.5, 2.0, 1.0]
 
 ROWS: dict[str, Row] = {
     # Batches
-    "defaults": Row(drive=two_epochs),
-    "batch size 1": Row(options=options(batch_size=1)),
-    "batch size 3": Row(options=options(batch_size=3)),
-    "batch larger than the dataset": Row(options=options(batch_size=50)),
-    "batch larger than the dataset, dropped": Row(options=options(batch_size=50, drop_last=True)),
-    "no batches": Row(options=options(batch_size=None)),
-    "drop_last": Row(options=options(batch_size=3, drop_last=True)),
-    "drop_last of nothing": Row(options=options(batch_size=5, drop_last=True)),
-    "drop_last without batches": Row(options=options(batch_size=None, drop_last=True)),
-    "batch size 0": Row(options=options(batch_size=0)),
-    "batch size as a float": Row(options=options(batch_size=2.0)),
-    # Order
-    "shuffle": Row(options=options(batch_size=3, shuffle=True), drive=three_epochs),
-    "shuffle with a generator": Row(
-        options=lambda: {"batch_size": 3, "shuffle": True, "generator": seeded()}, drive=three_epochs
+    "defaults": row(drive=two_epochs),
+    "batch size 1": row(batch_size=1),
+    "batch size 3": row(batch_size=3),
+    "batch larger than the dataset": row(batch_size=50),
+    "batch larger than the dataset, dropped": row(batch_size=50, drop_last=True),
+    "no batches": row(batch_size=None),
+    "drop_last": row(batch_size=3, drop_last=True),
+    "drop_last of nothing": row(batch_size=5, drop_last=True),
+    "prefetch_factor 1": row(batch_size=2, shuffle=True, prefetch_factor=1),
+    "prefetch_factor 7": row(batch_size=2, shuffle=True, prefetch_factor=7),
+    "any order": row(batch_size=3, in_order=False, as_sets=True),
+    "any order, shuffled": row(
+        batch_size=3, in_order=False, shuffle=True, generator=New(seeded), as_sets=True
     ),
-    "shuffle without batches": Row(options=options(batch_size=None, shuffle=True), drive=two_epochs),
-    "generator without shuffle": Row(options=lambda: {"generator": seeded()}, drive=two_epochs),
-    "generators after each batch": Row(
-        options=lambda: {"sampler": RandomSampler(range(40), True, 45), "batch_size": None, "generator": seeded()},
-        dataset=lambda: Numbers(40),
-        drive=every_state,
-        exact=True,
+    "any order, persistent": row(batch_size=3, in_order=False, persistent_workers=True, as_sets=True),
+    "timeout": row(batch_size=3, timeout=100, torch=(2,)),
+    "pin_memory": row(batch_size=3, pin_memory=True),
+    "pin_memory_device": row(batch_size=3, pin_memory=True, pin_memory_device="cuda"),
+    "pin_memory_device alone": row(batch_size=3, pin_memory_device="cuda"),
+    # Order
+    "shuffle": row(drive=three_epochs, batch_size=3, shuffle=True),
+    "shuffle with a generator": row(drive=three_epochs, batch_size=3, shuffle=True, generator=New(seeded)),
+    "shuffle without batches": row(drive=two_epochs, batch_size=None, shuffle=True),
+    "generator without shuffle": row(drive=two_epochs, generator=New(seeded)),
+    "generators after each batch": row(
+        lambda: Numbers(40), every_state, exact=True, batch_size=None, generator=New(seeded),
+        sampler=New(lambda: RandomSampler(range(40), True, 45)),
     ),
     # Samplers
-    "RandomSampler with replacement": Row(
-        options=lambda: {"sampler": RandomSampler(range(20), replacement=True, num_samples=33), "batch_size": 4},
-        drive=two_epochs,
+    "RandomSampler with replacement": row(
+        drive=two_epochs, batch_size=4,
+        sampler=New(lambda: RandomSampler(range(20), replacement=True, num_samples=33)),
     ),
-    "RandomSampler of a part": Row(options=lambda: {"sampler": RandomSampler(range(20), num_samples=7)}),
-    "RandomSampler of more than there is": Row(
-        options=lambda: {"sampler": RandomSampler(range(20), num_samples=43, generator=seeded(2)), "batch_size": 5}
+    "RandomSampler of a part": row(sampler=New(lambda: RandomSampler(range(20), num_samples=7))),
+    "RandomSampler of more than there is": row(
+        sampler=New(lambda: RandomSampler(range(20), num_samples=43, generator=seeded(2))), batch_size=5
     ),
-    "WeightedRandomSampler with a generator": Row(
-        options=lambda: {
-            "sampler": WeightedRandomSampler([0.1, 0.5, 2.0, 1.0], 10, generator=seeded(8)),
-            "batch_size": 3,
-            "generator": seeded(9),
-        },
-        drive=two_epochs,
+    "WeightedRandomSampler": row(
+        drive=two_epochs, sampler=New(lambda: WeightedRandomSampler(WEIGHTS, 10)), batch_size=4
     ),
-    "WeightedRandomSampler": Row(
-        options=lambda: {"sampler": WeightedRandomSampler([0.1, 0.5, 2.0, 1.0], 10), "batch_size": 4},
-        drive=two_epochs,
+    "WeightedRandomSampler with a generator": row(
+        drive=two_epochs, batch_size=3, generator=New(lambda: seeded(9)),
+        sampler=New(lambda: WeightedRandomSampler(WEIGHTS, 10, generator=seeded(8))),
     ),
-    "SubsetRandomSampler": Row(
-        options=lambda: {"sampler": SubsetRandomSampler([3, 1, 4, 15, 9, 2, 6], generator=seeded()), "batch_size": 2},
-        drive=two_epochs,
+    "SubsetRandomSampler": row(
+        drive=two_epochs, batch_size=2,
+        sampler=New(lambda: SubsetRandomSampler([3, 1, 4, 15, 9, 2, 6], generator=seeded())),
     ),
-    "SequentialSampler": Row(options=lambda: {"sampler": SequentialSampler(range(9)), "batch_size": 2}),
-    "DistributedSampler": Row(
-        options=lambda: {"sampler": DistributedSampler(Numbers(), 3, 1, seed=3), "batch_size": 2},
-        drive=change_sampler,
+    "SequentialSampler": row(sampler=SequentialSampler(range(9)), batch_size=2),
+    "DistributedSampler": row(
+        drive=change_sampler, sampler=New(lambda: DistributedSampler(Numbers(), 3, 1, seed=3)), batch_size=2
     ),
-    "sampler is a list": Row(options=options(sampler=[5, 5, 2], batch_size=2)),
-    "sampler is a range": Row(options=options(sampler=range(4, 11), batch_size=None)),
-    "sampler is an iterator": Row(options=lambda: {"sampler": iter([4, 5, 6]), "batch_size": 2}, drive=two_epochs),
-    "sampler draws from python and numpy": Row(
-        options=lambda: {"sampler": Reshuffled(), "batch_size": 3},
-        drive=two_epochs,
-    ),
-    "sampler without a length": Row(options=lambda: {"sampler": Unsized(), "batch_size": 3}),
-    "sampler without a length or batches": Row(options=lambda: {"sampler": Unsized(), "batch_size": None}),
-    "endless sampler": Row(options=lambda: {"sampler": Endless(), "batch_size": 3}, drive=ten),
-    "sampler yields numpy integers": Row(Told, options(sampler=np.arange(5), batch_size=2)),
-    "sampler yields numpy integers to torch": Row(
-        Numbers, options(sampler=list(np.arange(5, dtype=np.uint8)), batch_size=2)
-    ),
-    "sampler yields tensors": Row(Told, lambda: {"sampler": torch.arange(5), "batch_size": 2}, torch=(0,)),
-    "sampler yields tuples": Row(Told, options(sampler=[(1, 2), (3, 4), (5,)], batch_size=2)),
-    "sampler yields tuples, without batches": Row(Told, options(sampler=[(1, 2), (3, 4)], batch_size=None)),
-    "sampler yields strings": Row(Told, options(sampler=["a", "\udcff", ""], batch_size=2)),
-    "sampler yields slices": Row(Told, options(sampler=[slice(3), slice(1, 5, 2)], batch_size=None)),
-    "sampler yields None": Row(Told, options(sampler=[None, 1.5, True], batch_size=2)),
-    "sampler yields batches": Row(
-        Sliced, lambda: {"sampler": BatchSampler(SequentialSampler(range(9)), 4, False), "batch_size": None}
+    "sampler is a list": row(sampler=[5, 5, 2], batch_size=2),
+    "sampler is a range": row(sampler=range(4, 11), batch_size=None),
+    "sampler is an iterator": row(drive=two_epochs, sampler=New(lambda: iter([4, 5, 6])), batch_size=2),
+    "sampler draws from python and numpy": row(drive=two_epochs, sampler=Reshuffled(), batch_size=3),
+    "sampler without a length": row(sampler=Unsized(), batch_size=3),
+    "sampler without a length or batches": row(sampler=Unsized(), batch_size=None),
+    "endless sampler": row(drive=ten, sampler=Endless(), batch_size=3),
+    "sampler yields numpy integers": row(Told, sampler=np.arange(5), batch_size=2),
+    "sampler yields numpy integers to torch": row(sampler=list(np.arange(5, dtype=np.uint8)), batch_size=2),
+    "sampler yields tensors": row(Told, sampler=torch.arange(5), batch_size=2, torch=(0,)),
+    "sampler yields tuples": row(Told, sampler=[(1, 2), (3, 4), (5,)], batch_size=2),
+    "sampler yields tuples, without batches": row(Told, sampler=[(1, 2), (3, 4)], batch_size=None),
+    "sampler yields strings": row(Told, sampler=["a", "\udcff", ""], batch_size=2),
+    "sampler yields slices": row(Told, sampler=[slice(3), slice(1, 5, 2)], batch_size=None),
+    "sampler yields None": row(Told, sampler=[None, 1.5, True], batch_size=2),
+    "sampler yields batches": row(
+        Sliced, sampler=BatchSampler(SequentialSampler(range(9)), 4, False), batch_size=None
     ),
     # Batch samplers
-    "buckets": Row(options=lambda: {"batch_sampler": Buckets()}, drive=three_epochs),
-    "buckets with a generator": Row(
-        options=lambda: {"batch_sampler": Buckets(seeded(9)), "generator": seeded()}, drive=three_epochs
+    "buckets": row(drive=three_epochs, batch_sampler=Buckets()),
+    "buckets with a generator": row(
+        drive=three_epochs, batch_sampler=New(lambda: Buckets(seeded(9))), generator=New(seeded)
     ),
-    "batches of sampled batches": Row(
-        options=lambda: {"batch_sampler": BatchSampler(RandomSampler(range(20)), 3, True)},
+    "batches of sampled batches": row(batch_sampler=New(lambda: BatchSampler(RandomSampler(range(20)), 3, True))),
+    "batches of varying sizes": row(batch_sampler=[[1, 2], [3], [4, 5, 6], [7] * 5]),
+    "empty batches": row(batch_sampler=[[1, 2], [], [3], []], collate_fn=as_is),
+    "empty batches and the default collate": row(batch_sampler=[[1, 2], [], [3], []]),
+    "batches as tuples": row(batch_sampler=[(1, 2), (3,)]),
+    "batches as arrays": row(Told, batch_sampler=[np.arange(3), np.arange(2)]),
+    "batches as tensors": row(Told, batch_sampler=[torch.arange(3)], torch=(0,)),
+    "batches as ranges": row(batch_sampler=[range(3), range(5, 7)]),
+    "batches for __getitems__": row(Batched, batch_sampler=[(1, 2), [3], range(4)]),
+    "generator of batches": row(
+        drive=two_epochs, batch_sampler=New(lambda: ([start, start + 1] for start in (0, 7, 3)))
     ),
-    "batches of varying sizes": Row(options=options(batch_sampler=[[1, 2], [3], [4, 5, 6], [7] * 5])),
-    "empty batches": Row(options=options(batch_sampler=[[1, 2], [], [3], []], collate_fn=as_is)),
-    "empty batches and the default collate": Row(options=options(batch_sampler=[[1, 2], [], [3], []])),
-    "batches as tuples": Row(options=options(batch_sampler=[(1, 2), (3,)])),
-    "batches as arrays": Row(Told, lambda: {"batch_sampler": [np.arange(3), np.arange(2)]}),
-    "batches as tensors": Row(Told, lambda: {"batch_sampler": [torch.arange(3)]}, torch=(0,)),
-    "batches as ranges": Row(options=options(batch_sampler=[range(3), range(5, 7)])),
-    "batches for __getitems__": Row(Batched, options(batch_sampler=[(1, 2), [3], range(4)])),
-    "generator of batches": Row(
-        options=lambda: {"batch_sampler": ([start, start + 1] for start in (0, 7, 3))},
-        drive=two_epochs,
-    ),
-    "batches that are none": Row(options=options(batch_sampler=[1, 2])),
+    "batches that are none": row(batch_sampler=[1, 2]),
     # Functions
-    "collate_fn": Row(options=options(batch_size=4, collate_fn=transposed)),
-    "collate_fn as it is": Row(options=options(batch_size=4, collate_fn=as_is)),
-    "collate_fn calls the default": Row(options=options(batch_size=4, collate_fn=scaled)),
-    "collate_fn without batches": Row(options=options(batch_size=None, collate_fn=torch.neg)),
-    "collate_fn is a lambda": Row(options=lambda: {"batch_size": 4, "collate_fn": lambda samples: len(samples)}),
-    "collate_fn asks for the worker": Row(
-        options=options(batch_size=4, collate_fn=inform), exact=True, ours=WITH_WORKERS
-    ),
+    "collate_fn": row(batch_size=4, collate_fn=transposed),
+    "collate_fn as it is": row(batch_size=4, collate_fn=as_is),
+    "collate_fn calls the default": row(batch_size=4, collate_fn=scaled),
+    "collate_fn without batches": row(batch_size=None, collate_fn=torch.neg),
+    "collate_fn is a lambda": row(batch_size=4, collate_fn=lambda samples: len(samples)),
+    "collate_fn asks for the worker": row(exact=True, ours=WITH_WORKERS, batch_size=4, collate_fn=inform),
     # Datasets
-    "empty": Row(lambda: Numbers(0), options(batch_size=3)),
-    "empty and shuffled": Row(lambda: Numbers(0), options(shuffle=True)),
-    "empty with drop_last": Row(lambda: Numbers(0), options(batch_size=3, drop_last=True)),
-    "one sample": Row(lambda: Numbers(1), options(batch_size=3, shuffle=True)),
-    "one sample, dropped": Row(lambda: Numbers(1), options(batch_size=3, drop_last=True)),
-    "__getitems__": Row(Batched, options(batch_size=6, shuffle=True)),
-    "__getitems__ without batches": Row(Batched, options(batch_size=None)),
-    "dicts": Row(Pairs, options(batch_size=3)),
-    "dicts without batches": Row(Pairs, options(batch_size=None)),
-    "TensorDataset": Row(table, options(batch_size=3, shuffle=True)),
-    "Subset": Row(lambda: Subset(table(), [7, 3, 11, 7]), options(batch_size=3, shuffle=True)),
-    "Subset of a dataset with __getitems__": Row(lambda: Subset(Batched(), [7, 3, 11, 7]), options(batch_size=3)),
-    "ConcatDataset": Row(of_parts, options(batch_size=2)),
-    "random_split": Row(
-        lambda: random_split(Numbers(), [0.7, 0.3], generator=seeded())[1], options(batch_size=4, shuffle=True)
+    "empty": row(lambda: Numbers(0), batch_size=3),
+    "empty and shuffled": row(lambda: Numbers(0), shuffle=True),
+    "empty with drop_last": row(lambda: Numbers(0), batch_size=3, drop_last=True),
+    "one sample": row(lambda: Numbers(1), batch_size=3, shuffle=True),
+    "one sample, dropped": row(lambda: Numbers(1), batch_size=3, drop_last=True),
+    "__getitems__": row(Batched, batch_size=6, shuffle=True),
+    "__getitems__ without batches": row(Batched, batch_size=None),
+    "dicts": row(Pairs, batch_size=3),
+    "dicts without batches": row(Pairs, batch_size=None),
+    "TensorDataset": row(table, batch_size=3, shuffle=True),
+    "Subset": row(lambda: Subset(table(), [7, 3, 11, 7]), batch_size=3, shuffle=True),
+    "Subset of a dataset with __getitems__": row(lambda: Subset(Batched(), [7, 3, 11, 7]), batch_size=3),
+    "ConcatDataset": row(of_parts, batch_size=2),
+    "random_split": row(
+        lambda: random_split(Numbers(), [0.7, 0.3], generator=seeded())[1], batch_size=4, shuffle=True
     ),
-    "batches of many kinds": Row(
-        kinds.Kinds, options(sampler=["structures"], batch_size=None, collate_fn=as_is), torch=(2,)
+    "batches of many kinds": row(
+        kinds.Kinds, sampler=["structures"], batch_size=None, collate_fn=as_is, torch=(2,)
     ),
-    "StackDataset": Row(lambda: StackDataset(Numbers(), table()), options(batch_size=3, shuffle=True)),
-    "StackDataset by name": Row(lambda: StackDataset(a=Numbers(), b=table()), options(batch_size=3)),
-    "list": Row(lambda: [[1.5, "x"], [2.5, "y"], [3.5, "z"]], options(batch_size=2)),
-    "list of arrays": Row(lambda: [np.full(3, number, dtype=np.int16) for number in range(5)], options(batch_size=2)),
-    "range": Row(lambda: range(10), options(batch_size=4, shuffle=True)),
-    "mapping": Row(Words, options(sampler=["three", "", "one", "three"], batch_size=3)),
-    "mapping without batches": Row(Words, options(sampler=["three", "", "one"], batch_size=None)),
-    "mapping and missing keys": Row(Words, options(sampler=["three", "nine", "one"])),
-    "mapping from numbers": Row(lambda: {0: 1.5, 1: 2.5}, options(batch_size=2)),
-    "mapping without a sampler": Row(Words),
-    "negative indices": Row(Negative, options(sampler=[-1, 3, -20, -2], batch_size=3)),
-    "numpy indices": Row(Negative, lambda: {"sampler": list(np.array([-1, 3, 5])), "batch_size": 2}),
-    "no length, with a sampler": Row(NoLength, options(sampler=[4, 2], batch_size=2)),
-    "length that raises": Row(Unmeasured, options(sampler=[3, 1], batch_size=2)),
-    # Refused
-    "no length": Row(NoLength, ours=("local", "workers"), torch=(2,)),
-    "sampler and shuffle": Row(options=options(sampler=[1], shuffle=True)),
-    "batch_sampler and batch_size": Row(options=options(batch_sampler=[[1]], batch_size=3)),
-    "batch_sampler and sampler": Row(options=options(batch_sampler=[[1]], sampler=[1])),
-    "negative timeout": Row(options=options(timeout=-1)),
-    "negative prefetch_factor": Row(options=options(prefetch_factor=-1)),
-    "sampler that is none": Row(options=options(sampler=5), torch=(2,), ours=WITH_WORKERS),
+    "StackDataset": row(lambda: StackDataset(Numbers(), table()), batch_size=3, shuffle=True),
+    "StackDataset by name": row(lambda: StackDataset(a=Numbers(), b=table()), batch_size=3),
+    "list": row(lambda: [[1.5, "x"], [2.5, "y"], [3.5, "z"]], batch_size=2),
+    "list of arrays": row(lambda: [np.full(3, number, dtype=np.int16) for number in range(5)], batch_size=2),
+    "range": row(lambda: range(10), batch_size=4, shuffle=True),
+    "mapping": row(Words, sampler=["three", "", "one", "three"], batch_size=3),
+    "mapping without batches": row(Words, sampler=["three", "", "one"], batch_size=None),
+    "mapping and missing keys": row(Words, sampler=["three", "nine", "one"]),
+    "mapping from numbers": row(lambda: {0: 1.5, 1: 2.5}, batch_size=2),
+    "mapping without a sampler": row(Words),
+    "negative indices": row(Negative, sampler=[-1, 3, -20, -2], batch_size=3),
+    "numpy indices": row(Negative, sampler=list(np.array([-1, 3, 5])), batch_size=2),
+    "no length, with a sampler": row(NoLength, sampler=[4, 2], batch_size=2),
+    "length that raises": row(Unmeasured, sampler=[3, 1], batch_size=2),
+    "no length": row(NoLength, ours=SENT, torch=(2,)),
+    "sampler that is none": row(sampler=5, torch=(2,), ours=WITH_WORKERS),
     # Errors
-    "dataset fails": Row(
+    "dataset fails": row(
         lambda: Failing(12, {3: (KeyError, "x"), 4: (ValueError,), 7: (Exception, "two\nlines"), 11: (OSError, 2, "z")})
     ),
-    "dataset fails in a batch": Row(lambda: Failing(12, {3: (IndexError, "x")}), options(batch_size=4)),
-    "dataset fails without batches": Row(lambda: Failing(6, {3: (RuntimeError, "x")}), options(batch_size=None)),
-    "dataset fails at the first": Row(lambda: Failing(6, {0: (AssertionError,)}), options(batch_size=2, shuffle=True)),
-    "__getitems__ fails": Row(Half, options(batch_size=3)),
-    "dataset is shorter than it says": Row(Shrinking, options(batch_size=3)),
-    "dataset forgets to return": Row(Nothing, options(batch_size=3)),
-    "index out of range": Row(lambda: Numbers(5), options(sampler=[0, 9, 1, -7, 2])),
-    "samples that cannot be stacked": Row(Mixed, options(batch_size=4)),
-    "samples that cannot be collated": Row(lambda: [object, {1, 2}, 3], options()),
-    "batch of different kinds": Row(lambda: [torch.zeros(1), 1, "x"], options(batch_size=3), torch=(0,)),
-    "collate_fn fails": Row(options=options(batch_size=3, collate_fn=fail_at_seven)),
+    "dataset fails in a batch": row(lambda: Failing(12, {3: (IndexError, "x")}), batch_size=4),
+    "dataset fails without batches": row(lambda: Failing(6, {3: (RuntimeError, "x")}), batch_size=None),
+    "dataset fails at the first": row(lambda: Failing(6, {0: (AssertionError,)}), batch_size=2, shuffle=True),
+    "dataset fails, with persistent workers": row(
+        lambda: Failing(12, {3: (KeyError, "x")}), three_epochs, batch_size=2, persistent_workers=True
+    ),
+    "__getitems__ fails": row(Half, batch_size=3),
+    "dataset is shorter than it says": row(Shrinking, batch_size=3),
+    "dataset forgets to return": row(Nothing, batch_size=3),
+    "index out of range": row(lambda: Numbers(5), sampler=[0, 9, 1, -7, 2]),
+    "samples that cannot be stacked": row(Mixed, batch_size=4),
+    "samples that cannot be collated": row(lambda: [object, {1, 2}, 3]),
+    "batch of different kinds": row(lambda: [torch.zeros(1), 1, "x"], batch_size=3, torch=(0,)),
+    "collate_fn fails": row(batch_size=3, collate_fn=fail_at_seven),
     # With workers, torch draws ahead, and loses the batch that it was about to return.
-    "sampler fails": Row(
-        options=lambda: {"sampler": Breaking(), "batch_size": None}, drive=until_the_sampler_ended, torch=(0,),
-        numbers=(1, 2), as_sets=True,
+    "sampler fails": row(
+        drive=until_the_sampler_ended, torch=(0,), numbers=(1, 2), as_sets=True, sampler=Breaking(), batch_size=None
     ),
-    "sampler of batches fails": Row(
-        options=lambda: {"sampler": Breaking(), "batch_size": 2}, drive=until_the_sampler_ended, torch=(0,),
-        numbers=(1,), as_sets=True,
+    "sampler of batches fails": row(
+        drive=until_the_sampler_ended, torch=(0,), numbers=(1,), as_sets=True, sampler=Breaking(), batch_size=2
     ),
-    "init function fails": Row(
-        options=options(worker_init_fn=fail_to_begin), torch=(2,), drive=first_error, ours=WITH_WORKERS
-    ),
+    **{
+        f"sampler fails once: {at}": row(
+            drive=two_epochs, torch=(0,), as_sets=True, sampler=New(functools.partial(Pieces, at)), batch_size=None
+        )
+        for at in ("length", "iter", 2, 9)
+    },
+    "init function fails": row(drive=first_error, torch=(2,), ours=WITH_WORKERS, worker_init_fn=fail_to_begin),
     # Workers
-    "init function": Row(
-        Initialised, options(worker_init_fn=initialise), two_epochs, exact=True, numbers=(1,), ours=WITH_WORKERS
+    "init function": row(
+        Initialised, two_epochs, exact=True, numbers=(1,), ours=WITH_WORKERS, worker_init_fn=initialise
     ),
-    "init function of persistent workers": Row(
-        Initialised, options(worker_init_fn=initialise, persistent_workers=True), two_epochs, exact=True, numbers=(1,),
-        ours=WITH_WORKERS,
+    "init function of persistent workers": row(
+        Initialised, two_epochs, exact=True, numbers=(1,), ours=WITH_WORKERS,
+        worker_init_fn=initialise, persistent_workers=True,
     ),
-    "persistent workers": Row(
-        options=options(batch_size=3, shuffle=True, persistent_workers=True), drive=three_epochs
+    "persistent workers": row(drive=three_epochs, batch_size=3, shuffle=True, persistent_workers=True),
+    "persistent workers and a generator": row(
+        drive=three_epochs, batch_size=3, shuffle=True, generator=New(seeded), persistent_workers=True
     ),
-    "persistent workers and a generator": Row(
-        options=lambda: {"batch_size": 3, "shuffle": True, "generator": seeded(), "persistent_workers": True},
-        drive=three_epochs,
-    ),
-    "persistent workers left early": Row(
-        options=options(batch_size=3, shuffle=True, persistent_workers=True), drive=early_break
-    ),
-    "persistent workers and errors": Row(
-        lambda: Failing(12, {3: (KeyError, "x")}), options(batch_size=2, persistent_workers=True), three_epochs
-    ),
-    "prefetch_factor 1": Row(options=options(batch_size=2, shuffle=True, prefetch_factor=1)),
-    "prefetch_factor 7": Row(options=options(batch_size=2, shuffle=True, prefetch_factor=7)),
-    "any order": Row(options=options(batch_size=3, in_order=False), as_sets=True),
-    "any order, shuffled": Row(
-        options=lambda: {"batch_size": 3, "in_order": False, "shuffle": True, "generator": seeded()}, as_sets=True
-    ),
-    "any order, persistent": Row(
-        options=options(batch_size=3, in_order=False, persistent_workers=True), as_sets=True
-    ),
-    "timeout": Row(options=options(batch_size=3, timeout=100), torch=(2,)),
-    "pin_memory": Row(options=options(batch_size=3, pin_memory=True)),
-    "pin_memory_device": Row(options=options(batch_size=3, pin_memory=True, pin_memory_device="cuda")),
-    "pin_memory_device alone": Row(options=options(batch_size=3, pin_memory_device="cuda")),
     # Use
-    "left early": Row(options=options(batch_size=3, shuffle=True), drive=early_break),
-    "two iterators": Row(options=options(batch_size=3, shuffle=True), drive=beside),
-    "two iterators, persistent": Row(
-        options=options(batch_size=3, shuffle=True, persistent_workers=True), drive=beside
+    "nested in another": row(lambda: Numbers(4), nested_in_another, batch_size=2),
+    "nested in itself": row(lambda: Numbers(4), nested, batch_size=2, shuffle=True),
+    "in threads": row(drive=in_threads, batch_size=3, torch=(0,)),
+    "handed over": row(drive=handed_over, batch_size=2),
+    "in a fork": row(drive=in_a_fork, batch_size=3, shuffle=True, ours=(*SENT, "inline")),
+    "attributes": row(drive=attributes, batch_size=4, timeout=3, torch=(2,), exact=True, ours=("local",)),
+    "attributes without batches": row(
+        drive=attributes, batch_size=None, in_order=False, exact=True, ours=("local",)
     ),
-    "zip with itself": Row(
-        options=options(batch_size=3, shuffle=True), drive=zipped, torch=(2,), ours=WITH_WORKERS
+    "attributes that may not be changed": row(drive=refused_changes, batch_size=4),
+    "attributes that may be changed": row(drive=allowed_changes, batch_size=4, shuffle=True, torch=(2,)),
+    "copies": row(
+        drive=copies, exact=True, ours=("local",), batch_size=4, shuffle=True, generator=New(seeded)
     ),
-    "zip with itself, persistent": Row(
-        options=options(batch_size=3, shuffle=True, persistent_workers=True), drive=zipped, ours=WITH_WORKERS
+    "dataset changes between epochs": row(
+        State, change_dataset, batch_size=7, collate_fn=told_state, ours=(*SENT, "inline")
     ),
-    "nested in another": Row(lambda: Numbers(4), options(batch_size=2), nested_in_another),
-    "dropped": Row(options=options(batch_size=2, shuffle=True), drive=dropped, ours=WITH_WORKERS, torch=(2,)),
-    "dropped, persistent": Row(
-        options=options(batch_size=2, shuffle=True, persistent_workers=True), drive=dropped, ours=WITH_WORKERS
+    "dataset changes, unseen by persistent workers": row(
+        State, change_dataset, batch_size=7, collate_fn=told_state, persistent_workers=True, ours=SENT
     ),
-    "in threads": Row(options=options(batch_size=3), drive=in_threads, torch=(0,)),
-    "handed over": Row(options=options(batch_size=2), drive=handed_over),
-    "in a fork": Row(
-        options=options(batch_size=3, shuffle=True), drive=in_a_fork, ours=("local", "workers", "inline"), torch=(0, 2)
+    "dataset grows between epochs": row(tensors, change_list, shuffle=True, ours=(*SENT, "inline")),
+    "dataset grows, unseen by persistent workers": row(tensors, change_list, persistent_workers=True, ours=SENT),
+    "dataset changes during an epoch": row(
+        State, change_while_loading, batch_size=2, collate_fn=told_state, ours=SENT, torch=(2,)
     ),
-    "nested in itself": Row(lambda: Numbers(4), options(batch_size=2, shuffle=True), drive=nested),
-    "after the end": Row(options=options(batch_size=6), drive=after_the_end),
-    "after the end, persistent": Row(options=options(batch_size=6, persistent_workers=True), drive=after_the_end),
-    "attributes": Row(
-        options=options(batch_size=4, timeout=3), drive=attributes, torch=(2,), exact=True, ours=("local",)
-    ),
-    "attributes without batches": Row(
-        options=options(batch_size=None, in_order=False), drive=attributes, exact=True, ours=("local",)
-    ),
-    "attributes that may not be changed": Row(options=options(batch_size=4), drive=refused_changes),
-    "attributes that may be changed": Row(
-        options=options(batch_size=4, shuffle=True), drive=allowed_changes, torch=(2,)
-    ),
-    "copies": Row(
-        options=lambda: {"batch_size": 4, "shuffle": True, "generator": seeded()},
-        drive=copies, exact=True, ours=("local",),
-    ),
-    "dataset changes between epochs": Row(
-        State, options(batch_size=7, collate_fn=told_state), change_dataset, ours=("local", "workers", "inline")
-    ),
-    "dataset grows between epochs": Row(
-        lambda: [torch.tensor(number) for number in range(3)], options(shuffle=True), change_list,
-        ours=("local", "workers", "inline"),
-    ),
-    "dataset changes, unseen by persistent workers": Row(
-        State, options(batch_size=7, collate_fn=told_state, persistent_workers=True), change_dataset,
-        ours=("local", "workers"),
-    ),
-    "dataset grows, unseen by persistent workers": Row(
-        lambda: [torch.tensor(number) for number in range(3)], options(persistent_workers=True), change_list,
-        ours=("local", "workers"),
-    ),
-    "dataset changes during an epoch": Row(
-        State, options(batch_size=2, collate_fn=told_state), change_while_loading, ours=("local", "workers"), torch=(2,)
-    ),
+    **{
+        f"multiprocessing_context: {context}": row(
+            drive=attributes, exact=True, ours=("local",), multiprocessing_context=context, batch_size=5
+        )
+        for context in (
+            "fork", "spawn", "forkserver", "nonsense", 5,
+            multiprocessing.get_context("fork"), multiprocessing.get_context("spawn"),
+        )
+    },
 }  # fmt: skip
 
-for _name, _context in {
-    "fork": "fork",
-    "spawn": "spawn",
-    "forkserver": "forkserver",
-    "nonsense": "nonsense",
-    "no context": 5,
-    "a context": multiprocessing.get_context("fork"),
-    "another context": multiprocessing.get_context("spawn"),
-}.items():
-    ROWS[f"multiprocessing_context: {_name}"] = Row(
-        options=options(multiprocessing_context=_context, batch_size=5), drive=attributes, exact=True, ours=("local",)
-    )
+# Ways to use a loader, whose workers stay or not.
+USES = {"left early": early_break, "two iterators": beside, "zip with itself": zipped, "after the end": after_the_end}
 
+for _persistent, _name in itertools.product((False, True), [*USES, "dropped"]):
+    ROWS[f"{_name}, persistent_workers={_persistent}"] = row(
+        drive={**USES, "dropped": dropped}[_name], batch_size=3, shuffle=True, persistent_workers=_persistent,
+        torch=(2,), ours=WITH_WORKERS if _name in ("zip with itself", "dropped") else Row.ours,
+    )  # fmt: skip
 
 # Each worker has a stream of its own, so all of these depend on the number of workers.
 STREAMS: dict[str, Row] = {
-    name: dataclasses.replace(row, exact=True)
-    for name, row in {
-        "defaults": Row(Stream, drive=two_epochs),
-        "batches": Row(Stream, options(batch_size=3), drive=two_epochs),
-        "drop_last": Row(Stream, options(batch_size=3, drop_last=True)),
-        "no batches": Row(Stream, options(batch_size=None)),
-        "worker info": Row(Informed, options(batch_size=2)),
-        "shared out": Row(lambda: Striped(20), options(batch_size=3)),
-        "shared out, with drop_last": Row(lambda: Striped(20), options(batch_size=3, drop_last=True)),
-        "shared out, without batches": Row(lambda: Striped(11), options(batch_size=None)),
-        "shared out by the init function": Row(Ranged, options(batch_size=3, worker_init_fn=share_out)),
-        "uneven": Row(Uneven, options(batch_size=2)),
-        "uneven, with drop_last": Row(Uneven, options(batch_size=2, drop_last=True)),
-        "uneven, without batches": Row(Uneven, options(batch_size=None)),
-        "fewer samples than workers": Row(lambda: Striped(2), options(batch_size=3)),
-        "empty": Row(lambda: Stream(0), options(batch_size=3), drive=two_epochs),
-        "generator": Row(Stream, lambda: {"generator": seeded()}, drive=two_epochs),
-        "collate_fn": Row(Stream, options(batch_size=3, collate_fn=transposed)),
-        "collate_fn asks for the worker": Row(lambda: Striped(9), options(batch_size=3, collate_fn=inform)),
-        "prefetch_factor": Row(lambda: Striped(20), options(batch_size=2, prefetch_factor=1)),
-        "persistent workers": Row(Counts, options(batch_size=2, persistent_workers=True), drive=three_epochs),
-        "workers that are not persistent": Row(Counts, options(batch_size=2), drive=two_epochs),
-        "left early": Row(lambda: Striped(30), options(batch_size=2), drive=early_break),
-        "left early, persistent": Row(
-            lambda: Striped(30), options(batch_size=2, persistent_workers=True), drive=early_break
+    name: dataclasses.replace(each, exact=True)
+    for name, each in {
+        "defaults": row(Stream, two_epochs),
+        "batches": row(Stream, two_epochs, batch_size=3),
+        "drop_last": row(Stream, batch_size=3, drop_last=True),
+        "no batches": row(Stream, batch_size=None),
+        "worker info": row(Informed, batch_size=2),
+        "shared out": row(lambda: Striped(20), batch_size=3),
+        "shared out, with drop_last": row(lambda: Striped(20), batch_size=3, drop_last=True),
+        "shared out, without batches": row(lambda: Striped(11), batch_size=None),
+        "shared out by the init function": row(Ranged, batch_size=3, worker_init_fn=share_out),
+        "uneven": row(Uneven, batch_size=2),
+        "uneven, with drop_last": row(Uneven, batch_size=2, drop_last=True),
+        "uneven, without batches": row(Uneven, batch_size=None),
+        "fewer samples than workers": row(lambda: Striped(2), batch_size=3),
+        "empty": row(lambda: Stream(0), two_epochs, batch_size=3),
+        "generator": row(Stream, two_epochs, generator=New(seeded)),
+        "collate_fn": row(Stream, batch_size=3, collate_fn=transposed),
+        "collate_fn asks for the worker": row(lambda: Striped(9), batch_size=3, collate_fn=inform),
+        "prefetch_factor": row(lambda: Striped(20), batch_size=2, prefetch_factor=1),
+        "persistent workers": row(Counts, three_epochs, batch_size=2, persistent_workers=True),
+        "workers that are not persistent": row(Counts, two_epochs, batch_size=2),
+        "nested in itself": row(lambda: Striped(4), nested, batch_size=2),
+        "any order": row(lambda: Striped(20), batch_size=3, in_order=False, as_sets=True),
+        "ChainDataset": row(lambda: ChainDataset([Striped(5), Striped(8)]), batch_size=2),
+        "fails": row(Breaks, batch_size=2),
+        "fails, without batches": row(Breaks, batch_size=None),
+        "fails and goes on": row(Resumes, batch_size=2),
+        "is no iterator": row(NoIterator, first_error),
+        "right length": row(lambda: Sized(20, 20), batch_size=3, ours=SENT),
+        "length that is too short": row(lambda: Sized(20, 7), batch_size=3, ours=SENT),
+        "length that is too long": row(lambda: Sized(5, 9), batch_size=None, ours=SENT),
+        "length with drop_last": row(lambda: Sized(20, 8), batch_size=3, drop_last=True, ours=SENT),
+        "changes between epochs": row(Stream, change_dataset, batch_size=3, ours=SENT),
+        "changes, unseen by persistent workers": row(
+            Stream, change_dataset, batch_size=3, persistent_workers=True, ours=SENT
         ),
-        "two iterators": Row(lambda: Striped(30), options(batch_size=2), drive=beside),
-        "two iterators, persistent": Row(
-            lambda: Striped(30), options(batch_size=2, persistent_workers=True), drive=beside
-        ),
-        "zip with itself": Row(lambda: Striped(9), options(batch_size=2), drive=zipped),
-        "nested in itself": Row(lambda: Striped(4), options(batch_size=2), drive=nested),
-        "after the end": Row(lambda: Striped(9), options(batch_size=2), drive=after_the_end),
-        "any order": Row(lambda: Striped(20), options(batch_size=3, in_order=False), as_sets=True),
-        "ChainDataset": Row(lambda: ChainDataset([Striped(5), Striped(8)]), options(batch_size=2)),
-        "fails": Row(Breaks, options(batch_size=2)),
-        "fails, without batches": Row(Breaks, options(batch_size=None)),
-        "fails and goes on": Row(Resumes, options(batch_size=2)),
-        "is no iterator": Row(NoIterator, drive=first_error),
-        "right length": Row(lambda: Sized(20, 20), options(batch_size=3), ours=("local", "workers")),
-        "length that is too short": Row(lambda: Sized(20, 7), options(batch_size=3), ours=("local", "workers")),
-        "length that is too long": Row(lambda: Sized(5, 9), options(batch_size=None), ours=("local", "workers")),
-        "length with drop_last": Row(
-            lambda: Sized(20, 8), options(batch_size=3, drop_last=True), ours=("local", "workers")
-        ),
-        "changes between epochs": Row(Stream, options(batch_size=3), change_dataset, ours=("local", "workers")),
-        "changes, unseen by persistent workers": Row(
-            Stream, options(batch_size=3, persistent_workers=True), change_dataset, ours=("local", "workers")
-        ),
-        "shuffle": Row(Stream, options(shuffle=True)),
-        "no shuffle": Row(Stream, options(shuffle=False, batch_size=5)),
-        "sampler": Row(Stream, options(sampler=[1, 2])),
-        "batch_sampler": Row(Stream, options(batch_sampler=[[1, 2]])),
-        "timeout": Row(Stream, options(batch_size=3, timeout=100)),
-        "pin_memory": Row(Stream, options(batch_size=3, pin_memory=True)),
-        "attributes": Row(Stream, options(batch_size=3), attributes, ours=("local",)),
-        "in a fork": Row(lambda: Striped(20), options(batch_size=2), in_a_fork, ours=("workers",)),
+        "no shuffle": row(Stream, shuffle=False, batch_size=5),
+        "timeout": row(Stream, batch_size=3, timeout=100),
+        "pin_memory": row(Stream, batch_size=3, pin_memory=True),
+        "attributes": row(Stream, attributes, batch_size=3, ours=("local",)),
+        "in a fork": row(lambda: Striped(20), in_a_fork, batch_size=2, ours=("workers",)),
+        **{
+            f"{name}, persistent_workers={persistent}": row(
+                lambda: Striped(30), drive, batch_size=2, persistent_workers=persistent
+            )
+            for persistent in (False, True)
+            for name, drive in USES.items()
+        },
     }.items()
 }
 
 
 # Random numbers are those of the sample's place, whoever loads: compared among ours.
 DRAWS: dict[str, Row] = {
-    "shuffled": Row(Augmented, options(batch_size=3, shuffle=True), two_epochs),
-    "with a generator": Row(Augmented, lambda: {"batch_size": 3, "shuffle": True, "generator": seeded()}, two_epochs),
-    "without batches": Row(Augmented, options(batch_size=None)),
-    "__getitems__": Row(AugmentedBatches, options(batch_size=3)),
-    "collate_fn that draws": Row(Augmented, options(batch_size=3, collate_fn=augment_batch)),
-    "repeated index": Row(Augmented, options(sampler=[4] * 12, batch_size=3)),
-    "with replacement": Row(
-        Augmented, lambda: {"sampler": RandomSampler(range(20), replacement=True, num_samples=30), "batch_size": 4}
+    "shuffled": row(Augmented, two_epochs, batch_size=3, shuffle=True),
+    "with a generator": row(Augmented, two_epochs, batch_size=3, shuffle=True, generator=New(seeded)),
+    "without batches": row(Augmented, batch_size=None),
+    "__getitems__": row(AugmentedBatches, batch_size=3),
+    "collate_fn that draws": row(Augmented, batch_size=3, collate_fn=augment_batch),
+    "repeated index": row(Augmented, sampler=[4] * 12, batch_size=3),
+    "with replacement": row(
+        Augmented, sampler=New(lambda: RandomSampler(range(20), replacement=True, num_samples=30)), batch_size=4
     ),
-    "batches of varying sizes": Row(Augmented, lambda: {"batch_sampler": Buckets()}),
-    "init function that seeds": Row(Augmented, options(batch_size=3, worker_init_fn=torch.manual_seed)),
-    "persistent": Row(Augmented, options(batch_size=3, shuffle=True, persistent_workers=True), three_epochs),
-    "persistent, left early": Row(Augmented, options(batch_size=3, persistent_workers=True), early_break),
-    "left early": Row(Augmented, options(batch_size=3, shuffle=True), early_break),
-    "any order": Row(Augmented, options(batch_size=3, in_order=False), as_sets=True),
+    "batches of varying sizes": row(Augmented, batch_sampler=Buckets()),
+    "init function that seeds": row(Augmented, batch_size=3, worker_init_fn=torch.manual_seed),
+    "persistent": row(Augmented, three_epochs, batch_size=3, shuffle=True, persistent_workers=True),
+    "persistent, left early": row(Augmented, early_break, batch_size=3, persistent_workers=True),
+    "left early": row(Augmented, early_break, batch_size=3, shuffle=True),
+    "any order": row(Augmented, batch_size=3, in_order=False, as_sets=True),
+    "one after the other": row(Augmented, batch_size=3, prefetch_factor=7),
 }

@@ -174,20 +174,3 @@ class Failures(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return fail(index) if isinstance(index, str) else index
-
-
-class FailuresAtOnce(Failures):
-    """Asked for a batch at once."""
-
-    def __getitems__(self, indices: list[Any]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
-class NoLength(Failures):
-    def __len__(self) -> int:
-        raise OSError(2, "no list of samples", "/a/b")
-
-
-def fail_at(samples: list[Any]) -> Any:
-    """Collate; raises what the only sample names."""
-    return fail(samples[0]) if isinstance(samples[0], str) else torch.tensor(samples)

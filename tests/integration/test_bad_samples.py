@@ -123,7 +123,7 @@ def warned(caplog):
 def test_batches_without_bad_samples_are_otherwise_the_same(where, options, caplog):
     expected = rows(make(Bad(), where, **options))
     caplog.clear()
-    loader = make(Bad(*BAD), where, **options)
+    loader = make(Bad(*BAD), where, max_skipped=5, **options)
     actual = rows(loader)
     assert sorted(actual) == sorted(without(expected, BAD))
     assert options.get("in_order") is False or actual == without(expected, BAD)
@@ -213,6 +213,28 @@ def test_a_generator_that_raises_ends_its_stream(where, caplog):
     assert "stream 0 has ended right after an exception" in warned(caplog)[-1]
 
 
+class Unreadable(Exception):
+    """Can neither be shown nor sent."""
+
+    def __str__(self):
+        raise LookupError
+
+    def __reduce__(self):
+        raise LookupError
+
+
+class AllBad(Bad):
+    def __getitem__(self, index):
+        raise Unreadable(index)
+
+
+def test_many_samples_are_not_all_named_and_an_exception_that_cannot_be_read_is_in_nobodys_way(where, caplog):
+    assert list(make(AllBad(), where, batch_size=None)) == []
+    assert list(make(AllBad(), where, batch_size=20)) == []
+    text = warned(caplog)[-1]
+    assert re.search(r"skipped 20 samples \(indices 0, 1, 2, [\d, ]+, \.\.\.\): .*Unreadable: <.*>", text), text
+
+
 # With retry_on
 
 
@@ -237,10 +259,3 @@ def test_sample_that_kills_workers_stays_an_error(server):
     ):
         next(iterator)
     assert len(list(iterator)) == 5
-
-
-class DeadlyStream(BadStream):
-    def make(self, number):
-        if number in self.bad:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(number)

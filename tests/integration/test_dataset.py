@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import re
 import select
@@ -12,23 +11,18 @@ import signal
 import socket
 import sys
 import textwrap
-import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import datasets as client_datasets
 from rpcdataloader.errors import (
-    ConnectError,
     ConnectionLostError,
-    LocalProtocolError,
     RemoteTraceback,
-    SerializationError,
 )
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration import datasets, file_datasets
+from tests.integration.clocks import shorten
 from tests.integration.crew import wait_for_crew, workers_of
 from tests.integration.datasets import State, notes
 
@@ -150,26 +144,6 @@ def test_instance_crosses_the_wire_once(shared_server, second_server, tmp_path):
     assert len(set(notes(log))) == len(notes(log)) == 2
 
 
-def test_changed_instance_is_sent_again(shared_server, tmp_path):
-    log = str(tmp_path / "log")
-    instance = datasets.Copied(log)
-    loader = RPCDataloader(instance, workers=shared_server.address)
-    assert [int(batch) for batch in loader] == list(range(20))
-    instance.factor = 3
-    assert [int(batch) for batch in loader] == list(range(0, 60, 3))
-    assert [int(batch) for batch in loader] == list(range(0, 60, 3))
-    assert len(notes(log)) == 2
-
-
-def test_persistent_workers_keep_the_instance_that_they_began_with(shared_server, tmp_path):
-    # As with torch.
-    instance = datasets.Copied(str(tmp_path / "log"))
-    loader = RPCDataloader(instance, workers=shared_server.address, persistent_workers=True)
-    assert [int(batch) for batch in loader] == list(range(20))
-    instance.factor = 3
-    assert [int(batch) for batch in loader] == list(range(20))
-
-
 # A slow build
 
 
@@ -188,7 +162,7 @@ class _Release(logging.Handler):
 
 
 def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_path, fifo, monkeypatch):
-    monkeypatch.setattr(client_datasets, "SLOW_BUILD_SECONDS", 1.0)
+    shorten(monkeypatch, "slow build")
     sessions = RPCDataset(two_nodes, datasets.Numbers)
     handler = _Release(fifo)
     logger = logging.getLogger("rpcdataloader.client")
@@ -218,6 +192,7 @@ def test_length_items_and_attributes_are_those_of_the_remote_dataset(two_nodes):
     assert not hasattr(dataset, "sizes")
     assert getattr(dataset, "sizes", "none") == "none"
     assert repr(dataset).startswith("RPCDataset(State, workers=")
+    assert [int(number) for number in RPCDataset(two_nodes, datasets.Numbers, 4)] == [0, 1, 2, 3]
 
 
 def test_errors_of_questions_come_with_the_remote_traceback(shared_server):
@@ -234,22 +209,6 @@ def test_errors_of_questions_come_with_the_remote_traceback(shared_server):
         assert socket.gethostname() in str(caught.value.__cause__)
 
 
-def test_a_dataset_can_be_iterated_over(shared_server):
-    dataset = RPCDataset(shared_server.address, datasets.Numbers, 4)
-    assert [int(number) for number in dataset] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("workers", ["remote", "inline"])
-def test_dataset_without_length(workers, shared_server):
-    dataset = RPCDataset(workers if workers == "inline" else shared_server.address, datasets.NoLength)
-    assert dataset[5] == 5
-    with pytest.raises(TypeError, match="has no len"):
-        len(dataset)
-    with pytest.raises(TypeError, match="has no len"):
-        RPCDataloader(dataset, shuffle=True)
-    assert [int(batch) for batch in RPCDataloader(dataset, sampler=[4, 2])] == [4, 2]
-
-
 # Changes
 
 
@@ -264,6 +223,9 @@ def test_setting_an_attribute_reaches_sessions_and_workers_of_today_and_tomorrow
         assert dataset.epoch == epoch
         assert {sample[1] for sample in items(persistent)} == {epoch}
         assert {sample[1] for sample in items(loader)} == {epoch}
+    assert dataset.set_epoch(epoch=5) == 6
+    assert {sample[1] for sample in items(loader)} == {5}
+    assert dataset.call_all(lambda state: state.size + 1)[0] == 21
 
 
 @pytest.mark.parametrize("build", ["node", "worker"])
@@ -283,22 +245,6 @@ def test_change_in_mid_pass_is_for_the_next_one_and_for_each_process_once(two_no
         persistent = iter(loader)
 
 
-def test_method_runs_where_the_dataset_is(two_nodes):
-    for workers in ("inline", two_nodes):
-        dataset = RPCDataset(workers, State, 9)
-        loader = RPCDataloader(dataset, persistent_workers=True)
-        assert {sample[1] for sample in items(loader)} == {0}
-        assert dataset.set_epoch(epoch=5) == 6
-        assert dataset.epoch == 5
-        assert {sample[1] for sample in items(loader)} == {5}
-
-
-def test_call_all_takes_lambdas_and_works_inline(shared_server):
-    for workers in ("inline", shared_server.address):
-        dataset = RPCDataset(workers, State, 9)
-        assert dataset.call_all(lambda state: state.size + 1) == [10]
-
-
 @pytest.mark.parametrize("build", ["node", "worker"])
 def test_change_that_fails_raises_and_is_not_applied_later(two_nodes, build):
     dataset = RPCDataset(two_nodes, State, build=build)
@@ -309,18 +255,6 @@ def test_change_that_fails_raises_and_is_not_applied_later(two_nodes, build):
     assert {sample[1:3] for sample in items(RPCDataloader(dataset))} == {(4, 0)}
 
 
-def test_nodes_that_join_later_get_earlier_changes(two_nodes):
-    dataset = RPCDataset(two_nodes, State, build="node")
-    dataset.epoch = 1
-    dataset.call_all(datasets.increment)
-    # A session that ends takes its dataset along; the next loader finds a new one there.
-    os.kill(dataset.session, signal.SIGKILL)
-    wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
-    samples = items(RPCDataloader(dataset))
-    assert {sample[1:3] for sample in samples} == {(1, 1)}
-    assert len(samples) == 20
-
-
 def dataset_session_is_lost(dataset):
     return not all(session.is_usable for session in dataset.__dict__["_access"]._sessions)
 
@@ -328,49 +262,11 @@ def dataset_session_is_lost(dataset):
 # Errors of the constructor
 
 
-def test_error_of_the_constructor_names_the_node(two_nodes):
-    with pytest.raises(ZeroDivisionError, match="no images in /data") as caught:
-        RPCDataset(two_nodes, datasets.fail_to_build, ZeroDivisionError("no images in /data"))
-    cause = str(caught.value.__cause__)
-    assert "in fail_to_build" in cause
-    assert f"on {socket.gethostname()}" in cause
-    assert "session" in cause
-
-
-def test_what_is_built_must_be_a_dataset(two_nodes):
-    with pytest.raises(TypeError, match="NoItems made no dataset"):
-        RPCDataset(two_nodes, datasets.NoItems)
-
-
 def test_nodes_must_agree_on_the_length(two_nodes, tmp_path):
     with pytest.raises(ValueError, match="dataset build_shorter_once is not the same on all nodes") as caught:
         RPCDataset(two_nodes, datasets.build_shorter_once, str(tmp_path / "marker"))
     for address in two_nodes:
         assert re.search(rf"(19|20) on {address}", str(caught.value))
-
-
-def test_missing_module_is_named(shared_server, tmp_path, monkeypatch):
-    (tmp_path / "only_here.py").write_text("class Thing:\n    def __getitem__(self, index):\n        return index\n")
-    dataset = RPCDataset(shared_server.address, datasets.Numbers)  # the import path has travelled
-    monkeypatch.syspath_prepend(tmp_path)
-    import only_here  # type: ignore[import-not-found]
-
-    try:
-        with pytest.raises(SerializationError, match=r"No module named 'only_here'.*must be importable"):
-            RPCDataset(shared_server.address, only_here.Thing)
-    finally:
-        del sys.modules["only_here"]
-    assert len(dataset) == 20
-
-
-def test_arguments_that_cannot_be_pickled_are_named(shared_server):
-    unpicklable = datasets.Threaded()
-    with pytest.raises(SerializationError, match=r"^args\[0\]\['x'\]\.\w+.* cannot be pickled"):
-        RPCDataset(shared_server.address, State, {"x": unpicklable})
-    with pytest.raises(SerializationError, match=r"^kwargs\['log'\]\.\w+.* cannot be pickled"):
-        RPCDataset(shared_server.address, State, log=unpicklable)
-    with pytest.raises(SerializationError, match=r"^dataset\.<closure>\.unpicklable\.\w+.* cannot be pickled"):
-        RPCDataset(shared_server.address, lambda: unpicklable)
 
 
 # Gone with the last reference
@@ -393,33 +289,6 @@ def test_dataset_is_let_go_with_its_last_reference(shared_server, readable_fifo)
     assert witness.session == session
 
 
-def test_instance_is_let_go_with_its_loader(shared_server, fifo):
-    descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        witness = RPCDataset(shared_server.address, State)
-        session = witness.session
-        loader = RPCDataloader(HolderThere(fifo), workers=shared_server.address)
-        assert len(list(loader)) == 20
-        assert has_writer(descriptor)
-        del loader
-        gc.collect()
-        wait_for_last_writer(descriptor)
-        assert witness.session == session
-    finally:
-        os.close(descriptor)
-
-
-class HolderThere(datasets.Numbers):
-    """Becomes a Holder where it is unpickled."""
-
-    def __init__(self, fifo):
-        super().__init__(20)
-        self.fifo = fifo
-
-    def __reduce__(self):
-        return datasets.Holder, (self.fifo,)
-
-
 # Datasets that a fork cannot inherit
 
 
@@ -428,15 +297,15 @@ def paths(tmp_path):
     return file_datasets.write_numbers(str(tmp_path))
 
 
-CANNOT_BE_INHERITED = [
-    (datasets.Threaded, None, "started threads"),
-    (file_datasets.Hdf5, "h5", "holds files open"),
-    (file_datasets.Lmdb, "lmdb", "holds files open"),
-    (file_datasets.Zip, "zip", "holds files open"),
-]
-
-
-@pytest.mark.parametrize(("factory", "kind", "reason"), CANNOT_BE_INHERITED)
+@pytest.mark.parametrize(
+    ("factory", "kind", "reason"),
+    [
+        (datasets.Threaded, None, "started threads"),
+        (file_datasets.Hdf5, "h5", "holds files open"),
+        (file_datasets.Lmdb, "lmdb", "holds files open"),
+        (file_datasets.Zip, "zip", "holds files open"),
+    ],
+)
 def test_dataset_that_cannot_be_inherited_is_built_in_workers_with_one_warning(
     shared_server, paths, caplog, factory, kind, reason
 ):
@@ -451,16 +320,6 @@ def test_dataset_that_cannot_be_inherited_is_built_in_workers_with_one_warning(
     assert f"dataset {factory.__name__} is built in every worker" in record.getMessage()
     assert reason in record.getMessage()
     assert record.getMessage().endswith("; open files and start threads on first use")
-
-
-@pytest.mark.parametrize(("factory", "kind", "_reason"), CANNOT_BE_INHERITED)
-def test_instance_that_cannot_be_pickled_is_named_with_the_way_out(shared_server, paths, factory, kind, _reason):
-    instance = factory(*((paths[kind],) if kind else ()))
-    attribute = {None: r"(asked|answered|thread)\b.*", "h5": "file", "lmdb": "env", "zip": r"file\.\w+"}[kind]
-    loader = RPCDataloader(instance, workers=shared_server.address)
-    with pytest.raises(SerializationError, match=rf"^dataset\.{attribute} is a .*, which cannot be pickled") as caught:
-        next(iter(loader))
-    assert "RPCDataset(workers, MyDataset, *args)" in str(caught.value)
 
 
 # Where the workers are
@@ -484,15 +343,6 @@ def test_every_way_to_name_workers(two_nodes, monkeypatch):
     assert RPCDataset(None, State).session == RPCDataset([server], State).session
     samples = items(RPCDataloader(datasets.Processes()))  # num_workers=0: the environment decides
     assert os.getpid() not in {pid for _, pid, _ in samples}
-
-
-def test_inline_runs_in_this_process(monkeypatch):
-    dataset = RPCDataset("inline", datasets.Processes)
-    assert dataset[0][1] == os.getpid()
-    assert {pid for _, pid, _ in items(RPCDataloader(dataset))} == {os.getpid()}
-    monkeypatch.setenv("RPCDATALOADER_WORKERS", "inline")
-    assert {pid for _, pid, _ in items(RPCDataloader(datasets.Processes(), num_workers=2))} == {os.getpid()}
-    assert RPCDataset(None, State).made_in == os.getpid()
 
 
 def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
@@ -521,26 +371,6 @@ def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
 # Nobody there
 
 
-@pytest.mark.usefixtures("impatient")
-def test_servers_that_do_not_answer_are_an_error_after_the_timeout(tmp_path):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and nobody listens
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-        for workers in (address, [address, f"unix:{tmp_path}/socket"]):
-            for use in (lambda w: RPCDataset(w, datasets.Numbers), lambda w: iter(RPCDataloader([1, 2], workers=w))):
-                started = time.monotonic()
-                with pytest.raises(ConnectError, match=address):
-                    use(workers)
-                assert time.monotonic() - started > 0.1
-
-
-@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
-def test_malformed_connect_timeout_is_named(monkeypatch, value):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", value)
-    with pytest.raises(ValueError, match="RPCDATALOADER_CONNECT_TIMEOUT must be a number of seconds above 0"):
-        RPCDataset("node07.invalid:6543", datasets.Numbers)
-
-
 def test_dataset_whose_session_has_ended_is_made_again_with_its_changes(shared_server):
     dataset = RPCDataset(shared_server.address, State)
     dataset.epoch = 5
@@ -563,45 +393,3 @@ def test_dataset_whose_nodes_have_gone_says_so(serve):
     for use in (lambda: dataset[0], lambda: setattr(dataset, "epoch", 1)):
         with pytest.raises(ConnectionLostError, match=f"State is lost with its nodes: {server.address}: .*refused"):
             use()
-
-
-def test_constructor_that_kills_its_session_is_an_error_that_says_where_to_look(shared_server):
-    with pytest.raises(ConnectionLostError, match=r"without an answer; if its session was killed, .* log .* says so"):
-        RPCDataset(shared_server.address, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_fork_of_this_process_cannot_use_the_dataset_but_may_make_its_own(shared_server):
-    dataset = RPCDataset(shared_server.address, State)
-    session = dataset.session
-
-    def use_in_child():
-        for use in (lambda: dataset.epoch, lambda: dataset[0], lambda: next(iter(RPCDataloader(dataset)))):
-            with pytest.raises(LocalProtocolError, match="belongs to process"):
-                use()
-        own = RPCDataset(shared_server.address, State)
-        assert own.session != session
-        assert len(items(RPCDataloader(own))) == 20
-        assert len(list(RPCDataloader(datasets.Numbers(), workers=shared_server.address))) == 20
-
-    child = multiprocessing.get_context("fork").Process(target=use_in_child)
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    child.close()
-    assert dataset.session == session
-    assert Path(f"/proc/{session}").exists()
-
-
-@pytest.mark.usefixtures("impatient")
-def test_dataset_is_made_where_a_node_is_there_when_the_first_of_them_is_gone(serve):
-    gone, again = serve(), serve()
-    addresses = [gone.address, again.address]
-    first = RPCDataset(addresses, datasets.Numbers)
-    for server in gone, again:
-        server.signal(signal.SIGKILL)
-        server.wait()
-    sessions = list(first.__dict__["_access"]._sessions)
-    wait_until(lambda: not any(session.is_usable for session in sessions), what="news of the end of both sessions")
-    serve("--port", again.address.rpartition(":")[2])
-    assert len(RPCDataset(addresses, datasets.Numbers)) == len(datasets.Numbers())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import collections.abc
 import random
 from typing import Any
 
@@ -24,14 +22,6 @@ class CountingAllocator:
     def allocate(self, size_bytes: int) -> Block:
         self.sizes.append(size_bytes)
         return Block(torch.full((size_bytes,), 0xA5, dtype=torch.uint8))
-
-
-class Squares:
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        return torch.tensor(index**2)
 
 
 class Augmented:
@@ -70,33 +60,6 @@ def make_loader(dataset, allocator=None, inline=False, **changes: Any) -> BatchL
 
 def load(dataset, indices=(0, 1, 2), position=0, batch_number=0, **options: Any):
     return make_loader(dataset, **options).load(list(indices), position, batch_number)[1]
-
-
-def assert_same(actual, expected):
-    """Equal in type, structure, dtype, shape, strides and bits."""
-    assert type(actual) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape
-        assert actual.stride() == expected.stride()
-        assert actual.is_shared() == expected.is_shared()
-        assert actual.requires_grad == expected.requires_grad
-        if expected.is_floating_point() and expected.element_size() == 1:
-            actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, np.ndarray):
-        assert actual.dtype == expected.dtype
-        np.testing.assert_array_equal(actual, expected)
-    elif isinstance(expected, collections.abc.Mapping):
-        assert list(actual) == list(expected)
-        for key in expected:
-            assert_same(actual[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert actual == expected
 
 
 class Bad(Augmented):

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import collections
-import collections.abc
 import random
 import re
 import time
-import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +18,11 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
+from tests.integration.comparison import assert_same
 from tests.unit.fetch.loading import (
     Augmented,
     Bad,
     CountingAllocator,
-    Squares,
-    assert_same,
     floats,
     load,
     make_loader,
@@ -37,10 +32,6 @@ pytestmark = pytest.mark.usefixtures("_process_restored")
 
 
 # Fetching, as torch does
-
-
-def test_batch_is_fetched_and_collated():
-    assert_same(load(Squares(), [3, 1, 2]), torch.tensor([9, 1, 4]))
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), StopIteration("x"), GeneratorExit(), SystemExit(3)])
@@ -73,37 +64,6 @@ def test_errors_propagate_and_leave_nothing_behind(error, inline, stage):
 
 
 # Seeds
-
-
-def make_epoch(num_workers=1, batch_size=4, epoch=0, indices=range(24), dataset=None, **options: Any) -> list[Any]:
-    """The batches of an epoch, from workers that take turns."""
-    loaders = [
-        make_loader(dataset or Augmented(), worker_id=worker_id, num_workers=num_workers, **options)
-        for worker_id in range(num_workers)
-    ]
-    for loader in loaders:
-        loader.start_epoch(epoch, 0)
-    indices = list(indices)
-    batches = []
-    for number, first in enumerate(range(0, len(indices), batch_size)):
-        loader = loaders[number % num_workers]
-        batches.append(loader.load(indices[first : first + batch_size], first, number)[1])
-    return batches
-
-
-def rows(batches) -> list[tuple]:
-    """What was drawn for each sample."""
-    return [
-        (tuple(a.tolist()), tuple(b.tolist()), c.item(), seed.item())
-        for _index, *drawn in batches
-        for a, b, c, seed in zip(*drawn, strict=True)
-    ]
-
-
-def test_repeated_indices_repeat_no_augmentation():
-    drawn = rows(make_epoch(indices=[7] * 24))
-    for column in zip(*drawn, strict=True):
-        assert len(set(column)) == 24
 
 
 def test_global_position_is_position_times_world_size_plus_rank():
@@ -153,57 +113,9 @@ def test_collate_is_seeded_by_the_batch_and_unlike_any_sample():
 
 # The default collate
 
-Point = collections.namedtuple("Point", ["x", "y"])
-
 
 class Tagged(torch.Tensor):
     pass
-
-
-SAMPLES = {
-    "integers": [1, 2, 3],
-    "floats": [1.0, 2.5],
-    "booleans": [True, False],
-    "strings": ["a", "b"],
-    "bytes": [b"a", b"b"],
-    "scalars": [torch.tensor(1.5), torch.tensor(2.5)],
-    "empty": [torch.empty(0, 3), torch.empty(0, 3)],
-    "small": [floats(3), floats(3) + 1],
-    "large": [floats(3, 100, 100), floats(3, 100, 100) + 1],
-    "large uint8": [floats(3, 200, 200, dtype=torch.uint8) for _ in range(3)],
-    "large bool": [floats(300, 200) > 7, floats(300, 200) > 8],
-    "large bfloat16": [floats(300, 200, dtype=torch.bfloat16), floats(300, 200, dtype=torch.bfloat16) - 1],
-    "large float8": [floats(300, 200).to(torch.float8_e4m3fn)] * 2,
-    "large complex": [floats(100, 100) * 1j, floats(100, 100) - 2j],
-    "large conjugate": [(floats(100, 100) * 1j).conj(), (floats(100, 100) * 2j).conj()],
-    "large negative view": [(floats(100, 100) * 1j).conj().imag, floats(100, 100)],
-    "large int64, one sample": [floats(100, 100, dtype=torch.int64)],
-    "just 64 KiB": [floats(1 << 13), floats(1 << 13)],
-    "transposed": [floats(100, 200).T, floats(200, 100)],
-    "channels last": [floats(64, 64, 3).permute(2, 0, 1) + i for i in range(3)],
-    "expanded": [torch.ones(1).expand(200, 200), floats(200, 200)],
-    "large, more dtypes": [floats(200, 200), floats(200, 200, dtype=torch.float64)],
-    "large integers, then floats": [floats(200, 200, dtype=torch.int64), floats(200, 200) + 0.5],
-    "large with grad": [floats(200, 200).requires_grad_(), floats(200, 200)],
-    "large, later with grad": [floats(200, 200), floats(200, 200).requires_grad_()],
-    "subclass": [floats(200, 200).as_subclass(Tagged)] * 2,
-    "subclass later": [floats(200, 200), floats(200, 200).as_subclass(Tagged)],
-    "parameter": [torch.nn.Parameter(floats(200, 200))] * 2,
-    "small array": [np.arange(4.0), np.arange(4.0)],
-    "large array": [np.arange(40000.0).reshape(200, 200), np.ones((200, 200))],
-    "array scalars": [np.float32(1), np.float32(2)],
-    "array booleans": [np.bool_(True), np.bool_(False)],
-    "0-d array": [np.array(1), np.array(2)],
-    "dict": [{"image": floats(200, 200), "label": i, "name": str(i)} for i in range(3)],
-    "ordered dict": [collections.OrderedDict(b=i, a=floats(2)) for i in range(2)],
-    "mapping proxy": [types.MappingProxyType({"a": i}) for i in range(2)],
-    "tuple": [(floats(200, 200), i) for i in range(3)],
-    "list": [[floats(200, 200), i] for i in range(3)],
-    "namedtuple": [Point(floats(200, 200), [i, {"z": 2.0 * i}]) for i in range(3)],
-    "range": [range(3), range(3)],
-    "nothing in it": [(), ()],
-    "many": [[floats(4) + i for i in range(50)] for _ in range(3)],
-}
 
 
 def test_large_batches_are_contiguous_as_from_torchs_workers():
@@ -212,30 +124,6 @@ def test_large_batches_are_contiguous_as_from_torchs_workers():
     batch = load(samples, range(2), allocator=CountingAllocator())
     assert batch.is_contiguous()
     assert torch.equal(batch, torch.stack(samples))
-
-
-FAULTY_SAMPLES = {
-    "shapes": [floats(3), floats(4)],
-    "large shapes": [floats(200, 200), floats(200, 201)],
-    "large dimensions": [floats(200, 200), floats(1, 200, 200)],
-    "type": [object(), object()],
-    "none": [None, None],
-    "lengths": [[1, 2], [1]],
-    "keys": [{"a": 1}, {"b": 1}],
-    "string array": [np.array(["a"]), np.array(["b"])],
-    "object array": [np.array([{}]), np.array([{}])],
-    "sparse": [floats(3, 3).to_sparse(), floats(3, 3).to_sparse()],
-    "large, later sparse": [floats(200, 200), floats(200, 200).to_sparse()],
-    "nested": [torch.nested.as_nested_tensor([floats(3), floats(4)], layout=torch.jagged)] * 2,
-    "tensor and number": [floats(3), 1],
-    "large tensor and number": [floats(200, 200), 1],
-    "large lengths": [(1, floats(200, 200)), (1,)],
-    "large keys": [{"a": floats(200, 200)}, {"b": floats(200, 200)}],
-    "large kinds": [{"a": floats(200, 200)}, [floats(200, 200)]],
-    "number and tensor": [1, floats(3)],
-    "meta": [floats(200, 200), torch.empty(200, 200, device="meta")],
-    "no samples": [],
-}
 
 
 def test_large_results_are_in_memory_of_the_allocator_and_small_ones_are_not():
@@ -252,16 +140,23 @@ def test_arrays_are_stacked_in_memory_of_the_allocator():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["large, more dtypes", "large, later with grad", "subclass", "subclass later", "parameter", "large shapes"],
+    "samples",
+    [
+        [floats(200, 200), floats(200, 200, dtype=torch.float64)],
+        [floats(200, 200), floats(200, 200).requires_grad_()],
+        [floats(200, 200).as_subclass(Tagged)] * 2,
+        [floats(200, 200), floats(200, 200).as_subclass(Tagged)],
+        [torch.nn.Parameter(floats(200, 200))] * 2,
+        [floats(200, 200), floats(200, 201)],
+    ],
+    ids=["dtypes", "later with grad", "subclass", "subclass later", "parameter", "shapes"],
 )
-def test_what_cannot_be_stacked_as_it_is_asks_for_no_memory(name):
+def test_what_cannot_be_stacked_as_it_is_asks_for_no_memory(request, samples):
     allocator = CountingAllocator()
-    samples = {**SAMPLES, **FAULTY_SAMPLES}[name]
     try:
         load(samples, range(len(samples)), allocator=allocator, collate_fn=lambda samples: default_collate(samples))
     except RuntimeError:
-        assert name == "large shapes"
+        assert "shapes" in request.node.name
     assert allocator.sizes == []
 
 
@@ -330,14 +225,6 @@ def test_function_that_the_user_registered_for_tensors_stays(monkeypatch):
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, padded)
     assert load([floats(2), floats(4)], range(2)).shape == (2, 4)
-
-
-def test_function_that_the_user_registered_for_a_type_is_used(monkeypatch):
-    class Box:
-        pass
-
-    monkeypatch.setitem(default_collate_fn_map, Box, lambda batch, **_options: f"{len(batch)} boxes")
-    assert load([Box(), Box()], range(2)) == "2 boxes"
 
 
 class Reusing:

@@ -117,34 +117,6 @@ def test_other_ranks_continue_with_each_sample_once(data, costs, num_replicas, m
     assert {index for index, count in collections.Counter(seen).items() if count > 1} <= padded
 
 
-def test_eight_ranks_stop_and_three_continue():
-    costs = lengths(10_000)
-    samplers = ranks(costs, 8, seed=3)
-    whole = steps_of(samplers)
-    iterators = [iter(sampler) for sampler in samplers]
-    begun = [[next(iterator) for iterator in iterators] for _ in range(7)]
-    assert [list(step) for step in whole[:7]] == begun
-    again = ranks(costs, 8)
-    others = ranks(costs, 3)
-    for sampler in again + others:
-        sampler.load_state_dict(samplers[5].state_dict())
-    assert steps_of(again) == whole[7:]
-    assert samples_of(begun + steps_of(others)) == list(range(len(costs)))
-    # The next epoch is whole again.
-    assert samples_of(steps_of(others)) == list(range(len(costs)))
-
-
-def test_epochs_differ_and_repeat():
-    (sampler,) = ranks(lengths(2000), 1)
-    epochs = []
-    for epoch in (0, 1, 0):
-        sampler.set_epoch(epoch)
-        epochs.append(list(sampler))
-    assert epochs[0] == epochs[2] != epochs[1]
-    (other,) = ranks(lengths(2000), 1, seed=1)
-    assert list(other) != epochs[0]
-
-
 def test_a_new_epoch_begins_at_its_start():
     (sampler,) = ranks(lengths(2000), 1)
     whole = len(sampler)
@@ -181,11 +153,6 @@ def test_samples_meet_others_in_the_next_epoch():
         bucket = np.searchsorted(by_cost, chosen.max(), "right") - np.searchsorted(by_cost, chosen.min(), "left")
         expected += len(batch) * (len(batch) - 1) * min(1.0, len(batch) / bucket)
     assert again <= 2 * expected
-
-
-def test_a_million_lengths_are_planned():
-    (sampler,) = ranks(lengths(1_000_000), 1)
-    assert len(sampler) > 10_000
 
 
 @pytest.mark.parametrize(

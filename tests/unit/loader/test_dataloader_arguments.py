@@ -63,7 +63,6 @@ def test_arguments_of_torch_come_first_in_the_same_order_with_the_same_defaults(
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
 
 
-GENERATOR = torch.Generator()
 ARGUMENTS = {
     "batch_size": 3,
     "num_workers": 2,
@@ -73,7 +72,7 @@ ARGUMENTS = {
     "timeout": 2.5,
     "worker_init_fn": identity,
     "multiprocessing_context": multiprocessing.get_context("spawn"),
-    "generator": GENERATOR,
+    "generator": torch.Generator(),
     "prefetch_factor": 5,
     "persistent_workers": True,
     "pin_memory_device": "cuda",
@@ -111,40 +110,12 @@ def test_every_argument_stays_an_attribute():
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"prefetch_factor": 3, "num_workers": 2}])
-def test_attributes_are_those_of_torch(options):
-    theirs, ours = DataLoader(Numbers(), **options), RPCDataloader(Numbers(), **options)
-    for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "collate_fn"):
-        assert getattr(ours, name) == getattr(theirs, name)
-
-
-@pytest.mark.parametrize(
-    "name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
-)
-def test_what_torch_fixes_at_construction_is_fixed(name):
-    loader = RPCDataloader(Numbers(), workers=ADDRESS)
-    with pytest.raises(ValueError, match=f"{name} attribute should not be set after RPCDataloader is initialized"):
-        setattr(loader, name, None)
-
-
-@pytest.mark.parametrize("size", [0, 1, 10, 12])
-@pytest.mark.parametrize(
-    "options", [{}, {"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}, {"shuffle": True}]
-)
-def test_length_is_that_of_torch(size, options):
-    if not size and "shuffle" in options:
-        return
-    expected = len(DataLoader(Numbers(size), **options))
-    assert len(RPCDataloader(Numbers(size), **options, workers=ADDRESS)) == expected
-
-
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_copies_have_the_same_arguments(copied):
     loader = RPCDataloader(Numbers(), batch_size=3, persistent_workers=True, workers=ADDRESS, partition=(1, 2))
     other = copied(loader)
     for name in ("batch_size", "persistent_workers", "workers", "partition", "prefetch_factor"):
         assert getattr(other, name) == getattr(loader, name)
-    assert len(other) == len(loader)
 
 
 # Refused for torch's reason
@@ -172,6 +143,9 @@ def test_copies_have_the_same_arguments(copied):
         {"shuffle": True, "dataset": Numbers(0)},
         {"shuffle": True, "dataset": {}},
         {"shuffle": True, "dataset": None},
+        {"shuffle": True, "dataset": Stream()},
+        {"sampler": [1], "dataset": Stream()},
+        {"batch_sampler": [[1]], "dataset": Stream()},
     ],
     ids=str,
 )
@@ -213,100 +187,131 @@ def test_more_workers_than_cpus_warn_as_torch_does():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"workers": []}, "workers names no worker; write host:port"),
-        ({"workers": ""}, "workers names no worker"),
-        ({"workers": " , "}, "workers names no worker"),
-        ({"workers": "node07"}, "node07"),
-        ({"workers": ["node07:6543", "node08:port"]}, "node08:port"),
-        ({"workers": "node07:65536"}, "65536"),
-        ({"workers": "::1:6543"}, r"\[IPv6 address\]"),
-        ({"workers": "tcp://node07:6543"}, "tcp://"),
-        ({"workers": "unix:relative/path"}, "relative/path"),
-        ({"workers": "local:0"}, "asks for no worker"),
-        ({"workers": "local:x"}, "local:x"),
-        ({"workers": [ADDRESS, "other.invalid:1", ADDRESS]}, f"names {ADDRESS} more than once"),
-        ({"workers": "local:2", "num_workers": 3}, "workers='local:2' and num_workers=3 contradict each other"),
-        ({"workers": ADDRESS, "prefetch_factor": 0}, "prefetch_factor must be at least 1, but is 0"),
-        ({"workers": ADDRESS, "max_in_flight_bytes": 0}, "max_in_flight_bytes must be at least 1, but is 0"),
-        ({"workers": ADDRESS, "partition": (2, 2)}, "rank 2 of world size 2"),
-        ({"workers": ADDRESS, "partition": "all"}, r"partition must be 'auto', None or \(rank, world size\)"),
-        ({"workers": ADDRESS, "partition": (1, 2, 3)}, "partition must be"),
-        ({"workers": ADDRESS, "partition": 3}, "partition must be .* but is 3"),
+        # Where the workers are
+        ({"workers": []}, ValueError, "workers names no worker; write host:port"),
+        ({"workers": ""}, ValueError, "workers names no worker"),
+        ({"workers": " , "}, ValueError, "workers names no worker"),
+        ({"workers": "node07"}, ValueError, "cannot read the address 'node07': write host:port"),
+        ({"workers": ["node07:6543", "node08:port"]}, ValueError, "cannot read the address 'node08:port': write"),
+        ({"workers": "node07:65536"}, ValueError, "65536"),
+        ({"workers": "::1:6543"}, ValueError, r"\[IPv6 address\]"),
+        ({"workers": "tcp://node07:6543"}, ValueError, "tcp://.*write host:port"),
+        ({"workers": "unix:relative/path"}, ValueError, "relative/path"),
+        ({"workers": "local:0"}, ValueError, "asks for no worker"),
+        ({"workers": "local:x"}, ValueError, "local:x"),
+        ({"workers": [ADDRESS, "other.invalid:1", ADDRESS]}, ValueError, f"names {ADDRESS} more than once"),
+        ({"workers": "local:2", "num_workers": 3}, ValueError, "'local:2' and num_workers=3 contradict each other"),
+        ({"workers": 4}, TypeError, "workers must be a string or a list of strings, but is 4"),
+        ({"workers": True}, TypeError, "workers must be a string or a list of strings"),
+        ({"workers": [("node07", 6543)]}, TypeError, "workers must be strings"),
+        ({"workers": [b"node07:6543"]}, TypeError, "workers must be strings"),
+        ({"workers": [None]}, TypeError, "workers must be strings"),
+        ({"workers": "local:2", "min_workers": 2}, ValueError, "name them in workers="),
+        ({"workers": None, "min_workers": 2}, ValueError, "name them in workers="),
+        ({"min_workers": -1}, ValueError, "min_workers must be 0 or more, but is -1"),
+        ({"min_workers": 4, "num_workers": 2}, ValueError, "num_workers=2 and min_workers=4 contradict"),
+        ({"partition": (2, 2)}, ValueError, "rank 2 of world size 2"),
+        ({"partition": "all"}, ValueError, r"partition must be 'auto', None or \(rank, world size\)"),
+        ({"partition": (1, 2, 3)}, ValueError, "partition must be"),
+        ({"partition": 3}, ValueError, "partition must be .* but is 3"),
+        # What they load
+        ({"dataset": Numbers}, TypeError, r"dataset is a class: give an object, or RPCDataset\(workers, Numbers, \."),
+        ({"dataset": object(), "sampler": [1]}, TypeError, "dataset of type object has no __getitem__"),
+        ({"dataset": iter([1])}, TypeError, "list_iterator has no __getitem__"),
+        (
+            {"dataset": Stream(), "num_workers": "auto"},
+            ValueError,
+            "'auto' cannot be used with an iterable-style .* sh",
+        ),
+        ({"dataset": Stream(), "retry_on": OSError}, ValueError, "retry_on is for map-style datasets"),
+        ({"transform": abs}, ValueError, "transform is for iterable-style datasets"),
+        ({"dataset": Stream(), "transform": abs, "workers": None}, ValueError, "transform needs workers"),
+        ({"dataset": Stream(), "transform": 3}, TypeError, "transform must be a function of a sample, but is 3"),
+        ({"dataset": Stream(), "transform": abs, "source_workers": 0}, ValueError, "must be at least 1, but is 0"),
+        ({"dataset": Stream(), "source_workers": 2}, ValueError, "source_workers iterate over a dataset with a transf"),
+        # How
+        ({"num_workers": "2"}, TypeError, "num_workers must be a whole number or 'auto', but is '2'"),
+        ({"num_workers": 1.5}, TypeError, "num_workers must be a whole number or 'auto', but is"),
+        ({"num_workers": None}, TypeError, "num_workers must be a whole number or 'auto', but is"),
+        ({"worker": 1}, TypeError, "unexpected keyword argument 'worker'"),
+        ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1, but is 0"),
+        ({"max_in_flight_bytes": 0}, ValueError, "max_in_flight_bytes must be at least 1, but is 0"),
+        ({"max_in_flight_bytes": "1GB"}, TypeError, "max_in_flight_bytes must be a number of bytes, but is '1GB'"),
+        ({"max_retries": 0}, ValueError, "max_retries must be at least 1, but is 0"),
+        ({"max_retries": "3"}, TypeError, "max_retries must be a number, but is '3'"),
+        ({"reconnect_timeout": -1}, ValueError, "reconnect_timeout must be a number of seconds, 0 or more, but is -1"),
+        ({"task_timeout": 0}, ValueError, "task_timeout must be a number of seconds above 0, or None, but is 0"),
+        ({"task_timeout": "5"}, TypeError, "task_timeout must be a number, but is '5'"),
+        ({"workers": None, "task_timeout": 5}, ValueError, "task_timeout and retry_on need workers"),
+        ({"workers": None, "retry_on": OSError}, ValueError, "task_timeout and retry_on need workers"),
+        ({"retry_on": "OSError"}, TypeError, "retry_on must be exception classes, but is 'OSError'"),
+        ({"retry_on": [OSError, 5]}, TypeError, "retry_on must be exception classes, but one is 5"),
+        ({"on_error": "ignore"}, ValueError, "on_error must be 'raise' or 'skip', but is 'ignore'"),
+        ({"workers": None, "on_error": "skip"}, ValueError, "on_error='skip' needs workers: give workers or num_work"),
+        ({"max_skipped": -1}, ValueError, "max_skipped must be 0 or more, but is -1"),
+        ({"device": "gpu"}, ValueError, "device='gpu' is not available"),
     ],
     ids=str,
 )
-def test_bad_values_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        RPCDataloader(Numbers(), **options)
+def test_bad_values_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        RPCDataloader(**{"dataset": Numbers(), "workers": ADDRESS, **options})
 
 
-@pytest.mark.parametrize("workers", [[("node07", 6543)], [b"node07:6543"], [None]])
-def test_workers_must_be_strings(workers):
-    with pytest.raises(TypeError, match="workers must be strings"):
-        RPCDataloader(Numbers(), workers=workers)
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "xpu"])
+def test_a_device_that_is_not_there_is_named(device):
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        pytest.skip("it may be there")
+    with pytest.raises(ValueError, match=f"device={device!r} is not available: torch"):
+        RPCDataloader(Numbers(), workers=ADDRESS, device=device)
 
 
-def test_environment_variable_is_named(monkeypatch):
+def test_environment_variable_decides_when_workers_is_left_out_and_is_named(monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_WORKERS", ADDRESS)
+    assert RPCDataloader(Numbers(), prefetch_factor=3).prefetch_factor == 3  # there are workers
+    with pytest.raises(ValueError, match="local:1"):
+        RPCDataloader(Numbers(), workers="local:1", num_workers=2)
     monkeypatch.setenv("RPCDATALOADER_WORKERS", "node07")
     with pytest.raises(ValueError, match=r"environment variable RPCDATALOADER_WORKERS: .*node07"):
         RPCDataloader(Numbers())
 
 
-def test_environment_variable_decides_when_workers_is_left_out(monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_WORKERS", ADDRESS)
-    assert RPCDataloader(Numbers(), prefetch_factor=3).prefetch_factor == 3  # there are workers
-    with pytest.raises(ValueError, match="local:1"):
-        RPCDataloader(Numbers(), workers="local:1", num_workers=2)
-
-
-def test_dataset_without_getitem_is_refused():
-    with pytest.raises(TypeError, match="dataset of type object has no __getitem__"):
-        RPCDataloader(object(), sampler=[1], workers=ADDRESS)
-
-
 # RPCDataset
 
 
-def test_workers_contradict_an_rpc_dataset():
-    with pytest.raises(ValueError, match="workers contradicts the RPCDataset"):
-        RPCDataloader(RPCDataset("inline", Numbers), workers="inline")
+@pytest.mark.parametrize(
+    ("workers", "dataset", "options", "error", "message"),
+    [
+        ("inline", None, {}, TypeError, r"dataset must be a callable .* but is a .*given to RPCDataloader directly"),
+        ("inline", Numbers(), {}, TypeError, r"must be a callable that makes the dataset, but is a Numbers; an instan"),
+        (Numbers, 10, {}, TypeError, "workers come first"),
+        (identity, ADDRESS, {}, TypeError, "workers come first"),
+        ("inline", Numbers, {"build": "Node"}, ValueError, "build must be 'node' or 'worker', but is 'Node'"),
+        ("inline", Numbers, {"build": None}, ValueError, "build must be 'node' or 'worker', but is None"),
+        ([], Numbers, {}, ValueError, "workers names"),
+        ("node07", Numbers, {}, ValueError, "node07"),
+        ([ADDRESS, ADDRESS], Numbers, {}, ValueError, "more than once"),
+        ("local:0", Numbers, {}, ValueError, "asks for no worker"),
+        ("inline", object, {}, TypeError, "object is not a dataset: define __getitem__"),
+    ],
+)
+def test_bad_values_of_an_rpc_dataset_are_named(workers, dataset, options, error, message):
+    with pytest.raises(error, match=message):
+        RPCDataset(workers, dataset, **options)
 
 
-@pytest.mark.parametrize("dataset", [Numbers(), None, 3])
-def test_rpc_dataset_wants_a_callable(dataset):
-    with pytest.raises(TypeError, match=r"dataset must be a callable .* but is a .*given to RPCDataloader directly"):
-        RPCDataset("inline", dataset)
-
-
-@pytest.mark.parametrize("make", [Numbers, identity])
-def test_rpc_dataset_without_workers_says_that_they_come_first(make):
-    with pytest.raises(TypeError, match="workers come first"):
-        RPCDataset(make, 10)
-
-
-@pytest.mark.parametrize("workers", [3, 2.5, True])
-def test_workers_must_be_a_list_or_a_string(workers):
-    with pytest.raises(TypeError, match="workers must be a string or a list of strings"):
-        RPCDataloader(Numbers(), workers=workers)
-
-
-@pytest.mark.parametrize("build", ["Node", "", None, "session"])
-def test_rpc_dataset_knows_two_ways_to_build(build):
-    with pytest.raises(ValueError, match=f"build must be 'node' or 'worker', but is {build!r}"):
-        RPCDataset("inline", Numbers, build=build)
-
-
-@pytest.mark.parametrize("workers", [[], "node07", [ADDRESS, ADDRESS], "local:0"])
-def test_rpc_dataset_refuses_malformed_workers(workers):
-    with pytest.raises(ValueError, match=r"workers names|node07|asks for no worker"):
-        RPCDataset(workers, Numbers)
-
-
-def test_what_is_built_inline_must_be_a_dataset():
-    with pytest.raises(TypeError, match="object is not a dataset: define __getitem__"):
-        RPCDataset("inline", object)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": "inline"}, "workers contradicts the RPCDataset, which has its own: leave it out"),
+        ({"env": ["X"]}, "env is too late for an RPCDataset"),
+    ],
+)
+def test_what_an_rpc_dataset_has_decided_is_no_argument_of_its_loader(options, message):
+    with pytest.raises(ValueError, match=message):
+        RPCDataloader(RPCDataset("inline", Numbers), **options)
 
 
 @pytest.mark.parametrize("use", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -315,30 +320,8 @@ def test_rpc_dataset_stays_in_its_process(use):
         use(RPCDataset("inline", Numbers))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"task_timeout": 0}, ValueError, "task_timeout must be a number of seconds above 0, or None, but is 0"),
-        ({"retry_on": "OSError"}, TypeError, "retry_on must be exception classes, but is 'OSError'"),
-        ({"retry_on": 3}, TypeError, "retry_on must be exception classes, but is 3"),
-        ({"max_in_flight_bytes": "1GB"}, TypeError, "max_in_flight_bytes must be a number of bytes, but is '1GB'"),
-        ({"retry_on": [OSError, 5]}, TypeError, "retry_on must be exception classes, but one is 5"),
-        ({"on_error": "ignore"}, ValueError, "on_error must be 'raise' or 'skip', but is 'ignore'"),
-        ({"max_skipped": -1}, ValueError, "max_skipped must be 0 or more, but is -1"),
-        (
-            {"workers": None, "on_error": "skip"},
-            ValueError,
-            "on_error='skip' needs workers: give workers or num_workers",
-        ),
-        ({"workers": None, "retry_on": OSError}, ValueError, "task_timeout and retry_on need workers"),
-        ({"workers": None, "task_timeout": 5}, ValueError, "task_timeout and retry_on need workers"),
-    ],
-)
-def test_wrong_limits_are_named(options, error, text):
-    with pytest.raises(error, match=text):
-        RPCDataloader(Numbers(), **{"workers": ADDRESS, **options})
-
-
-def test_streams_are_not_asked_again():
-    with pytest.raises(ValueError, match="retry_on is for map-style datasets"):
-        RPCDataloader(Stream(), workers=ADDRESS, retry_on=OSError)
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
+def test_malformed_connect_timeout_is_named(monkeypatch, value):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", value)
+    with pytest.raises(ValueError, match="RPCDATALOADER_CONNECT_TIMEOUT must be a number of seconds above 0"):
+        RPCDataset(ADDRESS, Numbers)

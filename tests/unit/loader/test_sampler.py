@@ -61,16 +61,6 @@ def test_other_ranks_go_on_in_the_same_order(data, size, num_replicas, shuffle, 
     assert in_turn(samplers) == in_turn(ranks(size, num_replicas, shuffle, drop_last=drop_last))
 
 
-def test_another_epoch_begins_at_its_start():
-    sampler, expected = ranks(9, 1)[0], ranks(9, 1)[0]
-    sampler.load_state_dict(sampler.state_dict(4))
-    sampler.set_epoch(0)
-    assert len(sampler) == 5
-    for each in sampler, expected:
-        each.set_epoch(1)
-    assert list(sampler) == list(expected)
-
-
 def test_state_says_where_the_next_pass_begins():
     sampler = ranks(9, 1)[0]
     sampler.load_state_dict(sampler.state_dict(4))
@@ -78,14 +68,6 @@ def test_state_says_where_the_next_pass_begins():
     list(sampler)
     assert sampler.state_dict()["start"] == 0
     assert sampler.state_dict(100)["start"] == 9
-
-
-def test_state_has_seed_and_shuffling():
-    one = ResumableDistributedSampler(range(20), 1, 0, seed=7)
-    one.set_epoch(3)
-    other = ResumableDistributedSampler(range(20), 1, 0, shuffle=False, seed=1)
-    other.load_state_dict(one.state_dict(6))
-    assert list(other) == list(one)[6:]
 
 
 def test_dataset_of_another_length_is_refused_and_changes_nothing():
