@@ -126,65 +126,6 @@ class Counted(BatchSampler):
         self.first = state["given"]
 
 
-class Walk:
-    """An iterator with a state: a walk that nobody else can repeat, and that changes its state in place."""
-
-    def __init__(self):
-        self.state = {"generator": random.Random(3).getstate(), "given": [0]}
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.state["given"][0] == 15:
-            raise StopIteration
-        self.state["given"][0] += 1
-        generator = random.Random()
-        generator.setstate(to_tuples(self.state["generator"]))
-        number = generator.randrange(SIZE)
-        self.state["generator"] = generator.getstate()
-        return number
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-def to_tuples(state):
-    return state[0], tuple(state[1]), state[2]
-
-
-class Walks:
-    def __iter__(self):
-        return Walk()
-
-
-class Epochs:
-    """Its own generator goes on from epoch to epoch."""
-
-    def __init__(self):
-        self.generator_state = to_tuples(random.Random(1).getstate())
-        self.left = None
-
-    def __iter__(self):
-        if self.left is None:
-            generator = random.Random()
-            generator.setstate(to_tuples(self.generator_state))
-            self.left = generator.sample(range(SIZE), 12)
-            self.generator_state = generator.getstate()
-        while self.left:
-            yield self.left.pop()
-        self.left = None
-
-    def state_dict(self):
-        return self.__dict__
-
-    def load_state_dict(self, state):
-        self.__dict__.update(state)
-
-
 class Buckets:
     """Batches of any size, in an order of numpy's and python's generators."""
 
@@ -233,8 +174,6 @@ SAMPLERS = {
     "list": lambda: {"batch_size": 3, "sampler": [5, 5, 2, 7, 1, 0, 9]},
     "buckets": lambda: {"batch_sampler": Buckets()},
     "counted": lambda: {"batch_sampler": Counted()},
-    "walk": lambda: {"batch_size": None, "sampler": Walks()},
-    "epochs": lambda: {"batch_size": 3, "sampler": Epochs()},
 }
 
 
@@ -270,8 +209,6 @@ def test_rest_and_next_epochs_are_the_same_bit_for_bit(address, name, data):
     assert half >= 2
     stops = st.sampled_from([half, half + 0.5]) | st.integers(1, len(expected) - 1)
     stops = sorted(data.draw(st.sets(stops, min_size=1, max_size=3)))
-    if name == "walk":
-        keep = dict  # not plain, as its own state is not
     assert_same(train(make, stops, 2, data.draw(PLACES), keep), expected)
 
 
@@ -284,17 +221,12 @@ def test_pass_of_persistent_workers_goes_on_with_others(address, where):
     assert_same(train(make, [9], 2, [True, False]), expected)
 
 
-@pytest.mark.parametrize("where", ["inline", 2])
-@pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator", "counted", "epochs"])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_finished_epoch_is_followed_by_the_next_one(address, name, persistent, where):
-    make = maker(address, SAMPLERS[name], persistent_workers=persistent)
-    expected = train(make, [], 3, ["inline"])
-    third = len(expected) // 3
-    assert_same(train(make, [third + 0.5, 2 * third + 0.5], 3, [where]), expected)
-
-
 # Iterable-style datasets
+
+
+def list_of(samples):
+    return samples
+
 
 STREAMS = {"Parts": Parts, "Drawn": Drawn, "Buffered": Buffered, "Seekable": Seekable}
 
@@ -308,26 +240,15 @@ def test_streams_go_on_where_they_were(wide_servers, kind, data):
     drop_last = batch_size is not None and data.draw(st.booleans())
 
     def make(where):
-        return RPCDataloader(
-            STREAMS[kind](sizes), batch_size, drop_last=drop_last, num_workers=len(sizes), workers=where.address,
-            collate_fn=lambda samples: samples,
-        )  # fmt: skip
+        places = {"workers": where} if where == "inline" else {"workers": where, "num_workers": len(sizes)}
+        return RPCDataloader(STREAMS[kind](sizes), batch_size, drop_last=drop_last, collate_fn=list_of, **places)
 
-    expected = train(make, [], 2, wide_servers)
+    # One stream may be this process's own.
+    where = [server.address for server in wide_servers] + ["inline"] * (len(sizes) == 1)
+    expected = train(make, [], 2, where[-1:])
     stops = st.integers(1, max(len(expected) - 1, 1)) | st.just(len(expected) // 2 + 0.5)
     stops = sorted(data.draw(st.sets(stops, max_size=2)))
-    assert_same(train(make, stops, 2, wide_servers), expected)
-
-
-@pytest.mark.parametrize("kind", STREAMS)
-def test_one_stream_goes_on_with_a_worker_and_inline(address, kind):
-    def make(where):
-        options = {"workers": "inline"} if where == "inline" else {"workers": address, "num_workers": where}
-        return RPCDataloader(STREAMS[kind]([9]), 2, collate_fn=lambda samples: samples, **options)
-
-    expected = train(make, [], 1, ["inline"])
-    for first in ["inline", 1], [1, "inline"]:
-        assert_same(train(make, [1, 3], 1, first), expected)
+    assert_same(train(make, stops, 2, where), expected)
 
 
 @pytest.mark.parametrize("kind", ["Parts", "Buffered", "Seekable"])
@@ -353,42 +274,7 @@ def test_streams_in_any_order_go_on(address):
     assert sorted(samples) == expected
 
 
-def test_streams_go_on_where_there_are_fewer_workers(address, serve):
-    sizes = [5, 5, 5, 5]
-    loader = RPCDataloader(Drawn(sizes), None, num_workers=4, workers=address)
-    expected = list(loader)
-    seed(1)
-    expected = list(loader)
-    seed(1)
-    samples = list(itertools.islice(loader, 6))
-    rest = RPCDataloader(Drawn(sizes), None, workers=serve("--num-workers", "1").address)
-    rest.load_state_dict(loader.state_dict())
-    assert_same(samples + list(rest), expected)
-
-
 # Ranks
-
-
-def test_state_of_one_rank_is_good_for_all(address):
-    def make(rank, where):
-        sampler = DistributedSampler(Numbers(SIZE), 2, rank, seed=3)
-        sampler.set_epoch(1)
-        return RPCDataloader(Augmented(), 2, sampler=sampler, partition=(rank, 2), **where)
-
-    where = {"workers": "inline"}, {"workers": address}
-    seed(2)
-    before = generators()
-    expected = []
-    for rank in range(2):
-        restore(before)
-        expected.append(list(make(rank, where[0])))
-    restore(before)
-    first = make(0, where[1])
-    list(itertools.islice(first, 3))
-    for rank in range(2):
-        rest = make(rank, where[1 - rank])
-        rest.load_state_dict(through_json(first.state_dict()))
-        assert_same(list(rest), expected[rank][3:])
 
 
 @pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
@@ -524,23 +410,6 @@ def test_error_takes_the_place_of_its_batch(address):
         assert [int(number) for number in rest] == [3, 4, 5]
 
 
-def test_state_of_the_beginning_and_of_the_end(address):
-    for where in "inline", address:
-        loader = RPCDataloader(Numbers(4), workers=where)
-        for _epoch in range(2):
-            other = RPCDataloader(Numbers(4), workers=where)
-            other.load_state_dict(through_json(loader.state_dict()))
-            assert [int(number) for number in other] == [0, 1, 2, 3]
-            assert [int(number) for number in loader] == [0, 1, 2, 3]
-        # All batches are there, but the loop has not been told that this was the end.
-        iterator = iter(loader)
-        for _ in range(4):
-            next(iterator)
-        other.load_state_dict(loader.state_dict())
-        assert list(other) == []
-        assert [int(number) for number in other] == [0, 1, 2, 3]
-
-
 def test_state_stays_as_it_was_when_the_loader_goes_on():
     fails = [False, False]
 
@@ -639,79 +508,85 @@ def test_loader_without_workers_has_no_state():
         loader.load_state_dict(saved_by(Numbers()))
 
 
+def ours(size=SIZE):
+    return ResumableDistributedSampler(range(size), 1, 0)
+
+
+def distributed(size=SIZE, num_ranks=1, **options):
+    return DistributedSampler(range(size), num_ranks, 0, **options)
+
+
 @pytest.mark.parametrize(
-    ("state", "options", "message"),
+    ("saved", "here", "message"),
     [
-        (
-            lambda: 1,
-            {},
-            "or a list of what it returned on all ranks, but is a int",
-        ),
+        # What is no state, or is of another kind of loader
+        (lambda: 1, {}, "or a list of what it returned on all ranks, but is a int"),
+        (lambda: None, {}, "must be what state_dict() returned, or a list"),
+        (lambda: [1], {}, "but is a int"),
+        (list, {}, "empty list: give the states of all ranks"),
         (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
-        (lambda: saved_by(Parts([9])), {}, "ValueError: the state is of a loader with an iterable-style dataset"),
-        (lambda: saved_by(Numbers()), {"dataset": Parts([9])}, "ValueError: the state is of a loader with a map-style"),
-        (lambda: saved_by(Numbers(), generator=own()), {}, "draw from 1 generators of their own, but here there are 0"),
+        (lambda: {"version": 1}, {}, "its version is 1, not 2"),
+        ({"dataset": Parts([9])}, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
+        ({}, {"dataset": Parts([9])}, "ValueError: the state is of a loader with a map-style"),
+        # Of other samplers
+        ({"generator": own()}, {}, "draw from 1 generators of their own, but here there are 0"),
         (
-            lambda: saved_by(Numbers(), sampler=ResumableDistributedSampler(range(20), 1, 0)),
+            {"sampler": ours()},
             {},
-            "of BatchSampler over ResumableDistributedSampler on rank 0 of 1, and here is BatchSampler over Sequ",
+            "BatchSampler over ResumableDistributedSampler on rank 0 of 1, and here",
         ),
         (
-            lambda: saved_by(Numbers()),
-            {"sampler": ResumableDistributedSampler(range(20), 1, 0)},
-            "of BatchSampler over SequentialSampler on rank 0 of 1, and here is BatchSampler over ResumableDist",
-        ),
-        (
-            lambda: saved_by(Numbers(), sampler=ResumableDistributedSampler(range(20), 1, 0)),
-            {"sampler": ResumableDistributedSampler(range(19), 1, 0)},
-            "ValueError: this state belongs to a dataset of 20 samples, but there are 19 now",
-        ),
-        (
-            lambda: saved_by(Numbers(), batch_sampler=Counted()),
             {},
-            "epoch of Counted over range on rank 0 of 1, and here is Bat",
+            {"sampler": ours()},
+            "of BatchSampler over SequentialSampler on rank 0 of 1, and here is Batch",
+        ),
+        ({"batch_sampler": Counted()}, {}, "epoch of Counted over range on rank 0 of 1, and here is Bat"),
+        # Of other values
+        (
+            {"sampler": ours()},
+            {"sampler": ours(19)},
+            "ValueError: this state belongs to a dataset of 20 samples, but",
+        ),
+        ({"stop": 9}, {"dataset": Numbers(5)}, "epoch of SequentialSampler(length=20), and here is"),
+        ({"batch_size": 3}, {"batch_size": 4}, "BatchSampler(batch_size=4): go on with the same batch size"),
+        ({"sampler": distributed(seed=1)}, {"sampler": distributed(seed=2)}, "go on with the same seed"),
+        ({"sampler": distributed()}, {"sampler": distributed(shuffle=False)}, "go on with the same shuffle"),
+        ({"sampler": distributed(20, 4)}, {"sampler": distributed(19, 4)}, "go on with the same length"),
+        (
+            {"sampler": RandomSampler(range(20), True, 20)},
+            {"sampler": RandomSampler(range(20), False, 20)},
+            "go on with the same replacement",
         ),
         (
-            lambda: saved_by(Numbers(), stop=9),
-            {"dataset": Numbers(5)},
-            "epoch of SequentialSampler(length=20), and here is",
+            {"sampler": WeightedRandomSampler([1, 2], 9)},
+            {"sampler": WeightedRandomSampler([1, 2], 8)},
+            "go on with the same num samples",
         ),
         (
-            lambda: saved_by(Numbers(), batch_sampler=[[1], [2]] * 2),
-            {"batch_sampler": [[1]]},
-            "list(length=4), and here",
+            {"sampler": SubsetRandomSampler(range(9))},
+            {"sampler": SubsetRandomSampler(range(8))},
+            "go on with the same length",
         ),
+        # Of samplers that say nothing about themselves
+        ({"batch_sampler": [[1], [2]] * 2}, {"batch_sampler": [[1]]}, "list(length=4), and here"),
+        ({"batch_sampler": Given([[0]] * 9)}, {"batch_sampler": Given([[0]])}, "sampler has only 1 now"),
         (
-            lambda: saved_by(Numbers(), batch_sampler=Given([[0]] * 9)),
-            {"batch_sampler": Given([[0]])},
-            "sampler has only 1 now",
-        ),
-        (
-            lambda: saved_by(Numbers(), None, sampler=Given([0] * 9)),
+            {"batch_size": None, "sampler": Given([0] * 9)},
             {"batch_size": None, "sampler": Given([0])},
             "only 1 now",
         ),
+        ({"sampler": Given([0] * 9), "stop": 3}, {"sampler": Given([0])}, "had delivered 3 batches, but th"),
         (
-            lambda: saved_by(Numbers(), sampler=Given([0] * 9), stop=3),
-            {"sampler": Given([0])},
-            "had delivered 3 batches, but th",
-        ),
-        (
-            lambda: saved_by(Numbers(), batch_sampler=Given([[0]] * 9)),
+            {"batch_sampler": Given([[0]] * 9)},
             {"batch_sampler": Given([[0, 1]] * 9)},
             "had delivered 2 samples in 2 batches, but the sampler gives 4 in as many now",
         ),
-        (
-            lambda: saved_by(Numbers(), 3),
-            {"batch_size": 4},
-            "BatchSampler(batch_size=3), and here is BatchSampler(batch_size=4): go on with the same batch size",
-        ),
     ],
 )
-def test_state_that_does_not_fit_is_refused(address, state, options, message):
-    state = state()
+def test_state_that_does_not_fit_is_refused(address, saved, here, message):
+    state = saved_by(**{"dataset": Numbers(), **saved}) if isinstance(saved, dict) else saved()
     for where in "inline", address:
-        loader = RPCDataloader(**{"dataset": Numbers(), **options}, workers=where)
+        loader = RPCDataloader(**{"dataset": Numbers(), **here}, workers=where)
         with pytest.raises((TypeError, ValueError)) as caught:
             load_and_begin(loader, state)
         assert message in f"{caught.type.__name__}: {caught.value}"

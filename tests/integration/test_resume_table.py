@@ -19,7 +19,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -263,40 +262,6 @@ def test_ranks_that_are_not_in_step_need_their_own_states(kind):
 # Values
 
 
-VALUES = [
-    (
-        lambda: DistributedSampler(Numbers(20), 1, 0, seed=1),
-        lambda: DistributedSampler(Numbers(20), 1, 0, seed=2),
-        "seed",
-    ),
-    (
-        lambda: DistributedSampler(Numbers(20), 1, 0),
-        lambda: DistributedSampler(Numbers(20), 1, 0, shuffle=False),
-        "shuffle",
-    ),
-    (lambda: DistributedSampler(Numbers(20), 4, 0), lambda: DistributedSampler(Numbers(19), 4, 0), "length"),
-    (lambda: RandomSampler(range(20), num_samples=20), lambda: RandomSampler(range(19), num_samples=20), "length"),
-    (lambda: RandomSampler(range(20), True, 20), lambda: RandomSampler(range(20), False, 20), "replacement"),
-    (lambda: WeightedRandomSampler([1, 2], 9), lambda: WeightedRandomSampler([1, 2], 8), "num samples"),
-    (lambda: SubsetRandomSampler(range(9)), lambda: SubsetRandomSampler(range(8)), "length"),
-]
-
-
-@pytest.mark.parametrize(("before", "after", "name"), VALUES, ids=[name for _before, _after, name in VALUES])
-def test_sampler_that_draws_another_order_is_refused(before, after, name):
-    loader = RPCDataloader(Numbers(20), sampler=before(), workers="inline")
-    next(iter(loader))
-    other = RPCDataloader(Numbers(20), sampler=after(), workers="inline")
-    with pytest.raises(ValueError, match=f"go on with the same .*{name}"):
-        other.load_state_dict(loader.state_dict())
-
-
-def test_state_of_an_earlier_version_is_refused():
-    loader = RPCDataloader(Numbers(20), workers="inline")
-    with pytest.raises(ValueError, match="its version is 1, not 2"):
-        loader.load_state_dict({"version": 1})
-
-
 # Epochs
 
 
@@ -352,61 +317,6 @@ class Split(IterableDataset):
         worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         return iter(range(rank * num_workers + worker_id, SIZE, world_size * num_workers))
-
-
-class Place(Split):
-    """With a state."""
-
-    def __init__(self):
-        self.given = 0
-
-    def __iter__(self):
-        first, self.given = self.given, 0
-        for number in itertools.islice(super().__iter__(), first, None):
-            self.given += 1
-            yield number
-
-    def state_dict(self):
-        return {"given": self.given}
-
-    def load_state_dict(self, state):
-        self.given = state["given"]
-
-
-STREAM_JOBS = list(itertools.product((1, 2, 4), (2, 4)))
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("kind", [Split, Place])
-def test_streams_go_on_on_their_rank_of_as_many(kind, explicit, monkeypatch):
-    def load(rank, world_size, batch_size):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        return RPCDataloader(kind(), batch_size, workers="inline", partition=(0, 1) if explicit else "auto")
-
-    for ranks, batch_size in STREAM_JOBS:
-        seen, states = [], []
-        for rank in range(ranks):
-            loader = load(rank, ranks, batch_size)
-            seen += numbers_in(itertools.islice(loader, 2))
-            states.append(loader.state_dict())
-        for other_ranks, other_batch_size in STREAM_JOBS:
-            rest = []
-            for rank in range(other_ranks):
-                loader = load(rank, other_ranks, other_batch_size)
-                if ranks != other_ranks:
-                    with pytest.raises(
-                        ValueError, match=f"rank 0 of {ranks}.* rank {rank} of {other_ranks}.*as before, {ranks}"
-                    ):
-                        loader.load_state_dict(states[0])
-                    continue
-                loader.load_state_dict(states[rank - 1])
-                if ranks > 1:
-                    with pytest.raises(ValueError, match=r"each rank has streams of its own, so save a state on each"):
-                        iter(loader)
-                loader.load_state_dict(states[rank])
-                rest += numbers_in(loader)
-            assert ranks != other_ranks or Counter(seen + rest) == NUMBERS
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
