@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-import threading
 import time
 
 import pytest
@@ -17,13 +16,12 @@ import torch
 from rpcdataloader import Diagnosis, RPCDataloader
 from rpcdataloader.client import client
 from rpcdataloader.client.asking import ask_all
-from rpcdataloader.client.client import close_client, get_client
+from rpcdataloader.client.client import close_client
 from rpcdataloader.diagnosis.words import WORDS
 from rpcdataloader.host.resources import available_cpus
-from rpcdataloader.loader import driver, telling
 from rpcdataloader.wire.address import Address
-from tests.conftest import TIMEOUT_SCALE, wait_until
-from tests.integration.causes import Causes, init_slowly
+from tests.conftest import wait_until
+from tests.integration.causes import Causes
 from tests.integration.network import why_not
 from tests.integration.origins import run_ranks
 from tests.integration.waits import CAUSES, POOLS, Cause, run, take_advice
@@ -49,69 +47,12 @@ def test_most_bounds_have_a_cause():
     assert {name.split()[0] for name in WORDS} - named == {"unclear"}
 
 
-# One line of each pass that waits
-
-
-@pytest.fixture
-def told(caplog):
-    """The lines so far, once all iterators without references are closed."""
-    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
-
-    def told() -> list[str]:
-        is_closed = threading.Event()
-        get_client().janitor.leave(is_closed.set)
-        assert is_closed.wait(10 * TIMEOUT_SCALE)
-        return [text for record in caplog.records if "batches: step " in (text := record.getMessage())]
-
-    return told
-
-
 def make_waiting_loader(servers, length: int = 10_000, stall: float = 0.01, **options) -> RPCDataloader:
     dataset = torch.utils.data.Subset(Causes(stall=stall), range(length))
     return RPCDataloader(dataset, None, num_workers=1, workers=[servers[0].address], **options)
 
 
-def leave_by_islice(loader: RPCDataloader) -> None:
-    assert len(list(itertools.islice(loader, 20))) == 20
-
-
-def test_pass_of_workers_that_stay_is_told_when_the_next_begins(wide_servers, told):
-    loader = make_waiting_loader(wide_servers, 20, persistent_workers=True)
-    leave_by_islice(loader)
-    assert told() == []
-    assert len(list(loader)) == 20
-    assert len(told()) == 2
-    iter(loader)
-    assert len(told()) == 2
-
-
-def test_error_of_a_diagnosis_ends_no_training_and_is_logged_once(wide_servers, told, caplog, monkeypatch):
-    def fail(_records):
-        raise OverflowError("a bug")
-
-    monkeypatch.setattr(driver, "diagnose", fail)
-    monkeypatch.setattr(telling, "_failures", itertools.count())
-    loader = make_waiting_loader(wide_servers, 20)
-    for _ in range(2):
-        assert len(list(loader)) == 20
-    assert told() == []
-    (record,) = [record for record in caplog.records if "cannot say why the loop has waited" in record.getMessage()]
-    assert record.levelno == logging.WARNING
-    assert "a bug" in str(record.exc_info)
-
-
-def test_pass_that_waits_for_its_first_batch_is_told(wide_servers, told):
-    loader = RPCDataloader(
-        torch.utils.data.Subset(Causes(), range(30)), None, num_workers=2, workers=[wide_servers[0].address],
-        prefetch_factor=4, worker_init_fn=init_slowly,
-    )  # fmt: skip
-    for _ in loader:
-        time.sleep(0.02)
-    (line,) = told()
-    assert "in worker_init_fn: persistent_workers=True calls it once." in line
-
-
-# What else the loader tells
+# One line of each pass that waits
 
 
 def test_pass_that_waits_is_told_in_one_line_when_it_ends(wide_servers, caplog, monkeypatch):
@@ -166,7 +107,7 @@ def test_diagnosis_may_be_asked_for_by_a_signal_handler_at_any_time(wide_servers
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "inline"}], ids=str)
-def test_loader_without_workers_says_how_many_would_end_the_wait(options, told):
+def test_loader_without_workers_says_how_many_would_end_the_wait(options):
     loader = RPCDataloader(torch.utils.data.Subset(Causes(stall=0.05), range(12)), **options)
     assert loader.diagnosis().bound == "unclear"
     for _ in loader:
@@ -179,35 +120,6 @@ def test_loader_without_workers_says_how_many_would_end_the_wait(options, told):
     least, likely, most = diagnosis.more_workers
     assert least == math.ceil(needed) <= likely == math.ceil(1.1 * needed) <= most
     assert "This process loads each batch itself, in " in diagnosis.text
-    assert told() == [f"Subset, 12 batches: {diagnosis.text}"]
-
-
-# What was seen wrong before
-
-
-@pytest.mark.timeout(180)
-def test_large_batches_over_a_unix_socket_are_no_matter_of_a_network():
-    loader = RPCDataloader(Causes(size=6_250_000), None, workers="local:2", persistent_workers=True)
-    next(iter(loader))
-    for _ in itertools.islice(loader, 40):
-        pass
-    diagnosis = loader.diagnosis()
-    assert diagnosis.bound != "network", diagnosis
-    assert "network" not in diagnosis.capacities
-    assert "use larger batches" not in diagnosis.text
-
-
-@pytest.mark.timeout(180)
-def test_computing_workers_on_busy_cpus_need_other_cpus():
-    num_cpus = len(os.sched_getaffinity(0))
-    dataset = Causes(cpu=0.02)
-    loader = RPCDataloader(dataset, None, workers=f"local:{num_cpus}", persistent_workers=True)
-    next(iter(loader))
-    for _ in itertools.islice(loader, 40 * num_cpus):
-        time.sleep(0.002 / num_cpus)
-    diagnosis = loader.diagnosis()
-    assert diagnosis.bound == "workers", diagnosis
-    assert diagnosis.more_workers is None or "on other CPUs" in diagnosis.text, diagnosis
 
 
 def test_cpus_of_a_machine_with_several_addresses_count_once(wide_servers):
@@ -217,19 +129,6 @@ def test_cpus_of_a_machine_with_several_addresses_count_once(wide_servers):
     loader = RPCDataloader(dataset, None, num_workers=2, workers=addresses)
     assert len(list(loader)) == 200
     assert loader.diagnosis().metrics()["cpus"] == available_cpus()
-
-
-# When a pass starts
-
-
-def test_pass_without_a_batch_says_what_it_waits_for(wide_servers):
-    loader = RPCDataloader(Causes(), None, num_workers=1, workers=[wide_servers[0].address], worker_init_fn=init_slowly)
-    iter_of_loader = iter(loader)
-    diagnosis = loader.diagnosis()
-    assert diagnosis.bound == "unclear"
-    assert diagnosis.text.startswith("No batch after ")
-    assert "waiting for " in diagnosis.text
-    next(iter_of_loader)
 
 
 # Other ranks are silent, and short waits are no warning

@@ -1,22 +1,31 @@
-"""Node servers that join and leave in the middle of an epoch."""
+"""Node servers that are not there yet, join, and leave in the middle of an epoch."""
 
 from __future__ import annotations
 
+import re
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.conftest import wait_until
+from rpcdataloader.errors import AuthenticationError, RemoteProtocolError
+from tests.conftest import AT_ONCE, wait_until
+from tests.integration.clocks import shorten
 from tests.integration.crew import wait_for_crew
-from tests.integration.datasets import FieldStream
-from tests.integration.test_recovery import Hosted, loader_of, samples_of, take
+from tests.integration.datasets import Hosted
+from tests.integration.test_recovery import take
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch, clean_client):  # noqa: ARG001  # ends after
+    shorten(monkeypatch, "patience", "register")
 
 
 @pytest.fixture
-def register(serve, tmp_path, monkeypatch):
-    """Start a server that registers; clients look for those more often than usual."""
-    monkeypatch.setattr("rpcdataloader.wire.register.Register.pause", 0.05)
+def register(serve, tmp_path):
+    """Start a server that registers."""
     directory = str(tmp_path / "register")
 
     def start(*options):
@@ -24,6 +33,24 @@ def register(serve, tmp_path, monkeypatch):
 
     start.workers = f"@{directory}"
     return start
+
+
+@pytest.fixture
+def first(serve):
+    return serve("--num-workers", "2")
+
+
+@pytest.fixture
+def absent(tmp_path):
+    """An address at which a server may come."""
+    return f"unix:{tmp_path}/socket"
+
+
+def told(caplog, absent):
+    return [text for text in caplog.messages if f"going on without {absent}" in text]
+
+
+# Servers that register
 
 
 def test_servers_that_register_in_an_epoch_get_work_and_those_that_drain_lose_nothing(register):
@@ -44,18 +71,6 @@ def test_servers_that_register_in_an_epoch_get_work_and_those_that_drain_lose_no
     assert take(iterator, 400) == ([*range(220, 400)], {second.pid, third.pid})
 
 
-def test_next_epoch_begins_with_what_is_registered_then(register):
-    first = register()
-    loader = RPCDataloader(RPCDataset(register.workers, Hosted, 100))
-    assert take(iter(loader), 100)[1] == {first.pid}
-    second = register()
-    first.signal(signal.SIGKILL)
-    first.wait()
-    indices, pids = take(iter(loader), 100)
-    assert indices == [*range(100)]
-    assert pids == {second.pid}
-
-
 def test_each_rank_gets_its_share_of_a_server_that_joins(register):
     register()
     dataset = RPCDataset(register.workers, Hosted, 300)
@@ -66,18 +81,6 @@ def test_each_rank_gets_its_share_of_a_server_that_joins(register):
     for iterator in iterators:
         wait_for_crew(iterator, 2)
         assert take(iterator, 300)[0] == [*range(300)]
-
-
-def test_streams_of_a_server_that_leaves_go_on_elsewhere(register):
-    first = register()
-    undisturbed = [samples_of(batch) for batch in loader_of(FieldStream(), register.workers, num_workers=2)]
-    batches = []
-    for number, batch in enumerate(loader_of(FieldStream(), register.workers, num_workers=2)):
-        batches.append(samples_of(batch))
-        if number == 3:
-            register()
-            first.signal(signal.SIGTERM)
-    assert batches == undisturbed
 
 
 def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, register):
@@ -102,13 +105,72 @@ def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, re
     assert take(iterator, 400) == ([*range(400)], left - {first.pid})
 
 
-def test_named_server_of_a_mixture_joins_when_it_comes(serve, register, monkeypatch):
-    monkeypatch.setattr("rpcdataloader.loader.placement.PATIENCE", 0.1)
-    there = register()
-    gone = serve("--num-workers", "1")
-    gone.stop()
-    iterator = iter(RPCDataloader(Hosted(300), workers=f"{gone.address},{register.workers}"))
-    wait_for_crew(iterator, 2)
-    named = serve("--num-workers", "1", "--port", gone.address.rpartition(":")[2])
-    wait_for_crew(iterator, 3)
-    assert take(iterator, 300) == ([*range(300)], {there.pid, named.pid})
+# Servers that have names, and are not there
+
+
+def test_pass_begins_with_those_that_are_there_and_is_joined_by_the_other(serve, first, absent, caplog):
+    loader = RPCDataloader(RPCDataset([absent, first.address], Hosted, 400))
+    iterator = iter(loader)
+    assert take(iterator, 50) == ([*range(50)], {first.pid})
+    second = serve("--num-workers", "3", "--host", absent)
+    wait_for_crew(iterator, 5)
+    assert take(iterator, 150) == ([*range(50, 200)], {first.pid, second.pid})
+    assert len(told(caplog, absent)) == 1
+    # From then on it is one of them.
+    iterator = iter(loader)
+    wait_for_crew(iterator, 5)
+    assert take(iterator, 400) == ([*range(400)], {first.pid, second.pid})
+
+
+def test_it_is_waited_for_once(first, absent, caplog):
+    workers = [first.address, absent]
+    for number in range(3):
+        began = time.monotonic()
+        loader = RPCDataloader(Hosted(10), workers=workers)
+        assert take(iter(loader), 10) == ([*range(10)], {first.pid})
+        assert number == 0 or time.monotonic() - began < AT_ONCE
+    assert len(told(caplog, absent)) == 1
+
+
+@pytest.mark.parametrize("use", ["dataset", "loader", "register"])
+def test_enough_workers_are_waited_for(serve, register, first, absent, caplog, use):
+    servers, workers = [first], [first.address, absent]
+    if use == "register":
+        servers, workers = [register()], register.workers
+
+    def begin():
+        if use == "dataset":
+            return iter(RPCDataloader(RPCDataset(workers, Hosted, 200, min_workers=4)))
+        return iter(RPCDataloader(Hosted(200), workers=workers, min_workers=4))
+
+    with ThreadPoolExecutor(1) as thread:
+        iterator = thread.submit(begin)
+        # Another one comes before or after it was found that the first one has too few.
+        servers.append(register() if use == "register" else serve("--num-workers", "2", "--host", absent))
+        iterator = iterator.result()
+    wait_for_crew(iterator, 4)
+    assert take(iterator, 200) == ([*range(200)], {server.pid for server in servers})
+    assert told(caplog, absent) == []
+
+
+def test_server_that_refuses_this_client_is_an_error_and_not_missing(serve, first, tmp_path):
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("another secret of sixteen characters")
+    other = serve("--token-file", str(token))
+    with pytest.raises(AuthenticationError, match=other.address):
+        iter(RPCDataloader(Hosted(10), workers=[first.address, other.address]))
+
+
+def test_server_of_another_python_is_left_out_with_a_warning(serve, first, caplog):
+    other = serve(before="import platform; platform.python_version = lambda: '3.9.1'")
+    loader = RPCDataloader(Hosted(10), workers=[other.address, first.address])
+    for _epoch in range(2):
+        assert take(iter(loader), 10) == ([*range(10)], {first.pid})
+    [text] = [text for text in caplog.messages if "going on without" in text]
+    assert re.search(
+        f"going on without {other.address}: the node server .* runs CPython 3.9, .*; use the same minor", text
+    )
+    assert not [text for text in caplog.messages if "is no longer used" in text]
+    with pytest.raises(RemoteProtocolError, match=r"runs CPython 3\.9"):
+        iter(RPCDataloader(Hosted(10), workers=other.address))

@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
-from tests.conftest import wait_until
 from tests.integration import tasks
 from tests.integration.datasets import Fields, FieldStream, StatefulFieldStream
 from tests.integration.quick import quick_server
@@ -104,56 +103,6 @@ def test_worker_that_serves_calls_does_not_retire(serve):
     pids = {rpc_async(server.address, tasks.whereabouts).wait() for _ in range(5)}
     assert len(pids) == 1
     assert rpc_async(server.address, len, (held,)).wait() == 2
-
-
-ONE_RETIRES_AND_ITS_PLACE_IS_TAKEN = """
-from rpcdataloader.server import clients, worker
-busy, numbers = clients.Clients._busy, iter(range(1000))
-def busy_for_others(self, session):
-    return "taken by somebody else" if next(numbers) in (2, 3, 4) else busy(self, session)
-clients.Clients._busy = busy_for_others
-count_task = worker.Worker._count_task
-def count_first(self):
-    if self._where.startswith("worker 1 "):
-        count_task(self)
-worker.Worker._count_task = count_first
-"""
-
-
-def test_place_that_somebody_else_has_taken_is_waited_for(serve, shared_server, caplog):
-    """Also while others are at work: a stream could not go on without it."""
-    server = serve("--num-workers", "2", "--max-tasks-per-worker", "4", before=ONE_RETIRES_AND_ITS_PLACE_IS_TAKEN)
-    undisturbed = [batch[0].tolist() for batch in loader_of(FieldStream(18, 3), shared_server.address)]
-    assert [batch[0].tolist() for batch in loader_of(FieldStream(18, 3), server.address)] == undisturbed
-    assert "gets no further worker: taken by somebody else" in server.log
-    busy = f"waiting for {server.address}, which is busy: taken by somebody else"
-    assert {message.partition(";")[0] for message in caplog.messages} == {busy}
-
-
-ENDS_ARE_NOTICED_WHEN_THE_NEXT_WORKER_WAS_REFUSED = """
-from rpcdataloader.server import session
-on_worker_end = session.Session._on_worker_end
-def notice_late(self, worker):
-    if any(each.number > worker.number for each in self._workers.values()):
-        on_worker_end(self, worker)
-session.Session._on_worker_end = notice_late
-"""
-
-
-class Numbers(Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return index
-
-
-def test_place_that_a_retired_worker_is_about_to_leave_is_waited_for_in_silence(serve, caplog):
-    options = ["--num-workers", "1", "--max-connections", "1", "--max-tasks-per-worker", "4"]
-    server = serve(*options, before=ENDS_ARE_NOTICED_WHEN_THE_NEXT_WORKER_WAS_REFUSED)
-    assert [int(batch) for batch in RPCDataloader(Numbers(), num_workers=1, workers=server.address)] == [*range(12)]
-    wait_until(lambda: "gets no further worker" in server.log)
-    assert caplog.messages == []
 
 
 @pytest.mark.usefixtures("impatient")  # what is asked for after the end waits for another server in its place
