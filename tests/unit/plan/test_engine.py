@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from rpcdataloader.errors import ConnectError, ConnectionLostError
-from rpcdataloader.plan.actions import Action, Close, Load, Open, PlanOptions, ReportWait, Say, Seek
+from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.plan.actions import Action, Open, PlanOptions, ReportWait, Say
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN, Engine
 
@@ -43,103 +41,6 @@ def of(kind: type, actions: list[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def test_a_worker_is_closed_once_though_its_answer_comes_twice():
-    engine = start(["a", "b"])
-    engine.act(0.0)
-    begin(engine, 1, 2)
-    fill(engine)
-    engine.act(0.0)
-    engine.remove_nodes(["a"])
-    for number in (0, 2):
-        engine.answered(1, number, size_bytes=1, task_seconds=1.0, now=1.0)
-    assert of(Close, engine.act(1.0)) == [Close(1)]
-    engine.answered(1, 2, size_bytes=1, task_seconds=1.0, now=1.0)
-    engine.remove_nodes(["a"])
-    assert of(Close, engine.act(1.0)) == []
-
-
-def test_a_worker_that_was_closed_before_it_came_gets_nothing():
-    engine = start(["a", "b"])
-    engine.act(0.0)
-    fill(engine)
-    engine.remove_nodes(["a"])
-    assert of(Close, engine.act(0.0)) == [Close(1)]
-    engine.worker_ready(1, 0.0)
-    assert engine.act(0.0) == []
-
-
-def test_a_worker_that_leaves_and_cannot_begin_gives_its_tasks_back():
-    engine = start(["a", "b"])
-    engine.act(0.0)
-    engine.worker_ready(1, 0.0)
-    begin(engine, 2)
-    fill(engine)
-    engine.act(0.0)
-    engine.remove_nodes(["a"])
-    engine.act(0.0)
-    engine.worker_failed(1, ValueError("no such file"))
-    assert of(Close, engine.act(1.0)) == [Close(1)]
-    # It still answers its requests: that it has begun nothing.
-    assert engine.answered(1, 0, size_bytes=0, task_seconds=None, now=1.0, answer="not begun") is None
-    assert engine.deliver() is None
-
-
-def test_a_stream_whose_worker_is_sent_away_waits_for_the_next_worker():
-    engine = start(["a"], ["b"], is_iterable=True)
-    engine.act(0.0)
-    begin(engine, 1)
-    fill(engine)
-    assert len(of(Load, engine.act(0.0))) == 2
-    engine.remove_nodes(["a"])
-    assert of(Close, engine.act(0.0)) == [Close(1)]
-    assert not engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=0.0)
-    assert of(Load, engine.act(0.0)) == []
-    engine.worker_lost(1, died())
-    engine.crew.node_up("b", 1)
-    assert of(Open, engine.act(1.0)) == [Open(2, 0, "b", False)]
-    begin(engine, 2)
-    assert [action.number for action in engine.act(1.0)] == [0, 1]
-
-
-@pytest.mark.parametrize("is_iterable", [False, True])
-def test_a_draining_worker_that_hangs_in_the_last_epoch_is_ended_and_replaced(is_iterable):
-    engine = start(["a"], is_iterable=is_iterable, task_timeout=10.0)
-    engine.act(0.0)
-    begin(engine, 1)
-    fill(engine)
-    engine.act(0.0)
-    engine.worker_draining(1)
-    engine.begin_epoch(1.0)
-    assert of(Close, engine.act(1.0)) == [Close(1)]
-    engine.worker_lost(1, Loss(DIED, node_is_up=True, has_retired=True))
-    assert of(Open, engine.act(1.0)) == [Open(2, 0, "a", True)]
-
-
-def test_a_worker_that_was_sent_away_fills_no_place_when_its_node_answers():
-    engine = start(["a", "a"], ["b"], is_iterable=True, connect_timeout=10.0)
-    engine.act(0.0)
-    engine.tick(10.0)
-    engine.act(10.0)
-    engine.crew.node_up("b", 1)
-    assert of(Open, engine.act(10.0)) == [Open(3, 0, "b", False), Open(4, 1, "b", False)]
-    begin(engine, 3)  # worker 1, of the same stream, is late
-    assert of(Close, engine.act(11.0)) == [Close(1)]
-    begin(engine, 2)
-    engine.act(11.0)
-    engine.worker_lost(3, died())
-    assert [(action.place, action.node) for action in of(Open, engine.act(12.0))] == [(0, "a")]
-
-
-def test_an_epoch_begins_while_the_worker_of_a_stream_is_sent_away():
-    engine = start(["a"], ["b"], is_iterable=True)
-    engine.act(0.0)
-    begin(engine, 1)
-    engine.remove_nodes(["a"])
-    engine.begin_epoch(1.0)
-    engine.worker_lost(1, died())
-    assert of(Seek, engine.act(1.0)) == [Seek("b", 0.1)]
-
-
 def test_a_pass_ends_where_the_workers_of_a_stream_die_before_they_answer():
     engine = start(["a"], is_iterable=True, max_retries=2)
     for worker in (1, 2, 3):
@@ -150,46 +51,6 @@ def test_a_pass_ends_where_the_workers_of_a_stream_die_before_they_answer():
     assert engine.due(0.0) == 0.0
     engine.tick(0.0)
     assert engine.failure is DIED
-
-
-def test_a_stand_in_counts_when_the_worker_at_home_does_not_come():
-    engine = start(["a"], ["b"])
-    engine.act(0.0)
-    engine.worker_lost(1, Loss(DIED, node_is_up=False))
-    engine.act(0.0)
-    engine.crew.node_up("b", 1)
-    assert of(Open, engine.act(0.0)) == [Open(2, 0, "b", False)]
-    begin(engine, 2)
-    engine.crew.node_up("a", 2)
-    assert of(Open, engine.act(0.0)) == [Open(3, 0, "a", False)]
-    engine.worker_lost(3, Loss(DIED, node_is_up=False, came=False))
-    assert of(Open, engine.act(0.0)) == []
-
-
-def test_a_pass_goes_on_where_the_worker_of_an_ended_stream_is_sent_away():
-    engine = start(["a", "b"], is_iterable=True)
-    engine.act(0.0)
-    begin(engine, 1, 2)
-    fill(engine)
-    engine.act(0.0)
-    engine.stream_ended(1, 0, 0.0)
-    engine.remove_nodes(["a"])
-    engine.worker_lost(1, died())
-    engine.act(0.0)
-    assert engine.due(0.0) == math.inf
-
-
-def test_a_stream_that_has_ended_needs_no_worker_when_its_node_is_added_again():
-    engine = start(["a", "b"], is_iterable=True)
-    engine.act(0.0)
-    begin(engine, 1, 2)
-    fill(engine)
-    engine.act(0.0)
-    engine.stream_ended(1, 0, 0.0)
-    engine.worker_lost(1, died())
-    engine.crew.add_nodes(["a"])
-    assert of(Open, engine.act(0.0)) == []
-    assert engine.due(0.0) == math.inf
 
 
 def test_the_time_without_workers_begins_anew_when_a_worker_was_there_though_the_consumer_has_not_looked():
@@ -203,27 +64,6 @@ def test_the_time_without_workers_begins_anew_when_a_worker_was_there_though_the
     engine.worker_lost(2, Loss(DIED, node_is_up=False))
     engine.act(9.5)
     assert engine.due(9.5) == 19.5
-
-
-def test_a_node_that_was_removed_while_it_was_connected_to_is_not_taken_in():
-    engine = start(["a"])
-    engine.act(0.0)
-    engine.crew.add_nodes(["b"])
-    engine.remove_nodes(["b"])
-    engine.act(0.0)
-    engine.crew.node_up("b", 1, 4)
-    engine.worker_lost(1, Loss(DIED, node_is_up=False))
-    assert of(Open, engine.act(0.0)) == []
-
-
-def test_a_node_that_was_foreign_when_it_joined_may_join_later():
-    engine = start(["a"])
-    engine.crew.add_nodes(["b"])
-    engine.crew.node_failed("b", DIED, is_foreign=True)
-    engine.crew.add_nodes(["b"])
-    engine.act(0.0)
-    engine.crew.node_up("b", 1, 2)
-    assert [action.node for action in of(Open, engine.act(0.0))] == ["b", "b"]
 
 
 @pytest.mark.parametrize("is_iterable", [False, True])
@@ -266,58 +106,6 @@ def test_a_long_wait_is_reported_and_reported_again():
     engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=later)
     assert engine.deliver() is not None
     assert engine.due(later) > later + REPORT_AGAIN  # a second copy, perhaps
-
-
-def test_a_worker_that_does_not_come_is_asked_for_elsewhere_and_the_first_that_comes_is_used():
-    engine = start(["a"], ["b"], is_iterable=True, connect_timeout=10.0)
-    fill(engine)
-    engine.act(0.0)
-    assert engine.due(0.0) == 10.0
-    engine.tick(10.0)
-    assert of(Seek, engine.act(10.0)) == [Seek("b", 0.1)]
-    engine.crew.node_up("b", 1)
-    assert of(Open, engine.act(11.0)) == [Open(2, 0, "b", False)]
-    engine.worker_ready(2, 12.0)
-    actions = engine.act(12.0)
-    assert of(Close, actions) == [Close(1)]
-    assert [load.worker for load in of(Load, actions)] == [2, 2]
-
-
-def late(node: str) -> Loss:
-    return Loss(ConnectError(f"{node} accepts connections, and answers nothing"), node_is_up=True, came=False)
-
-
-def test_two_nodes_that_do_not_answer_are_not_asked_in_turns_while_another_could_help():
-    """Node servers that are stopped, while their sessions answer: each seemed back when its worker was lost."""
-    engine = start(["a", "b"], ["c"], is_iterable=True, connect_timeout=10.0)
-    engine.act(0.0)
-    begin(engine, 1)
-    engine.tick(10.0)
-    assert of(Open, engine.act(10.0)) == [Open(3, 1, "a", False)]
-    engine.worker_lost(2, late("b"))
-    engine.worker_lost(1, Loss(DIED, node_is_up=True))
-    engine.crew.node_up("b", 1)
-    assert of(Open, engine.act(10.0)) == [Open(4, 0, "a", False)]
-    engine.tick(20.0)
-    actions = engine.act(20.0)
-    assert of(Open, actions) == []
-    assert of(Seek, actions) == [Seek("c", 0.1)]
-    engine.crew.node_up("c", 1)
-    assert {action.node for action in of(Open, engine.act(20.0))} == {"c"}
-
-
-def test_a_home_that_does_not_answer_is_asked_again_while_others_work():
-    engine = start(["a", "b"], connect_timeout=10.0)
-    engine.act(0.0)
-    begin(engine, 1)
-    engine.tick(10.0)
-    engine.act(10.0)
-    engine.worker_lost(2, late("b"))
-    assert of(Seek, engine.act(10.0)) == [Seek("b", 0.1)]
-    engine.crew.node_up("b", 1)
-    assert of(Open, engine.act(11.0)) == [Open(3, 1, "b", False)]
-    begin(engine, 3)
-    assert engine.workers == {1: "a", 3: "b"}
 
 
 def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():
