@@ -458,7 +458,7 @@ class Driver:
         """Log, once per pass, why the loop has waited, if it has and the pass has not failed."""
         if not self.is_told and self.engine.failure is None:
             self.is_told = True
-            name, num_batches = self.executor.name, self.progress.num_yielded
+            name, num_batches = self.executor.name, self.recorder.batches
             tell(self._last_diagnosis, name, num_batches, self.settings.partition, self.executor.ask_ranks)
 
     def _last_diagnosis(self) -> Diagnosis | None:

@@ -128,6 +128,10 @@ class Worker:
         return f"worker {self.number} on {self.node.name}"
 
     @property
+    def machine(self) -> str:
+        return str(self.node.name)
+
+    @property
     def number(self) -> int:
         number: int = self.owner.number
         return number

@@ -153,6 +153,7 @@ class Pass:
 
     is_over = False  # the client
     name = "dataset"
+    ask_ranks = None  # a rank that logs nothing
 
     def __init__(
         self,
