@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 
 import h5py
 import pytest
 
 from rpcdataloader.check.__main__ import main
-from tests.conftest import TIMEOUT_SCALE
 
-ROOT = Path(__file__).parents[2]
 NUMBERS = itertools.count()
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -91,36 +86,6 @@ def test_good_dataset(check):
     )
     assert re.search(r"10 samples/s need workers: 1, network: more than \S+ Gbit/s", line_of(output, "rate"))
     assert output.splitlines()[-1].endswith(":Data works remotely")
-
-
-def test_own_pool_of_a_real_command_line(module, tmp_path):
-    source = """
-        class Data(Base):
-            def __getitem__(self, index):
-                time.sleep(0.01)
-                return torch.zeros(1000, dtype=torch.uint8)
-    """
-    name = module(source)
-    done = subprocess.run(
-        [sys.executable, "-m", "rpcdataloader.check", f"{name}:Data", "--rate", "1000"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=50 * TIMEOUT_SCALE,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "RPCDATALOADER_WORKERS": "nowhere:1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ".Data of 20 samples in a worker of this machine, after" in line_of(done.stdout, "builds")
-    assert 1000 < int(re.search(r"([\d,]+) bytes", done.stdout)[1].replace(",", "")) < 1200
-    milliseconds, per_second, mega_bytes = map(
-        float,
-        re.search(r"([\d.]+) ms per sample, so ([\d.]+) samples/s and worker, or ([\d.]+) MB/s", done.stdout).groups(),
-    )
-    assert milliseconds >= 10
-    assert per_second == pytest.approx(1000 / milliseconds, rel=0.01)
-    assert mega_bytes == pytest.approx(per_second * 1e-3, abs=0.06)
-    assert int(re.search(r"workers: (\d+)", done.stdout)[1]) == math.ceil(milliseconds)
-    assert "(measured with 20)" in done.stdout
 
 
 # --- how it is built

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
-from tests.conftest import wait_until
+from tests.conftest import TIMEOUT_SCALE, is_running, occupied, wait_until
 
 TRAINING = """
 import atexit, os, sys, tempfile, time
@@ -58,3 +59,37 @@ def test_session_that_does_not_come_to_its_end_is_ended(zygote, serve, tmp_path)
     assert (ended.status, ended.errors) == (0, "")
     wait_until(lambda: not server.processes(), what="the end of the session")
     assert (tmp_path / "lasting").exists()
+
+
+CALLER = """
+import atexit, multiprocessing, os, sys, tempfile, time
+from pathlib import Path
+from rpcdataloader import run_worker
+
+folder = sys.argv[1]
+cache = tempfile.TemporaryDirectory(dir=folder)
+atexit.register(Path(folder, "ended").touch)
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True)
+child.start()
+print(child.pid, flush=True)
+run_worker(f"unix:{folder}/socket", 0)
+"""
+
+
+def test_session_leaves_what_the_caller_of_run_worker_will_clean_up(zygote, tmp_path, monkeypatch):
+    data, place = tmp_path / "data", tmp_path / "caller"
+    data.mkdir()
+    place.mkdir()
+    caller = zygote.start(CALLER, place)
+    try:
+        monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(30 * TIMEOUT_SCALE))
+        ended = zygote.start(TRAINING, f"unix:{place}/socket", data, 0, ends_quickly=True).wait(60)
+        assert (ended.status, ended.errors) == (0, "")
+        wait_until(lambda: not os.listdir(data), what="the end of the session")
+        wait_until(lambda: len(occupied(caller.pid)) == 0, what="the end of its processes")
+        assert is_running(int(caller.output))
+        assert len(os.listdir(place)) == 2  # the socket, and the cache
+    finally:
+        os.kill(caller.pid, signal.SIGTERM)
+        assert caller.wait().status == 0
+    assert os.listdir(place) == ["ended"]

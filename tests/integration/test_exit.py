@@ -182,9 +182,16 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("with_child", [False, True], ids=["alone", "with-a-forked-child"])
 @pytest.mark.parametrize(
-    "busy", ["idle", "worker sleep", "worker hold_gil", "session sleep", "session hold_gil"], ids=lambda busy: busy
+    ("busy", "with_child"),
+    [
+        ("idle", False),
+        ("idle", True),
+        ("worker sleep", True),
+        ("worker hold_gil", False),
+        ("session sleep", False),
+        ("session hold_gil", True),
+    ],
 )
 def test_objects_of_a_killed_client_are_gone_within_a_second(zygote, shared_server, tmp_path, busy, with_child):
     fifo, marker = tmp_path / "fifo", tmp_path / "marker"

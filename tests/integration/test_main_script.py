@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 SCRIPT = """
 import dataclasses
 import enum
@@ -136,48 +133,6 @@ def test_classes_and_functions_of_the_training_script(zygote, shared_server):
     ended = zygote.start(SCRIPT, shared_server.address, ends_quickly=True).wait(60)
     assert ended.status == 0, ended.errors
     assert ended.output == "as expected\n"
-
-
-LOADED_LATE = """
-import sys
-
-import numpy as np
-from torch.utils.data import Dataset
-
-from rpcdataloader import RPCDataloader
-
-
-class Noise(Dataset):
-    def __init__(self, log):
-        self.log = log
-
-    def __setstate__(self, state):
-        self.__dict__ = state
-        with open(self.log, "a") as log:
-            log.write("built ")
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return np.random.default_rng(index).random(3)
-
-
-if __name__ == "__main__":
-    loader = RPCDataloader(Noise(sys.argv[2]), workers=sys.argv[1])
-    for _epoch in range(3):
-        assert len(list(loader)) == 2
-    print(open(sys.argv[2]).read())
-"""
-
-
-def test_instance_is_sent_once_though_its_module_loads_others_later(shared_server, tmp_path):
-    """cloudpickle names the loaded submodules that a function uses: numpy loads numpy.random at its first use."""
-    program = tmp_path / "training.py"
-    program.write_text(LOADED_LATE)
-    command = [sys.executable, str(program), shared_server.address, str(tmp_path / "log")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "built \n", "")
 
 
 ELSEWHERE = """

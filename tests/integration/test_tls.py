@@ -203,20 +203,6 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
 # --- settings
 
 
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        ((CERT_VARIABLE,), f"{CERT_VARIABLE} given without {KEY_VARIABLE} and {CA_VARIABLE}: TLS needs all three"),
-        ((CERT_VARIABLE, CA_VARIABLE), f"{CERT_VARIABLE} and {CA_VARIABLE} given without {KEY_VARIABLE}"),
-    ],
-)
-def test_client_with_some_of_the_variables(names, problem, monkeypatch):
-    for name in names:
-        monkeypatch.setenv(name, "/file")
-    with pytest.raises(ValueError, match=problem):
-        rpc_async("127.0.0.1:1", os.getpid)
-
-
 def test_launch_says_what_is_wrong_before_it_starts_anything(certificates, capsys):
     with pytest.raises(SystemExit):
         launch.main(["--port", "0", f"--tls-cert={certificates}/node.pem"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpcdataloader.wire.slabs import Block, PageablePool, PinnedAllocator, pinned_allocator
+from rpcdataloader.wire.slabs import Block, PageablePool, pinned_allocator
 from tests.conftest import leased_bytes
 
 MIB = 1 << 20
@@ -50,6 +50,18 @@ def test_memory_is_reused_after_the_last_tensor_is_gone_and_not_before():
     again = pool.allocate(LARGE)
     assert address(again) == first
     assert again.tensor.unique().tolist() == [7]  # uninitialised: what was left in it
+
+
+def test_memory_of_one_giant_batch_is_given_back():
+    """Not at once: blocks of other sizes that are used now and then are kept."""
+    pool = PageablePool()
+    pool.allocate(100 * MIB).tensor.fill_(7)
+    pool.allocate(9 * MIB).tensor.fill_(8)
+    for number in range(600):
+        if number % 100 == 0:
+            assert pool.allocate(9 * MIB).view[0] == 8
+        pool.allocate(LARGE)
+    assert pool.allocate(100 * MIB).view[0] == 0  # fresh from the kernel
 
 
 def test_memory_is_not_reused_while_a_numpy_array_shows_it():
@@ -126,19 +138,6 @@ class TestFork:
         release.set()
         thread.join()
         assert status == 0
-
-
-def test_pinned_allocator_takes_all_memory_from_what_it_was_given():
-    given_out: list[torch.Tensor] = []
-
-    def empty(size_bytes: int) -> torch.Tensor:
-        given_out.append(torch.empty(size_bytes, dtype=torch.uint8))
-        return given_out[-1]
-
-    allocator = PinnedAllocator(empty)
-    blocks = [allocator.allocate(0), allocator.allocate(10), allocator.allocate(LARGE)]
-    assert [block.tensor.data_ptr() for block in blocks] == [tensor.data_ptr() for tensor in given_out]
-    assert [block.view.nbytes for block in blocks] == [0, 10, LARGE]
 
 
 class Accelerator:
