@@ -6,6 +6,7 @@ beside the contents of its large byte strings, arrays and tensors, in one block,
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,7 +73,7 @@ class RawIndices(list[RawSample]):
     """The samples of a batch, pickled as that."""
 
     def __init__(self, batch: RawBatch) -> None:
-        super().__init__(RawSample(batch, number) for number in range(batch.num_samples))
+        super().__init__(map(RawSample, itertools.repeat(batch), range(batch.num_samples)))
         self._batch = batch
 
     def __reduce__(self) -> tuple[Any, ...]:

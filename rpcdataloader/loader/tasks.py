@@ -14,6 +14,7 @@ from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.digests import digest
+from rpcdataloader.fetch.raw import RawIndices
 from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
@@ -135,6 +136,8 @@ def load_request(task: Task) -> Encoded:
     content, large = (task.indices, task.position, task.number), list[pickle.PickleBuffer]()
     try:
         pickled = pickle.dumps(content, protocol=5, buffer_callback=large.append)
+        if isinstance(task.indices, RawIndices):
+            return Encoded(pickled + NO_TENSORS, [block.raw() for block in large])
         # Not of a class of the training script, which must be sent along.
         if not large and b"_main__" not in pickled:
             return Encoded(pickled + NO_TENSORS, [])

@@ -14,7 +14,7 @@ from typing import Any
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.transport import Deadline, Transport, shut_down, tune
+from rpcdataloader.wire.transport import TRAINER_SEND_BYTES, Deadline, Transport, shut_down, tune
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -94,7 +94,7 @@ def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int
         sock.settimeout(None if remaining is None else max(remaining / num_left, 1e-3))
         deadline.when_cancelled(functools.partial(shut_down, sock))
         sock.connect(address)
-        tune(sock)
+        tune(sock, TRAINER_SEND_BYTES)
         if family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
             # No server listens there, and the kernel chose that very port for this end: TCP connects it to itself.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))

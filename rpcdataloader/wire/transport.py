@@ -40,8 +40,10 @@ READ_AHEAD_BYTES = 16384
 LOW_WATER_BYTES = 1 << 20
 
 # Most bytes on their way between two ends on one machine (SO_SNDBUF, which Linux doubles: socket(7)): they stay in the
-# processor's cache, for 1.1 to 1.3 times the throughput. The kernel's megabytes are for long round trips.
+# processor's cache, for 1.1 to 1.3 times the throughput. The kernel's megabytes are for long round trips. A trainer
+# sends in fewer parts: between two of them, its other threads take the interpreter lock.
 SAME_HOST_SEND_BYTES = 1 << 17
+TRAINER_SEND_BYTES = 1 << 19
 
 # Keep-alive finds a dead peer after 10 + 3 * 5 = 25 seconds of silence, with or without requests. The kernel of a peer
 # that is merely stopped still answers the probes: TCP_USER_TIMEOUT would cut it off.
@@ -378,7 +380,7 @@ def shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket, same_host_send_bytes: int = SAME_HOST_SEND_BYTES) -> None:
     """Set the options of a connected socket."""
     if sock.family == socket.AF_UNIX:
         return
@@ -388,7 +390,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
     if sock.getsockname()[0] == sock.getpeername()[0]:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SAME_HOST_SEND_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, same_host_send_bytes)
 
 
 def is_cut_off(sock: socket.socket) -> bool:

@@ -255,6 +255,7 @@ def test_tcp_options():
         # It would cut off a peer that merely stands still.
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         if sys.platform == "linux":
-            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * transport.SAME_HOST_SEND_BYTES
+            # The kernel doubles it, up to its limit, which is at least 208 KiB.
+            assert 1 << 18 <= end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 1 << 20
     ours.close()
     sock.close()
