@@ -309,7 +309,8 @@ class Driver:
         wants = self.wants
         if wants is None or not wants.decide(self.now(), self.recorder, self._places):
             return
-        if wants.most != self.engine.crew.roster.most:
+        roster = self.engine.crew.roster
+        if wants.most is not None and (wants.most != roster.most or wants.most > roster.num_used):
             with self.whole:
                 self.feed(lambda engine, _now: engine.crew.use(wants.most))
 

@@ -128,7 +128,7 @@ class Crew(Generic[N]):
 
     def use(self, most: int | None) -> None:
         """Use at most this many workers from now on, in the first places; None for all."""
-        self.roster.most = most
+        self.roster.use(most)
         self.num_wanted = self.roster.num_used
         spare = self.roster.spare
         self._promised = {place: node for place, node in self._promised.items() if place not in spare}
@@ -225,7 +225,9 @@ class Crew(Generic[N]):
                 self.num_deaths += 1
                 if self.num_deaths > self._max_deaths:
                     self.roster.give_up(place)  # they die before any answer
-            if loss.node_is_up or (is_current and node not in self._gone):
+            # A loop that chooses its number of workers asks for them again and again.
+            is_usual = loss.was_refused and self.roster.most is not None
+            if not is_usual and (loss.node_is_up or (is_current and node not in self._gone)):
                 self._tell(worker, loss)
 
     def _stand_in(self, place: int) -> N | None:

@@ -165,6 +165,15 @@ class Roster(Generic[N]):
 
     # Places
 
+    def use(self, most: int | None) -> None:
+        """Change :attr:`most`; where it exceeds the places, those whose home had no room are asked for again."""
+        self.most = most
+        if most is not None and most > self.num_used and not self._needs_all:
+            for place in self._places:
+                if place.home in place.refused_by and place.home not in self._hopeless:
+                    place.refused_by.discard(place.home)
+                    place.is_closed = False
+
     def note_workers(self, workers: Iterable[tuple[int, N, bool]], mute: Iterable[N]) -> None:
         """Note which workers are there or were asked for.
 
@@ -238,6 +247,7 @@ class Roster(Generic[N]):
     def give_up(self, number: int) -> None:
         """Leave a place vacant though it needs a worker."""
         self._places[number].is_closed = self._places[number].is_given_up = True
+        self._places[number].refused_by.clear()
 
     def is_at_home(self, number: int, node: N) -> bool:
         """Whether the node is the home of a place, where its worker is preferred; streams have no preference."""

@@ -128,6 +128,22 @@ def test_what_is_given_back_is_free_for_another_loop(workers, decide):
     next(first)
 
 
+def test_a_place_that_another_loop_has_taken_is_asked_for_again(serve, decide, caplog):
+    server = serve("--num-workers", "2", "--max-connections", "2")
+    first = iter(loader_of(Numbers(SIZE), server.address))
+    wait_for_crew(first, 2)
+    decide.append(1)
+    take_until_there_are(first, 1)
+    second = iter(loader_of(Numbers(SIZE), server.address, num_workers=1))
+    wait_for_crew(second, 1)
+    decide.append(2)
+    take_until_there_are(first, 2)
+    take_until_there_are(first, 1)  # the node had no room
+    del second
+    take_until(first, lambda: first.driver.engine.num_workers == 2)
+    assert "is busy" not in caplog.text
+
+
 def test_the_next_pass_begins_with_what_the_last_one_wanted(workers, decide):
     loader = loader_of(Numbers(SIZE), workers)
     iterator = iter(loader)

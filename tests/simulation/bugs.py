@@ -227,6 +227,12 @@ BUGS = [
         "",
     ),
     Bug(
+        "a place whose node had no room is never asked for again",
+        "roster",
+        "                    place.is_closed = False\n",
+        "",
+    ),
+    Bug(
         "a stream goes home while its worker is elsewhere",
         "roster",
         "return place.node if is_settled and self._needs_all else place.home",

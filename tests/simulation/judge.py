@@ -376,6 +376,7 @@ class Judge:
             self.num_deaths += 1
             if self.num_deaths > self.max_deaths:
                 place.closed = True
+                place.refused.clear()
 
     def _leave(self, number: int, member: Member) -> None:
         self.num_joined -= 1
@@ -500,6 +501,11 @@ class Judge:
     def use(self, most: int | None) -> None:
         """The loop wants no more workers than these: those of the first places."""
         self.most = most
+        if most is not None and most > len(self._used()) and not self.is_iterable:
+            for place in self.places:  # a node may have room by now
+                if place.home in place.refused and place.home not in self.hopeless:
+                    place.refused.discard(place.home)
+                    place.closed = False
         for number, place in enumerate(self.places):
             if not place.closed and number not in self._used():
                 place.promised = ""
