@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-second test-rest test-pythons test-engines simulate simulate-bugs mutants chaos slurm study bench bench-check figures lint docs dist clean
+.PHONY: help demo test test-pythons test-engines simulate simulate-bugs mutants chaos slurm study bench bench-check figures lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -33,24 +33,8 @@ help:
 demo: .venv-demo/ready
 	.venv-demo/bin/python examples/digits.py --epochs 8
 
-# In three parts at once: each waits for processes half of the time. One of them imports large libraries, once for all.
 test: .venv/ready
-	$(MAKE) --no-print-directory --jobs 3 test-first test-second test-rest
-
-LIBRARIES := $(wildcard $(addprefix tests/integration/test_,docs* exa* hf* lig* tran*))
-FIRST := tests/unit tests/simulation examples $(wildcard tests/integration/test_[a-c]*.py) $(LIBRARIES)
-SECOND := $(filter-out $(LIBRARIES),$(wildcard tests/integration/test_[d-l]*.py))
-FAST := -m "not slow and not chaos and not slurm and not study and not engines" --timeout 120
-
-test-first: PART := $(FIRST)
-test-second: PART := $(SECOND)
-
-# Printed in one piece each.
-test-first test-second: .venv/ready
-	@found=`$(PYTEST) --quiet $(FAST) $(PART) 2>&1`; status=$$?; echo "$$found"; exit $$status
-
-test-rest: .venv/ready
-	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST) $(SECOND)) tests
+	$(PYTEST) --timeout 120
 
 # Others than that of .venv run what needs no torch: make test-pythons PYTHONS="3.12 --torch newest"
 PYTHONS :=
@@ -77,11 +61,11 @@ mutants: .venv-mutants/ready
 	.venv-mutants/bin/python -m tests.mutants $(ROOMS)
 
 chaos: .venv/ready
-	$(PYTEST) -m chaos --timeout 120
+	$(PYTEST) -m chaos --timeout 120 tests/chaos
 
 # RPCDATALOADER_SLURM_TESTBED names the folder whose up.sh brings a Slurm up; skipped without.
 slurm: .venv/ready
-	$(PYTEST) -m slurm --timeout 300
+	$(PYTEST) -m slurm --timeout 300 tests/slurm
 
 # Those of the storage formats alone: make study STUDIES=examples/storage_formats
 STUDIES := examples
@@ -104,6 +88,7 @@ lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/hadolint examples/container/Containerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/python -m tests.prose
 
 docs: .venv/ready

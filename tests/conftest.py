@@ -44,6 +44,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A plain ``pytest`` runs in parallel, in more processes than there are cores: tests wait half of the time."""
+    is_plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    if is_plain and config.getoption("numprocesses", 0) is None:
+        config.option.numprocesses = min(len(os.sched_getaffinity(0)) + 1, 8)
+        config.option.dist = "loadfile"
+
+
 def wait_until(
     condition: Callable[[], object],
     seconds: float = 30.0,
@@ -171,14 +180,6 @@ def library_zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def _installed(modules: Iterable[str]) -> list[str]:
     return [name for name in modules if importlib.util.find_spec(name.partition(".")[0])]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def zygotes_import_early(request: pytest.FixtureRequest) -> None:
-    """Those that some test needs import during the tests before, which leave a core to them."""
-    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    for name in sorted(wanted & {"zygote", "library_zygote"}):
-        request.getfixturevalue(name)
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ def _leaves(exc):
     return [leaf for member in exc.exceptions for leaf in _leaves(member)] if hasattr(exc, "exceptions") else [exc]
 
 
-@pytest.mark.parametrize("name", AS_TEXT)
+@pytest.mark.parametrize("name", sorted(AS_TEXT))
 def test_exception_that_cannot_be_pickled_has_its_type_and_text_in_words(raised, name):
     expected, actual = MAKERS[name](), raised[name]
     assert type(actual) is RemoteError

@@ -79,7 +79,7 @@ def test_installation_stays_at_home(monkeypatch, tmp_path):
         os.path.join(os.path.dirname(paths["stdlib"]), f"python3{sys.version_info[1]}.zip"),
     ]
     monkeypatch.setattr(sys, "path", entries)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.chdir(tmp_path)
     environment = collect()

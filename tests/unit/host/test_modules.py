@@ -9,6 +9,7 @@ import os
 import sys
 import zipfile
 
+import numpy  # noqa: F401  # from elsewhere than a session has it from
 import pytest
 
 from rpcdataloader.host import environment

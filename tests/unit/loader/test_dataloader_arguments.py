@@ -30,6 +30,9 @@ class Numbers:
     def __getitem__(self, index):
         return index
 
+    def __repr__(self):
+        return f"Numbers({self.size})"
+
 
 class Stream(IterableDataset):
     def __iter__(self):
