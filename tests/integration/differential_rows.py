@@ -806,7 +806,7 @@ ROWS: dict[str, Row] = {
         State, change_while_loading, batch_size=2, collate_fn=told_state, ours=SENT, torch=(2,)
     ),
     **{
-        f"multiprocessing_context: {context}": row(
+        f"multiprocessing_context: {str(context).partition(' at ')[0]}": row(
             drive=attributes, exact=True, ours=("local",), multiprocessing_context=context, batch_size=5
         )
         for context in (

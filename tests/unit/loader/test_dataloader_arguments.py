@@ -38,6 +38,9 @@ class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(3))
 
+    def __repr__(self):
+        return "Stream()"
+
 
 def identity(value):
     return value
@@ -221,8 +224,8 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         ({"partition": 3}, ValueError, "partition must be .* but is 3"),
         # What they load
         ({"dataset": Numbers}, TypeError, r"dataset is a class: give an object, or RPCDataset\(workers, Numbers, \."),
-        ({"dataset": object(), "sampler": [1]}, TypeError, "dataset of type object has no __getitem__"),
-        ({"dataset": iter([1])}, TypeError, "list_iterator has no __getitem__"),
+        ({"dataset": None, "sampler": [1]}, TypeError, "dataset of type NoneType has no __getitem__"),
+        ({"dataset": {1}}, TypeError, "set has no __getitem__"),
         (
             {"dataset": Stream(), "num_workers": "auto"},
             ValueError,
