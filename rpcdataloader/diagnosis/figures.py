@@ -126,7 +126,7 @@ def measure(records: Records) -> Figures | None:
         "draw_seconds": drawn,
         "own_seconds": max(0.0, (waited - blocked) / batches - drawn),
         "ready_share": min(1.0, ratio(totals.ready, blocked)),
-        "first_wait_seconds": records.first_wait,
+        "first_wait_seconds": records.start.in_iter + records.start.wait,
         "task_seconds": task,
         "task_spread": ratio(pstdev(times), task) if times else 0.0,
         "num_tasks": float(len(times)),

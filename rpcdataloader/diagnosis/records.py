@@ -130,6 +130,7 @@ class Start:
 
     begun: float  # time at which ``iter(loader)`` was called
     in_iter: float = 0.0  # seconds that it took
+    wait: float = 0.0  # seconds in ``next`` until the first batch
     ready: float = 0.0  # time at which a worker was there
     opened: float = 0.0  # time at which it had the dataset, and had called ``worker_init_fn``
     init: float = 0.0  # seconds of the latter
@@ -166,7 +167,6 @@ class Records:
 
     setup: Setup
     start: Start
-    first_wait: float  # seconds in ``iter(loader)``, and in ``next`` until the first batch
     totals: Totals
     probes: tuple[Probe, ...]  # probes in the order of delivery
     waits: tuple[Wait, ...]  # waits in the order of delivery
@@ -241,7 +241,6 @@ class Recorder:
         self.next_probe = now
         self.tasks: defaultdict[int, deque[float]] = defaultdict(functools.partial(deque, maxlen=_NUM_TASKS))
         self.last = now
-        self._first_wait = 0.0
         self.batches = 0
         self.waited = self.blocked = self._ready = self._link = 0.0
         self._intervals: list[tuple[float, float]] = []  # disjoint, in order, in which replies were received
@@ -285,7 +284,7 @@ class Recorder:
             if probe is not None:
                 probe.reorder = max(0.0, self.last - probe.answered)
             if not self.batches:
-                self._first_wait, self.start.first = waited, now
+                self.start.wait, self.start.first = waited, now
                 seconds = self.start.dataset()
                 self.start.dataset = lambda: seconds  # other passes may build it again
             self.batches += 1
@@ -339,7 +338,6 @@ class Recorder:
         return Records(
             setup=self.setup,
             start=replace(self.start, dataset=lambda: dataset),
-            first_wait=self.start.in_iter + self._first_wait,
             totals=self._totals(),
             probes=tuple(self._probes),
             waits=tuple(self._waits),

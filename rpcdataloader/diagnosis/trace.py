@@ -28,6 +28,9 @@ class Tracks:
 
     Args:
         origin: Time at which the trace begins, on the trainer's clock; batches drawn before are left out.
+
+    Attributes:
+        names: Events with the names of all tracks so far.
     """
 
     def __init__(self, trainer: str, origin: float) -> None:
@@ -35,34 +38,29 @@ class Tracks:
         self._nodes: dict[str, int] = {}
         self._tracks: dict[tuple[int, str], Track] = {}
         self._ends: defaultdict[Track, int] = defaultdict(int)  # end of a worker's last task
-        self._names = [_name(_TRAINER, 0, "process", trainer)]
+        self.names = [_name(_TRAINER, 0, "process", trainer)]
         self._num_batches = 0
-
-    @property
-    def names(self) -> list[str]:
-        """Events with the names of all tracks so far."""
-        return list(self._names)
 
     def events_of(self, probe: Probe, setup: Setup, worker: int, consumer: str) -> list[str]:
         """Return the events of a delivered batch, and names of new tracks."""
         if probe.stages is None or probe.added - probe.draw < self._origin:
             return []
-        num_names = len(self._names)
+        num_names = len(self.names)
         node = setup.workers.get(worker, "lost nodes")
         process = self._nodes.get(node)
         if process is None:
             process = self._nodes[node] = _TRAINER + 1 + len(self._nodes)
-            self._names.append(_name(process, 0, "process", node))
+            self.names.append(_name(process, 0, "process", node))
         near = self._track(_TRAINER, consumer)
         far = self._track(process, setup.names.get(worker, f"worker {worker}"))
         self._num_batches += 1
-        return [*self._names[num_names:], *self._events_of(probe, near, far, self._num_batches)]
+        return [*self.names[num_names:], *self._events_of(probe, near, far, self._num_batches)]
 
     def _track(self, process: int, name: str) -> Track:
         track = self._tracks.get((process, name))
         if track is None:
             track = self._tracks[process, name] = process, 1 + len(self._tracks)
-            self._names.append(_name(*track, "thread", name))
+            self.names.append(_name(*track, "thread", name))
         return track
 
     def _at(self, seconds: float) -> int:

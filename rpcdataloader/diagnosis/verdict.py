@@ -128,9 +128,10 @@ def diagnose(records: Records) -> Diagnosis:
         return _diagnose_start(records)
     evidence = figures.evidence
     share, total = evidence["wait_share"], records.last - records.start.begun + records.waiting
-    is_start = records.first_wait >= HARMLESS * total > 0
+    first_wait = records.start.in_iter + records.start.wait
+    is_start = first_wait >= HARMLESS * total > 0
     # Seconds of the pass that the first batch was waited for, against those since.
-    is_longer = records.first_wait > share * (total - records.first_wait)
+    is_longer = first_wait > share * (total - first_wait)
     if evidence["decode_share"] >= _CROWDED:
         verdict = _Verdict("trainer", "receiving")
     elif is_start and is_longer:
@@ -165,7 +166,7 @@ def _diagnose_start(records: Records, figures: Figures | None = None) -> Diagnos
     """Diagnose the whole pass: it has few batches, or waited for the first one above all."""
     totals, start = records.totals, records.start
     now = records.last + records.waiting
-    total, first = now - start.begun, records.first_wait + (0.0 if totals.batches else records.waiting)
+    total, first = now - start.begun, start.in_iter + start.wait + (0.0 if totals.batches else records.waiting)
     waited = min(total, totals.waited + start.in_iter + records.waiting)
     parts = start.parts(now)
     evidence = {} if figures is None else dict(figures.evidence)

@@ -17,6 +17,7 @@ from rpcdataloader.wire.status import (
     StatusRequest,
     Value,
     WorkerStatus,
+    slowest_rank,
 )
 
 WORKER = WorkerStatus(
@@ -146,3 +147,16 @@ def test_report_that_makes_no_sense_is_refused(change):
     fields["loops"][0].update(change)
     with pytest.raises(RemoteProtocolError, match="malformed Report message"):
         Report.decode(json.dumps(fields).encode())
+
+
+def test_slowest_rank_is_known_unless_two_clients_have_the_same_rank():
+    def client(pid, rank, wait_share, **more):
+        loops = [dataclasses.replace(LOOP, rank=rank, wait_share=wait_share, **more), LOOP]
+        return dataclasses.replace(CLIENT, pid=pid, loops=loops, job="81")
+
+    name = LOOP.dataset
+    ranks = [client(1, 0, 0.1), client(2, 1, 0.9), client(3, 2, 0.95, dataset="Validation")]
+    ranks[-1].loops.pop()
+    assert slowest_rank(ranks, name, "81") == ranks[1].loops[0]
+    assert slowest_rank(ranks, name, "82") is None
+    assert slowest_rank([*ranks, client(4, 0, 0.5)], name, "81") is None
