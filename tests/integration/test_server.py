@@ -378,22 +378,14 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
     server = serve(
         before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); node.EXHAUSTED_PAUSE = 0.3"
     )
+    start = time.monotonic()
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(dial(server.address))
-        wait_until(lambda: re.search("cannot accept a connection now: .*Too many open files", server.log))
-        assert is_running(server.pid)
-        cpu = cpu_seconds(server.pid)
-        start = time.monotonic()
-        wait_until(lambda: server.log.count("cannot accept a connection") >= 2)
-        # It does not spin meanwhile.
-        assert cpu_seconds(server.pid) - cpu < 0.5 * (time.monotonic() - start)
+        told = r"cannot accept a connection now: .*Too many open files"
+        wait_until(lambda: len(re.findall(told, server.log)) >= 3)
+        assert time.monotonic() - start > 0.6, "it does not spin meanwhile"
     assert call(server, os.getpid) > 0
-
-
-def cpu_seconds(pid):
-    fields = stat_of(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def session_of(server):
