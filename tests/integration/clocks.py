@@ -20,6 +20,12 @@ CLOCKS: dict[str, tuple[str, float]] = {
     "slow build": ("rpcdataloader.client.datasets.SLOW_BUILD_SECONDS", 1.0),
     # Between two decisions about the number of workers; 5 s.
     "decisions": ("rpcdataloader.loader.wants.LEAST_SECONDS", 0.5),
+    # Between two reports of a trainer; 5 s.
+    "reports": ("rpcdataloader.client.client.PERIOD", 0.2),
+    # Between two looks of a pool at what loops want, until it gives back, and between two looks of a loop at a pool.
+    "pool asks": ("rpcdataloader.pools.pool.ASK_PAUSE", 0.1),
+    "pool shrinks": ("rpcdataloader.pools.wants.SHRINK_AFTER", 0.5),
+    "pool is asked": ("rpcdataloader.pools.pool.PoolWorkers.pause", 0.05),
 }
 
 

@@ -83,12 +83,6 @@ def test_first_batches_are_skipped_and_others_still_come_from_workers(accelerato
     assert seen.add_all(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
 
 
-def test_loaders_of_torch_are_left_to_accelerate(accelerator):
-    loader = prepare(accelerator, DataLoader(Points(4), 2))
-    assert type(loader.base_dataloader) is DataLoader
-    assert [batch["index"].tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [[2, 3]]
-
-
 def test_saved_state_goes_on_in_the_middle_of_an_epoch(accelerator, make_loader, seen, tmp_path):
     torch.manual_seed(3)
     loader = prepare(accelerator, make_loader(shuffle=True))
@@ -106,12 +100,6 @@ def test_saved_state_goes_on_in_the_middle_of_an_epoch(accelerator, make_loader,
     accelerator.register_for_checkpointing(again)
     accelerator.load_state(tmp_path)
     assert seen.add_all(again) == rest
-
-
-def test_iterable_dataset(accelerator, shared_server, seen):
-    dataset = RPCDataset(shared_server.address, PointStream, 10)
-    loader = prepare(accelerator, RPCDataloader(dataset, 3, num_workers=2, collate_fn=collate))
-    assert seen.add_all(loader) == [[0, 2, 4], [1, 3, 5], [6, 8], [7, 9]]
 
 
 def test_accelerator_itself_refuses_a_loader_whose_workers_it_would_drop(accelerator, make_loader):

@@ -42,11 +42,6 @@ class Large(Dataset):
         return torch.tensor([float(mean) for mean in means], dtype=torch.float64)
 
 
-class Failing(Dataset):
-    def __init__(self, _rows):
-        raise FileNotFoundError(2, "No such file", "/missing/index")
-
-
 def descriptors_of_memory():
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     return [link for link in links if os.path.islink(link) and os.readlink(link).startswith("/memfd:rpcdataloader")]
@@ -65,13 +60,6 @@ def test_instance_arrives_whole_and_each_worker_has_its_own(unix_server, size_by
 
 
 @pytest.mark.usefixtures("clean_client")
-def test_pool_of_this_process_maps_what_was_copied_before_it_was_there():
-    loader = RPCDataloader(Large(48 * MIB), None, workers="local:1")
-    assert [sample.tolist() for sample in loader] == [[i] * 3 for i in range(8)]
-    assert descriptors_of_memory() == []
-
-
-@pytest.mark.usefixtures("clean_client")
 def test_large_instance_is_not_sent_through_the_socket(unix_server):
     def traffic():
         return sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2])
@@ -81,13 +69,6 @@ def test_large_instance_is_not_sent_through_the_socket(unix_server):
     loader = RPCDataloader(dataset, None, workers=unix_server.address, num_workers=1)
     assert len(list(loader)) == 8
     assert traffic() - before < 110 * MIB  # written into memory, and no more
-
-
-@pytest.mark.usefixtures("clean_client")
-def test_error_of_a_constructor_with_large_arguments_is_its_own(unix_server):
-    with pytest.raises(FileNotFoundError, match="/missing/index"):
-        RPCDataset(unix_server.address, Failing, np.zeros(48 * MIB, np.uint8))
-    assert descriptors_of_memory() == []
 
 
 @pytest.mark.usefixtures("clean_client")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,14 +15,11 @@ from rpcdataloader.loader import dataloader as dataloader_module
 from rpcdataloader.loader import intake
 from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import settings as settings_module
-from rpcdataloader.loader.copying import Carrier, Copies
-from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import wait_until
 from tests.devices import FakeDevice
 from tests.integration import kinds
 from tests.integration.causes import Causes
 from tests.integration.comparison import assert_same
-from tests.integration.datasets import Numbers
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -83,11 +78,6 @@ def check(batch, indices, device):
     assert all(map(device.holds, tensors_of(batch)))
 
 
-def num_answered(run):
-    """Batches that have arrived, and are not on their way to the device."""
-    return sum(task.answer is not None for task in list(run.engine.table.tasks.values()))
-
-
 def where_of(request, workers):
     return {"workers": {"workers": workers}, "inline": {"workers": "inline"}, "this process": {}}[request]
 
@@ -143,34 +133,12 @@ def test_the_consumer_waits_for_each_copy_before_it_sees_the_batch(device, worke
         assert len(device.waits) == number + 1
 
 
-def test_one_batch_is_copied_ahead_and_no_more(device, workers):
-    iterator = iter(RPCDataloader(Images(), batch_size=1, device=NAME, workers=workers, prefetch_factor=4))
-    run = iterator.driver
-    for num_delivered in range(1, 5):
-        next(iterator)
-        # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
-        # be free: that of a batch that was copied after the sampler was asked.
-        wait_until(lambda: run.ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
-        assert len(device.copied) == num_delivered + 1
-        assert len(device.waits) == num_delivered
-
-
 def test_a_copy_begins_when_the_batch_arrives(device, workers):
     """And not when somebody asks for it."""
     iterator = iter(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))
     wait_until(lambda: device.copied, what="the first copy")
     assert device.waits == []
     check(next(iterator), [0, 1, 2, 3], device)
-
-
-def test_batches_out_of_order(device, workers):
-    loader = RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers, in_order=False)
-    found = []
-    for batch in loader:
-        first = int(batch["label"][0])
-        check(batch, list(range(first, first + 4)), device)
-        found.append(first)
-    assert sorted(found) == [0, 4, 8, 12, 16]
 
 
 @pytest.mark.parametrize("where", ["workers", "inline"])
@@ -239,26 +207,6 @@ def test_what_the_processor_reads_stays(device, workers):
     assert batch["packed"].batch_sizes.tolist() == [2, 2, 1, 1, 1]
 
 
-def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
-    iterator = iter(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))
-    next(iterator)
-    run = iterator.driver
-    iterator = None
-    wait_until(lambda: run.is_closed, what="the end of the iterator")
-    wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
-    assert device.copied
-
-
-@pytest.mark.parametrize("device", ["cuda:0", "xpu", 0])
-def test_a_device_that_is_not_there_is_an_error_before_anything_is_started(device):
-    if torch.cuda.is_available() or torch.xpu.is_available():
-        pytest.skip("it may be there")
-    with pytest.raises(ValueError, match=f"device={device!r} is not available"):
-        RPCDataloader(Numbers(), workers="127.0.0.1:1", device=device)
-    with pytest.raises(TypeError, match="device must be"):
-        RPCDataloader(Numbers(), workers="127.0.0.1:1", device=1.5)
-
-
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 def test_memory_of_this_process_is_where_batches_are_anyway(workers, device):
     loader = RPCDataloader(RPCDataset(workers, Images), batch_size=4, device=device)
@@ -279,42 +227,3 @@ def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
     diagnosis = loader.diagnosis()
     assert diagnosis.bound == ("none" if computes else "workers")
     assert (diagnosis.wait_share < 0.05) == computes
-
-
-@pytest.mark.parametrize("where", ["workers", "inline", "this process"])
-def test_batches_that_are_replayed_stay_there(device, workers, where):
-    batches = RPCDataloader(Images(), batch_size=4, device=NAME, **where_of(where, workers)).replay(2)
-    for turn in range(4):
-        check(next(batches), [0, 1, 2, 3] if turn % 2 == 0 else [4, 5, 6, 7], device)
-
-
-class SlowCarrier(Carrier):
-    """A device with one stream, to which a copy takes ten milliseconds."""
-
-    def copy(self, blocks, is_timed=False):
-        time.sleep(0.01)
-        copies = super().copy(blocks, is_timed)
-        return Copies(copies.memory, 0.01)
-
-
-def test_diagnosis_names_copies_that_are_too_slow(monkeypatch, wide_servers):
-    monkeypatch.setattr(settings_module, "find_device", lambda name: name and torch.device(name))
-    monkeypatch.setattr(dataloader_module, "find_device", lambda name: name and torch.device(name))
-    carrier = SlowCarrier(torch.device("cpu"), PageablePool())
-    monkeypatch.setattr(intake, "make_carrier", lambda _device, _pageable: carrier)
-    loader = RPCDataloader(Causes(stall=0.002), None, num_workers=2, device=NAME, workers=[wide_servers[0].address])
-    for _ in itertools.islice(loader, 80):
-        time.sleep(0.002)
-    diagnosis = loader.diagnosis()
-    # Beside other work, the CPUs that this process lacks may cost more than the copies.
-    assert diagnosis.bound == "trainer", diagnosis
-    assert diagnosis.part in ("copies", "lock"), diagnosis
-    # Of the last copy that is timed, the time is not known yet, which makes none of the others shorter.
-    assert diagnosis.capacities["copies"] == pytest.approx(100)
-
-
-@pytest.mark.usefixtures("device")
-def test_profiler_shows_the_wait_for_copies(workers):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        assert len(list(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))) == 5
-    assert [row.count for row in profile.key_averages() if row.key == "RPCDataloader.copy"] == [5]

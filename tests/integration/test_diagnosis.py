@@ -16,11 +16,10 @@ import torch
 from rpcdataloader import Diagnosis, RPCDataloader
 from rpcdataloader.client import client
 from rpcdataloader.client.asking import ask_all
-from rpcdataloader.client.client import close_client
 from rpcdataloader.diagnosis.words import WORDS
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.wire.address import Address
-from tests.conftest import wait_until
+from tests.conftest import close_client, wait_until
 from tests.integration.causes import Causes
 from tests.integration.network import why_not
 from tests.integration.origins import run_ranks

@@ -14,9 +14,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import client as pool
 from rpcdataloader.errors import LocalProtocolError, RemoteError, SerializationError
-from tests.conftest import descendants, wait_until
+from tests.conftest import close_client, descendants, wait_until
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Augmented, Failing, Gated, Numbers, State
 from tests.integration.differential import OURS, steps
@@ -32,13 +31,13 @@ INLINE = OURS[-1]
 @pytest.fixture(scope="module")
 def addresses(zygote: Zygote) -> Iterator[dict[int, str]]:
     """Node servers by their number of workers; one client for all tests of this file."""
-    pool.close_client()
+    close_client()
     processes = set(descendants(os.getpid()))
     with contextlib.ExitStack() as stack:
         limits = ("--max-connections", "64")
         servers = [stack.enter_context(quick_server(zygote, "--num-workers", str(n), *limits)) for n in (1, 2, 5)]
         yield {server.num_workers: server.address for server in servers}
-        pool.close_client()
+        close_client()
     wait_until(lambda: not set(descendants(os.getpid())) - processes, what="processes left behind")
     wait_until(lambda: not any(thread.name.startswith("rpcdl") for thread in threading.enumerate()), what="threads")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import random
 import re
 import signal
 import time
@@ -15,12 +15,11 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
-from rpcdataloader.loader import placement
-from tests.conftest import wait_until
+from tests.conftest import close_client, wait_until
 from tests.integration import datasets
-from tests.integration.datasets import Numbers, notes
+from tests.integration.datasets import Augmented, Numbers, augment_batch, notes
+from tests.integration.origins import run_ranks
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -90,7 +89,6 @@ def test_partition_overrides_the_environment(shared_server, second_server, log, 
 
 
 def test_more_ranks_than_workers_share_with_one_warning(shared_server, log, as_rank, caplog):
-    placement.warn_once.cache_clear()
     for rank in (0, 4):
         as_rank(rank, 5)
         dataset = RPCDataset(shared_server.address, Numbers)
@@ -109,123 +107,52 @@ def test_malformed_environment_is_named(shared_server, monkeypatch, rank, world_
         RPCDataset(shared_server.address, Numbers)
 
 
-RANK_SCRIPT = """
-import json
-import sys
-
-import torch.distributed
-from torch.utils.data import DistributedSampler
-
-from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration import datasets
-from tests.integration.test_distributed import NoteServer
-
-rank, rendezvous, log, *workers = sys.argv[1:]
-torch.distributed.init_process_group("gloo", init_method="file://" + rendezvous, rank=int(rank), world_size=2)
-dataset = RPCDataset(workers, datasets.Augmented, 41)
-sampler = DistributedSampler(dataset, seed=5)
-generator = torch.Generator()
-generator.manual_seed(1)
-loader = RPCDataloader(dataset, 4, sampler=sampler, generator=generator, worker_init_fn=NoteServer(log))
-indices, draws = [], []
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    indices.append([])
-    for batch in loader:
-        indices[-1] += batch["index"].tolist()
-        draws += batch["draws"].flatten().tolist()
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-print(json.dumps([indices, draws]))
-"""
-
-
-def test_two_processes_of_a_distributed_job(zygote, shared_server, second_server, tmp_path):
-    addresses = [shared_server.address, second_server.address]
-    logs = [str(tmp_path / f"log{rank}") for rank in range(2)]
-    ranks = [
-        zygote.start(RANK_SCRIPT, rank, tmp_path / "rendezvous", logs[rank], *addresses, ends_quickly=True)
-        for rank in range(2)
-    ]
-    ended = [script.wait(60) for script in ranks]
-    for one in ended:
-        assert one.status == 0, one.errors
-    (indices, draws), (other_indices, other_draws) = [json.loads(one.output) for one in ended]
+def load_as_rank(rendezvous, *workers):
+    """The batches of two epochs, and on which node server the workers are."""
+    rank, world_size, tp_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 2
+    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
+    group = rank // tp_size, world_size // tp_size
+    # What a rank has drawn before must not matter.
+    torch.manual_seed(rank)
+    random.seed(rank)
+    dataset = RPCDataset(workers, Augmented, 41)
+    sampler = DistributedSampler(dataset, group[1], group[0], seed=5)
+    generator = torch.Generator().manual_seed(1)
+    log = f"{rendezvous}.{rank}"
+    loader = RPCDataloader(
+        dataset, 4, sampler=sampler, partition=group, generator=generator, collate_fn=augment_batch,
+        worker_init_fn=NoteServer(log),
+    )  # fmt: skip
+    batches = []
     for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches += [{name: value.tolist() for name, value in batch.items()} for batch in loader]
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return batches, notes(log)
+
+
+def test_groups_share_samples_and_nodes_and_ranks_of_a_group_get_the_same_batches(
+    zygote, shared_server, second_server, tmp_path
+):
+    servers = shared_server, second_server
+    addresses = [server.address for server in servers]
+    ranks = run_ranks(zygote, load_as_rank, 4, tmp_path / "rendezvous", *addresses)
+    batches = [batches for batches, _servers in ranks]
+    assert batches[0] == batches[1]
+    assert batches[2] == batches[3]
+    assert len(batches[0]) == 12
+    for epoch in slice(6), slice(6, 12):
+        indices = [[index for batch in batches[rank][epoch] for index in batch["index"]] for rank in (0, 2)]
         # 41 samples for two: one is loaded twice.
-        assert Counter(indices[epoch] + other_indices[epoch]).keys() == set(range(41))
-        assert len(indices[epoch]) == len(other_indices[epoch]) == 21
-    assert indices[0] == list(DistributedSampler(range(41), 2, 0, seed=5))
-    assert not set(draws) & set(other_draws)
-    # Each has a node to itself.
-    assert {int(line) for line in notes(logs[0])} == {shared_server.pid}
-    assert {int(line) for line in notes(logs[1])} == {second_server.pid}
-
-
-GROUP_SCRIPT = """
-import json
-import random
-import sys
-
-import torch.distributed
-from torch.utils.data import DistributedSampler
-
-from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration import datasets
-
-rank, rendezvous, *workers = sys.argv[1:]
-rank, world_size, tp_size = int(rank), 4, 2
-torch.distributed.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=world_size)
-dp_rank, dp_size = rank // tp_size, world_size // tp_size
-# What a rank has drawn before must not matter.
-torch.manual_seed(rank)
-random.seed(rank)
-dataset = RPCDataset(workers, datasets.Augmented, 42)
-sampler = DistributedSampler(dataset, dp_size, dp_rank, seed=5)
-loader = RPCDataloader(
-    dataset,
-    4,
-    sampler=sampler,
-    partition=(dp_rank, dp_size),
-    generator=torch.Generator().manual_seed(1),
-    collate_fn=datasets.augment_batch,
-)
-batches = []
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    batches += [{name: value.tolist() for name, value in batch.items()} for batch in loader]
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-print(json.dumps(batches))
-"""
-
-
-def test_ranks_of_a_tensor_parallel_group_get_the_same_batches(zygote, shared_server, second_server, tmp_path):
-    addresses = [shared_server.address, second_server.address]
-    ranks = [
-        zygote.start(GROUP_SCRIPT, rank, tmp_path / "rendezvous", *addresses, ends_quickly=True) for rank in range(4)
-    ]
-    ended = [script.wait(60) for script in ranks]
-    for one in ended:
-        assert one.status == 0, one.errors
-    first, second, third, fourth = [json.loads(one.output) for one in ended]
-    assert first == second
-    assert third == fourth
-    assert len(first) == 12
-    assert Counter(index for batch in first[:6] + third[:6] for index in batch["index"]) == Counter(range(42))
-    draws = [{draw for batch in group for sample in batch["draws"] for draw in sample} for group in (first, third)]
+        assert set(indices[0] + indices[1]) == set(range(41))
+        assert len(indices[0]) == len(indices[1]) == 21
+    draws = [{draw for batch in batches[rank] for one in batch["draws"] for draw in one} for rank in (0, 2)]
     assert len(draws[0]) == len(draws[1]) == 2 * 21 * 4
     assert not draws[0] & draws[1]
-
-
-def test_one_dataset_is_covered_by_the_ranks_together(shared_server, as_rank):
-    seen = []
-    for rank in range(3):
-        as_rank(rank, 3)
-        dataset = RPCDataset(shared_server.address, Numbers, 21)
-        sampler = DistributedSampler(dataset, 3, rank, shuffle=False)
-        seen += torch.cat(list(RPCDataloader(dataset, 2, sampler=sampler))).tolist()
-    assert sorted(seen) == list(range(21))
+    # Each group has a node to itself.
+    for rank, (_batches, log) in enumerate(ranks):
+        assert {int(line) for line in log} == {servers[rank // 2].pid}
 
 
 class Kinds(Numbers):
@@ -268,7 +195,7 @@ def test_timeout_and_a_node_that_is_not_there_name_the_rank(serve, as_rank, monk
     with pytest.raises(RuntimeError, match=r"^\[rank 3 of 8\] DataLoader timed out after 0\.2 seconds$"):
         next(iter(RPCDataloader(Kinds(), workers=server.address, sampler=[1], timeout=0.2)))
     server.stop()
-    pool.close_client()
+    close_client()
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.1")
     with pytest.raises(ConnectError, match=r"^\[rank 3 of 8\] cannot connect to "):
         iter(RPCDataloader(Numbers(), workers=server.address))

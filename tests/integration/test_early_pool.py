@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import client as pool
 
 class Variables(Dataset):
     def __len__(self):
@@ -94,43 +93,6 @@ assert pools() == early and len(early) == 1, (early, pools())
     assert script(loaders, begin=FORK_POOLS + BEGIN) == []
 
 
-def test_copies_begin_nothing(script):
-    loader = """
-loader = RPCDataloader(Variables(), num_workers=1)
-pool.close_client()
-pickled = pickle.dumps(loader)
-more = [copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickled)]
-print(*pools())
-"""
-    assert script(loader) == []
-
-
-IMPATIENT = """
-import signal
-loader = RPCDataloader(Variables(), num_workers=1)
-os.kill(*pools(), signal.SIGSTOP)  # as if it still imported
-
-def press(_signal, frame):
-    while frame is not None:
-        if frame.f_globals["__name__"].startswith("rpcdataloader."):
-            raise KeyboardInterrupt
-        frame = frame.f_back
-
-signal.signal(signal.SIGALRM, press)
-signal.setitimer(signal.ITIMER_REAL, 0.1, 0.0005)
-try:
-    next(iter(loader))
-except KeyboardInterrupt as error:
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    assert error.__context__ is None, repr(error.__context__)
-"""
-
-
-@pytest.mark.slow  # half a millisecond apart: a busy machine presses again before the first one is handled
-def test_repeated_ctrl_c_while_the_pool_starts_gives_one_traceback(script):
-    assert script(IMPATIENT, begin=FORK_POOLS + BEGIN) == []
-
-
 UNGUARDED = """
 import multiprocessing, os
 from pathlib import Path
@@ -195,9 +157,3 @@ os.kill(os.getpid(), 9)
     wait_until(lambda: not is_running(int(ended.output)), 30, "the end of the pool")
     wait_until(lambda: not os.listdir(tmp_path), what="its folder")
     assert trainer.errors == ""
-
-
-def test_pool_without_settings_ends_in_silence(zygote):
-    """Its trainer was killed before it had written them."""
-    ended = zygote.start("from rpcdataloader.launch import run_embedded; run_embedded()").wait()
-    assert (ended.status, ended.output, ended.errors) == (0, "", "")

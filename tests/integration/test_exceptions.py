@@ -170,54 +170,6 @@ def test_what_would_end_a_process_is_an_error_that_says_so(workers, text):
     assert type(end) is StopIteration
 
 
-CLASSES_OF_A_SCRIPT = """
-import sys
-
-from rpcdataloader import RPCDataloader
-
-
-class Corrupt(Exception):
-    def __init__(self, name, code):
-        super().__init__(name, code)
-        self.code = code
-
-    def __str__(self):
-        return f"{self.args[0]}: {self.code}"
-
-
-class Missing(OSError):
-    pass
-
-
-class Images:
-    def __getitem__(self, index):
-        raise [Corrupt("a", code=1), Missing(2, "none", "/a")][index]
-
-
-batches = iter(RPCDataloader(Images(), batch_size=None, sampler=[0, 1], workers=sys.argv[1]))
-caught = []
-for expected in (Corrupt, Missing):
-    try:
-        next(batches)
-    except Exception as exc:
-        assert type(exc) is expected, exc
-        assert "in __getitem__" in str(exc.__cause__)
-        caught.append(exc)
-assert next(batches, None) is None
-first, second = caught
-assert (str(first), first.code) == ("a: 1", 1)
-assert (second.errno, second.filename) == (2, "/a")
-raise Corrupt("uncaught", code=7) from first.__cause__
-"""
-
-
-def test_classes_of_the_training_script_and_what_its_user_sees(zygote, workers):
-    ended = zygote.start(CLASSES_OF_A_SCRIPT, workers, ends_quickly=True).wait(60)
-    assert ended.errors.endswith("__main__.Corrupt: uncaught: 7\n") or ended.errors.endswith("\nCorrupt: uncaught: 7\n")
-    assert "The above exception was the direct cause of the following exception" in ended.errors
-    assert "in __getitem__" in ended.errors
-
-
 # Where torch raises it
 
 

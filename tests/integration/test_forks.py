@@ -65,38 +65,6 @@ def test_forks_in_the_middle_of_an_epoch_disturb_nothing(shared_server):
         next(iterator)
 
 
-def test_fork_cannot_use_the_iterator_but_may_begin_its_own(shared_server):
-    loader = RPCDataloader(Numbers(), workers=shared_server.address, persistent_workers=True)
-    iterator = iter(loader)
-    assert int(next(iterator)) == 0
-
-    def child():
-        with pytest.raises(LocalProtocolError, match=r"belongs to process \d+, of which this one is a fork"):
-            next(iterator)
-        for _epoch in range(2):
-            assert [int(number) for number in loader] == list(range(20))
-
-    assert fork(child) == 0
-    assert [int(number) for number in iterator] == list(range(1, 20))
-
-
-def test_many_forks_at_once_each_with_a_loader_of_their_own(shared_server):
-    loader = RPCDataloader(Numbers(), workers=shared_server.address, num_workers=1)
-    iterator = iter(loader)
-
-    def child():
-        assert [int(number) for number in loader] == list(range(20))
-
-    children = [multiprocessing.get_context("fork").Process(target=child) for _ in range(4)]
-    for process in children:
-        process.start()
-    assert [int(number) for number in iterator] == list(range(20))
-    for process in children:
-        process.join()
-        assert process.exitcode == 0
-        process.close()
-
-
 def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(shared_server):
     dataset = RPCDataset(shared_server.address, Numbers)
     iterator = iter(DataLoader(dataset, sampler=[0], num_workers=1))

@@ -79,44 +79,6 @@ def test_in_any_order_each_stream_keeps_its_own(wide_servers, sizes, max_in_flig
     assert found == batches_of(sizes, 2, False)
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_limit_of_bytes_stops_nobody(wide_servers, in_order):
-    loader = RPCDataloader(
-        Parts([5, 0, 3]),
-        None,
-        in_order=in_order,
-        max_in_flight_bytes=1,
-        num_workers=3,
-        workers=wide_servers[0].address,
-    )
-    assert len(list(loader)) == 8
-
-
-def test_worker_info_is_torchs(wide_servers):
-    addresses = [server.address for server in wide_servers]
-    for loader in (
-        RPCDataloader(Informed([2, 2, 2]), None, num_workers=3, workers=addresses, collate_fn=as_is),
-        RPCDataloader(RPCDataset(addresses, Informed, [2, 2, 2]), None, num_workers=3, collate_fn=as_is),
-    ):
-        samples = list(loader)
-        assert [sample[:2] for sample in samples] == [(0, 3), (1, 3), (2, 3)] * 2
-        assert len({seed - worker_id for worker_id, _, seed, _, _ in samples}) == 1
-        assert all(is_own for *_, is_own, _ in samples)
-        assert len({pid for *_, pid in samples}) == 3
-
-
-def outcomes(iterator):
-    """Samples and errors, until the end."""
-    found = []
-    while True:
-        try:
-            found.append(next(iterator))
-        except StopIteration:
-            return found
-        except Exception as exc:
-            found.append(str(exc))
-
-
 def test_worker_at_the_end_of_its_stream_is_not_needed_any_more(serve, caplog):
     loader = RPCDataloader(Informed([1, 30]), None, num_workers=2, workers=serve("--num-workers", "2").address)
     iterator = iter(loader)
@@ -140,7 +102,3 @@ def test_dataset_on_a_node_can_be_iterated_over(wide_servers, tmp_path):
     assert len(notes(log)) < 80  # it was not read to its end
     with pytest.raises(TypeError, match="has no len"):
         len(dataset)
-
-
-def test_dataset_of_this_process_can_be_iterated_over():
-    assert list(RPCDataset("inline", Parts, [3])) == [0, 1, 2]

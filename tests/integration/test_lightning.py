@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
 from tests.integration.origins import run_ranks
-from tests.integration.training import Points, PointStream, Seen, collate, flat
+from tests.integration.training import Points, Seen, collate, flat
 
 lightning = pytest.importorskip("pytorch_lightning")
 DistributedSamplerWrapper = pytest.importorskip("lightning_fabric.utilities.distributed").DistributedSamplerWrapper
@@ -98,14 +98,6 @@ def test_fit_validate_and_predict_load_with_workers(make_loader, shared_server):
     assert model.predicted.indices == ORDERED
 
 
-class Own(RPCDataloader):
-    """A loader with arguments of its own."""
-
-    def __init__(self, size, **options):
-        super().__init__(Points(size), collate_fn=collate, **options)
-        self.size = size
-
-
 class WithLoader(Model):
     """A module that makes its loader itself; Lightning wraps the constructors of loaders meanwhile."""
 
@@ -130,19 +122,6 @@ def test_loader_may_be_made_in_a_hook(make_loader, shared_server, owner):
     model = Model(shared_server.pid) if owner == "data module" else WithLoader(shared_server.pid, make)
     make_trainer().fit(model, datamodule=Data(make) if owner == "data module" else None)
     assert model.trained.indices == 2 * ORDERED
-
-
-def test_loader_of_another_class_may_be_made_in_a_hook(shared_server):
-    model = WithLoader(shared_server.pid, lambda: Own(10, batch_size=3, workers=shared_server.address))
-    make_trainer().fit(model)
-    assert model.trained.indices == 2 * ORDERED
-
-
-def test_fit_with_iterable_dataset(shared_server):
-    model = Model(shared_server.pid)
-    dataset = RPCDataset(shared_server.address, PointStream, 10)
-    make_trainer(max_epochs=1).fit(model, RPCDataloader(dataset, 3, num_workers=2, collate_fn=collate))
-    assert model.trained.indices == [[0, 2, 4], [1, 3, 5], [6, 8], [7, 9]]
 
 
 def test_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_next_batch(make_loader, shared_server, tmp_path):
@@ -198,23 +177,6 @@ def test_checkpoint_of_a_loader_without_workers_says_what_to_use(tmp_path):
     loader = RPCDataloader(Points(10), 3, collate_fn=collate)
     with pytest.raises(LocalProtocolError, match=r"this loader has no workers, .* give num_workers=1"):
         make_trainer().fit(Plain(save=(6, tmp_path / "checkpoint")), loader)
-
-
-def test_sampler_that_lightning_divides_goes_on_on_as_many_ranks():
-    def load(rank, world_size):
-        inside = SubsetRandomSampler(range(12), torch.Generator().manual_seed(2))
-        sampler = DistributedSamplerWrapper(inside, num_replicas=world_size, rank=rank, shuffle=False)
-        return RPCDataloader(range(12), 2, sampler=sampler, workers="inline", partition=(rank, world_size))
-
-    loaders = [load(rank, 2) for rank in range(2)]
-    seen = [next(iter(loader)).tolist() for loader in loaders]
-    for rank in range(2):
-        rest = load(rank, 2)
-        rest.load_state_dict(loaders[0].state_dict())
-        seen += [batch.tolist() for batch in rest]
-    assert sorted(flat(seen)) == list(range(12))
-    with pytest.raises(ValueError, match=r"on rank 0 of 2, and here is .*0 of 1: .* ResumableDistributedSampler"):
-        load(0, 1).load_state_dict(loaders[0].state_dict())
 
 
 class OwnBatchSampler(BatchSampler):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.plan import engine
+from tests.integration.clocks import shorten
 from tests.integration.datasets import wait_for
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -27,7 +27,7 @@ class Hanging:
 
 
 def test_a_long_wait_is_told_with_the_stack_of_the_worker_and_nothing_ends(shared_server, fifo, monkeypatch, caplog):
-    monkeypatch.setattr(engine, "REPORT_AFTER", 0.5)
+    shorten(monkeypatch, "long wait")
     batches = iter(RPCDataloader(Hanging(fifo), batch_size=None, workers=shared_server.address, num_workers=2))
     assert [next(batches) for _ in range(3)] == [0, 1, 2]
 

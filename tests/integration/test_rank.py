@@ -46,17 +46,6 @@ def test_ranks_on_one_node_server_each_see_their_own(serve, zygote):
         assert seen == [[str(rank), "2"]] * 5
 
 
-def test_workers_and_datasets_made_from_now_on_see_a_rank_that_is_known_late(shared_server, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    early = RPCDataset(shared_server.address, Ranks)
-    assert seen_by(early) == [["0", "1"], ["0", "1"]]
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert seen_by(early) == [["0", "1"], ["1", "2"]]
-    assert seen_by(RPCDataset(shared_server.address, Ranks)) == [["1", "2"], ["1", "2"]]
-
-
 class Noted(Dataset):
     """Notes the node server of each session in which it comes to be."""
 

@@ -40,13 +40,6 @@ def test_loader_with_fewer_batches_repeats_all_of_them(options):
     ]  # fmt: skip
 
 
-def test_batches_are_taken_when_it_is_called_and_never_again(options):
-    batches = RPCDataloader(Numbers(100), batch_size=None, **options).replay(2)
-    first, second, again = itertools.islice(batches, 3)
-    assert again is first
-    assert second is not first
-
-
 def test_stream_without_batches_has_nothing_to_replay(options):
     with pytest.raises(ValueError, match="no batches"):
         RPCDataloader(Parts([0] * 4), **options).replay()

@@ -137,17 +137,6 @@ def test_source_workers_take_their_parts(wide_servers, tmp_path):
     assert len(set(log.read_text().split("\n"))) == 3  # two, and the end
 
 
-def test_small_samples_single_samples_and_incomplete_batches(wide_servers):
-    address = wide_servers[0].address
-    stream = Stream(length=10, size=10)
-    assert [len(batch) for batch in make(address, stream, num_workers=2)] == [4, 4, 2]
-    assert [len(batch) for batch in make(address, stream, num_workers=2, drop_last=True)] == [4, 4]
-    single = make(address, stream, batch_size=None, num_workers=2)
-    assert [int(sample[0]) for sample in single] == list(range(10))
-    assert len(make(address, stream, num_workers=2)) == 3
-    assert list(make(address, Stream(length=0), num_workers=2)) == []
-
-
 def test_remote_stream_and_epochs(wide_servers):
     dataset = RPCDataset(wide_servers[0].address, Stream, 12)
     for persistent in (False, True):
@@ -210,19 +199,6 @@ def test_resumes_with_another_number_of_workers(wide_servers, source_workers):
         assert head + as_lists(resumed) == whole
 
 
-def test_epoch_after_a_resumed_one_is_that_after_the_whole(wide_servers):
-    address = wide_servers[0].address
-    whole = make(address, num_workers=2)
-    epochs = [as_lists(whole) for _epoch in range(2)]
-    torch.manual_seed(11)
-    loader = make(address, num_workers=2)
-    list(itertools.islice(loader, 3))
-    resumed = make(address, num_workers=2)
-    resumed.load_state_dict(loader.state_dict())
-    assert as_lists(resumed) == epochs[0][3:]
-    assert as_lists(resumed) == epochs[1]
-
-
 def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
     address = wide_servers[0].address
     batches = iter(make(address, Stream(broken=(9,)), Decode(broken=(5,)), num_workers=2))
@@ -247,33 +223,14 @@ def test_samples_that_fail_can_be_skipped(wide_servers, caplog):
         list(loader)
 
 
-def test_replay_and_diagnosis(wide_servers):
-    loader = make(wide_servers[0].address, num_workers=2)
-    replayed = as_lists(itertools.islice(loader.replay(2), 4))
-    assert replayed[:2] == replayed[2:]
-    assert len(list(loader)) == 10
-    assert loader.diagnosis().evidence["batches"] > 0
-
-
 class Unpicklable(IterableDataset):
     def __iter__(self):
         yield {"lock": threading.Lock()}
 
 
-def test_mistakes_are_named_at_once(wide_servers):
-    address = wide_servers[0].address
-    with pytest.raises(ValueError, match="transform needs workers"):
-        RPCDataloader(Stream(), transform=Decode())
-    with pytest.raises(ValueError, match="transform is for iterable-style datasets"):
-        RPCDataloader([1, 2], transform=Decode(), workers=address)
-    with pytest.raises(TypeError, match="transform must be a function of a sample, but is 3"):
-        make(address, decode=3)
-    with pytest.raises(ValueError, match="source_workers must be at least 1, but is 0"):
-        make(address, source_workers=0)
-    with pytest.raises(ValueError, match="source_workers iterate over a dataset with a transform"):
-        RPCDataloader(Stream(), workers=address, source_workers=2)
+def test_raw_sample_that_cannot_be_sent_is_named(wide_servers):
     with pytest.raises(SerializationError, match=r"samples\[0\]\['lock'\] is a _thread.lock"):
-        next(iter(make(address, Unpicklable(), num_workers=1)))
+        next(iter(make(wide_servers[0].address, Unpicklable(), num_workers=1)))
 
 
 class Sums(Dataset):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.integrations import TrainerMixin, prepare
+from rpcdataloader.integrations import TrainerMixin
 from tests.integration.training import Points, PointStream, Seen, collate, flat
 
 transformers = pytest.importorskip("transformers")
@@ -94,23 +93,6 @@ def test_train_evaluate_and_predict_load_with_workers(make_trainer, model, kind)
     assert model.num_columns == {3 if removes else 4}
 
 
-class OwnLoader(Trainer):  # type: ignore[misc]  # it is Any
-    """Makes its loader itself."""
-
-    def get_train_dataloader(self):
-        loader = RPCDataloader(self.train_dataset, 5, num_workers=2, collate_fn=self.data_collator)
-        return prepare(self.accelerator, loader)
-
-
-def test_loader_may_be_made_by_the_trainer(shared_server, model, tmp_path):
-    dataset = RPCDataset(shared_server.address, Points, 10)
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True, num_train_epochs=2
-    )
-    OwnLoader(model, arguments, data_collator=collate, train_dataset=dataset).train()
-    assert model.trained.indices == 2 * [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-
-
 def test_arguments_of_the_loader_are_honoured(make_trainer, model):
     trainer = make_trainer(
         model,
@@ -141,16 +123,6 @@ def test_all_workers_are_kept_for_the_next_epoch(make_trainer, model, kind, monk
     assert trainer.get_eval_dataloader() is trainer.get_eval_dataloader()
     loader = trainer.get_train_dataloader().base_dataloader
     assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (0, True, 2)
-    assert trainer.args.dataloader_num_workers == 0
-
-
-def test_trainer_that_names_no_workers_loads_in_its_own_process(make_trainer, model):
-    trainer = make_trainer(model, "ordinary dataset")
-    trainer.workers = None
-    assert {pid for batch in trainer.get_train_dataloader() for pid in batch["fetched"].tolist()} == {os.getpid()}
-    trainer.args.dataloader_persistent_workers = True
-    with pytest.raises(ValueError, match="persistent_workers option needs num_workers > 0"):
-        trainer.train()
     assert trainer.args.dataloader_num_workers == 0
 
 

@@ -189,11 +189,6 @@ def test_sample_is_copied_to_the_batch_before_the_next_one_is_fetched(make):
     assert allocator.sizes == [8 * 3 * 96 * 96]
 
 
-def test_function_of_the_user_gets_the_samples_themselves():
-    samples = [floats(200, 200), floats(200, 200)]
-    assert load(samples, range(2), allocator=CountingAllocator(), collate_fn=list)[1] is samples[1]
-
-
 def test_user_function_that_calls_the_default_collate_uses_the_allocator_too():
     def collate(samples):
         assert get_worker_info() is not None
@@ -204,19 +199,6 @@ def test_user_function_that_calls_the_default_collate_uses_the_allocator_too():
     assert_same(batch, torch.stack([floats(200, 200)] * 2))
     assert info is not None
     assert len(allocator.sizes) == 1
-
-
-def test_tensors_on_a_device_stay_there():
-    batch = load([torch.empty(200, 200, device="meta")] * 2, range(2), allocator=CountingAllocator())
-    assert (batch.device.type, batch.shape) == ("meta", (2, 200, 200))
-
-
-def test_each_loader_collates_into_its_own_memory():
-    allocators = [CountingAllocator(), CountingAllocator()]
-    loaders = [make_loader([floats(200, 200)], allocator) for allocator in allocators]
-    for loader in (loaders[0], loaders[1], loaders[0]):
-        loader.load([0], 0, 0)
-    assert [len(allocator.sizes) for allocator in allocators] == [2, 1]
 
 
 def test_function_that_the_user_registered_for_tensors_stays(monkeypatch):
@@ -260,13 +242,6 @@ def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way
 def test_what_is_no_fault_of_a_sample_is_raised(error):
     with pytest.raises(error):
         load(Bad(1, error=error), skips=True)
-
-
-def test_a_batch_without_samples_is_not_collated():
-    _metrics, batch, lacks, _state = make_loader(Bad(1, 2), skips=True, collate_fn=lambda _samples: 1 / 0).load(
-        [1, 2], 0, 0
-    )
-    assert (lacks.is_whole, batch, lacks.num_samples) == (True, None, 2)
 
 
 class Passing(Augmented):
