@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,29 @@ def test_second_signal_ends_at_once(serve, fifo):
         assert server.wait(10) == 0
     with pytest.raises(ConnectionLostError):
         running.wait()
+
+
+def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
+    """The word waits for it."""
+
+    class Slow:
+        def __init__(self, path):
+            Path(path).read_text()
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return index
+
+    server = serve()
+    with ThreadPoolExecutor(1) as thread:
+        building = thread.submit(RPCDataset, [server.address], Slow, fifo)
+        with open(fifo, "w"):
+            server.signal(signal.SIGTERM)
+            wait_until(lambda: "draining" in server.log)
+        assert len(building.result(20 * TIMEOUT_SCALE)) == 1
+    assert server.wait() == 0
 
 
 def test_signal_for_everybody_reaches_the_server_alone(serve, fifo):
