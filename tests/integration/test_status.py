@@ -37,6 +37,7 @@ from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.register import MAX_SILENCE
 from rpcdataloader.wire.status import StatusRequest
+from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration.tampering import dial, read_to_the_end
@@ -344,6 +345,27 @@ def test_full_server_answers(serve, look_at):
     node = look_at(server)
     assert (node["max_connections"], len(workers_of(node))) == (1, 1)
     assert "refused" not in server.log
+
+
+def test_over_tls(serve, certificates, monkeypatch, look, look_at):
+    names = {CERT_VARIABLE: "node.pem", KEY_VARIABLE: "node.key", CA_VARIABLE: "ca.pem"}
+    files = [
+        f"--tls-{kind}={certificates}/{name}" for kind, name in zip(("cert", "key", "ca"), names.values(), strict=True)
+    ]
+    server = serve(*files, "--advertise", "localhost")
+    status, document = look(server.address)
+    assert (status, document["nodes"][0]["state"]) == (2, "refused")
+    assert CERT_VARIABLE in document["nodes"][0]["error"]
+    for variable, name in names.items():
+        monkeypatch.setenv(variable, f"{certificates}/{name}")
+    rpc_async(server.address, os.getpid).wait()
+    node = look_at(server)
+    assert node["calls"] == 1
+    assert node["sent_bytes"] > 0
+    monkeypatch.delenv(CA_VARIABLE)
+    with pytest.raises(SystemExit) as caught:
+        ask_for_status(server.address)
+    assert caught.value.code == 2
 
 
 # --- stacks

@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from pathlib import Path
 from shutil import which
@@ -18,7 +19,7 @@ import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
 from rpcdataloader.client import client as pool
-from rpcdataloader.errors import AuthenticationError
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.handshake import Preamble
@@ -198,6 +199,53 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
         shutil.copy(certificates / "expired.key", tmp_path / "mine.key")
         with pytest.raises(AuthenticationError, match="has expired"):
             rpc_async(server.address, os.getppid).wait()
+
+
+def test_session_ends_when_somebody_changes_what_it_gets(server, certificates, monkeypatch):
+    """A proxy that flips one bit of the encrypted bytes, late in the connection."""
+    use(monkeypatch, certificates)
+    host, _, port = server.address.rpartition(":")
+    harm = threading.Event()
+
+    def forward(source, target, direction):
+        try:
+            while data := bytearray(source.recv(65536)):
+                if direction == "reply" and harm.is_set():
+                    data[-1] ^= 1
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    threads = []
+
+    def serve():
+        while True:
+            try:
+                ours, _ = listener.accept()
+            except OSError:
+                return
+            theirs = socket.create_connection((host, int(port)))
+            sockets.extend((ours, theirs))
+            for arguments in ((ours, theirs, "request"), (theirs, ours, "reply")):
+                threads.append(threading.Thread(target=forward, args=arguments))
+                threads[-1].start()
+
+    sockets = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads.append(threading.Thread(target=serve))
+        threads[0].start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert rpc_async(address, os.getpid).wait() > 0
+        harm.set()
+        with pytest.raises((ConnectionLostError, RemoteProtocolError), match="altered on its way"):
+            rpc_async(address, os.getpid).wait()
+        pool.close_client()
+        listener.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+    for sock in sockets:
+        sock.close()
 
 
 # --- settings

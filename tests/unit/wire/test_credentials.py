@@ -114,6 +114,16 @@ def test_file_of_another_user_is_refused(monkeypatch, environ, default_file):
         load_credentials(environ=environ)
 
 
+def test_named_file_that_is_missing_is_refused_and_not_created(environ, tmp_path):
+    path = tmp_path / "missing"
+    with pytest.raises(AuthenticationError, match=f"{path} does not exist; create it with"):
+        load_credentials(token_file=path, environ=environ)
+    environ["RPCDATALOADER_TOKEN_FILE"] = str(path)
+    with pytest.raises(AuthenticationError, match=f"{path} does not exist; create it with"):
+        load_credentials(environ=environ)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_empty_name_of_a_file_is_refused(environ):
     environ["RPCDATALOADER_TOKEN_FILE"] = ""
     with pytest.raises(AuthenticationError, match="RPCDATALOADER_TOKEN_FILE is empty"):
