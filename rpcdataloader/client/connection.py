@@ -131,41 +131,37 @@ class Connection:
         with self._lock:
             if self.has_ended:
                 raise self._reason()
-            if self._borrower is not None and (ended := self._borrower.take_ended()):
-                self._return(pack_blocks(ended), request.cancellable)
             number = self._last_request = self._last_request + 1
             self._pending[number] = request
+            messages = [Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks)]
+            if self._borrower is not None and (ended := self._borrower.take_ended()):
+                # Before the request, which may need the memory.
+                messages.insert(0, Outgoing(MessageType.RETURN, payload=pack_blocks(ended)))
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
             # Only requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
-            if not (request.cancellable and self._send_now(type, number, payload, buffers, request.flags)):
-                self._put(Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks))
+            if not (request.cancellable and self._send_now(messages)):
+                self._put(*messages)
         return number
 
-    def _return(self, blocks: bytes, is_sent_now: bool) -> None:
-        """Give the worker its memory back, before the next request."""
-        if not (is_sent_now and self._send_now(MessageType.RETURN, 0, blocks, (), 0)):
-            self._put(Outgoing(MessageType.RETURN, payload=blocks))
-
-    def _put(self, message: Outgoing) -> None:
-        self._outbox.append(message)
+    def _put(self, *messages: Outgoing) -> None:
+        self._outbox.extend(messages)
         self._sender.wake(self)
 
-    def _send_now(
-        self, type: MessageType, number: int, payload: bytes, buffers: Sequence[memoryview], flags: int
-    ) -> bool:
+    def _send_now(self, messages: Sequence[Outgoing]) -> bool:
         """Send a small request, or begin to, unless others are to be sent before it; returns whether that was done.
 
         Waking the sender costs two changes of the GIL's holder, which is more than the message does.
         """
         channel = self._channel
-        if channel is None or buffers or len(payload) > MAX_SENT_NOW_BYTES or self._is_under_way or self._outbox:
+        is_large = any(message.buffers or len(message.payload) > MAX_SENT_NOW_BYTES for message in messages)
+        if channel is None or is_large or self._is_under_way or self._outbox:
             return False
         # Not acquired in another way: Ctrl-C must not leave the lock held, which the sender takes for this connection.
         with self._sending:
             if self._is_under_way or self._outbox:
                 return False
             with contextlib.suppress(RPCError):  # the receiver sees the same error and reports it
-                self._is_under_way = not channel.begin(type, number, payload, buffers, flags)
+                self._is_under_way = not channel.begin(*messages)
         if self._is_under_way:
             self._sender.wake(self)
         return True
@@ -361,14 +357,7 @@ class Connection:
                     if (message := self._next_message()) is None:
                         return True
                     self._is_under_way = True  # callers do not wait while a large one is sealed
-                    self._is_under_way = not channel.begin(
-                        message.type,
-                        message.request_id,
-                        message.payload,
-                        message.buffers,
-                        message.flags,
-                        message.digest_of_blocks,
-                    )
+                    self._is_under_way = not channel.begin(message)
         except RPCError:
             channel.transport.shutdown()  # the receiver sees the same error and reports it
         except BaseException:

@@ -36,6 +36,7 @@ from rpcdataloader.wire.frames import (
     Decoder,
     Message,
     MessageType,
+    Sealer,
     SharedBlock,
     encode,
     heap_blocks,
@@ -65,6 +66,10 @@ class Outgoing:
     buffers: Sequence[memoryview] = ()
     flags: int = 0
     digest_of_blocks: bytes = b""
+
+    def encode(self, sealer: Sealer) -> list[bytes | memoryview]:
+        """Seal it, and return the buffers to send."""
+        return encode(sealer, self.type, self.request_id, self.payload, self.buffers, self.flags, self.digest_of_blocks)
 
     @property
     def size_bytes(self) -> int:
@@ -206,23 +211,13 @@ class Channel:
         finally:
             self._send_lock.release()
 
-    def begin(
-        self,
-        type: MessageType,
-        request_id: int,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        flags: int,
-        digest_of_blocks: bytes = b"",
-    ) -> bool:
-        """Seal a message, and send what the kernel takes of it without a wait; True if that is all.
+    def begin(self, *messages: Outgoing) -> bool:
+        """Seal messages, and send what the kernel takes of them without a wait; True if that is all.
 
         Otherwise :meth:`go_on` sends the rest, before another message begins. For a single thread at a time.
         """
         try:
-            return self.transport.send_now(
-                encode(self._sealer, type, request_id, payload, buffers, flags, digest_of_blocks)
-            )
+            return self.transport.send_now([piece for each in messages for piece in each.encode(self._sealer)])
         except BaseException:
             # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
             self.transport.shutdown()

@@ -53,6 +53,9 @@ KEEPALIVE_PROBES = 3
 
 _DESCRIPTOR = struct.Struct("i")
 
+# Plain numbers: to join two members of an enumeration costs as much as a system call.
+_WAIT_FOR_ALL, _CLOSE_ON_EXEC = int(socket.MSG_WAITALL), int(socket.MSG_CMSG_CLOEXEC)
+
 # Seconds between two looks at a connection that may be cut off while keep-alive is suspended; see is_cut_off.
 CUT_OFF_PERIOD = 2.0
 
@@ -240,7 +243,7 @@ class Transport:
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
-    def _recv(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
+    def _recv(self, views: Sequence[memoryview], flags: int = _WAIT_FOR_ALL) -> int:
         views = views[:MAX_PIECES]
         try:
             if self._takes_descriptors:
@@ -261,7 +264,7 @@ class Transport:
     def _recv_with_descriptor(self, views: Sequence[memoryview], flags: int) -> int:
         # The kernel closes all but the first of a message. A receive ends where another one with a descriptor begins.
         room = socket.CMSG_LEN(_DESCRIPTOR.size)
-        size, rights, _flags, _address = self._sock.recvmsg_into(views, room, flags | socket.MSG_CMSG_CLOEXEC)
+        size, rights, _flags, _address = self._sock.recvmsg_into(views, room, flags | _CLOSE_ON_EXEC)
         if rights:
             self._drop_descriptor()
             (self._descriptor,) = _DESCRIPTOR.unpack(rights[0][2])

@@ -192,7 +192,7 @@ def test_fractional_timeouts_bound_the_call(shared_server, call, fifo, seconds):
 def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, call, fifo, monkeypatch):
     sent = []
     begin = Channel.begin
-    monkeypatch.setattr(Channel, "begin", lambda self, *args: (begin(self, *args), sent.append(args[0]))[0])
+    monkeypatch.setattr(Channel, "begin", lambda self, *args: (begin(self, *args), sent.append(args[0].type))[0])
     address = shared_server.address
     call(tasks.whereabouts)  # what is given up before there is a connection is never sent
     first = rpc_async(address, tasks.read_all, (fifo,))
