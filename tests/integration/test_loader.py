@@ -79,7 +79,7 @@ def test_no_batch_is_lost_where_a_signal_handler_raises_before_what_was_drawn_ha
     def trace(frame, event, _argument):
         # Handlers run when a call is over, before the next step of its caller takes the result.
         nonlocal left, num_interrupted, last
-        if frame.f_code.co_name not in ("advance", "_draw", "__next__") or "loader" not in frame.f_code.co_filename:
+        if frame.f_code.co_name not in ("advance", "_draw") or "loader" not in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -168,6 +168,36 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers):
             loader.load_state_dict(loader.state_dict())
             assert received + flat(loader) == list(range(60))
     assert num_told == num_failed > 0
+
+
+@pytest.mark.parametrize("where", ["local:1", "inline"])
+def test_no_batch_is_lost_where_a_signal_handler_raises_after_the_draw(where):
+    num_interrupted = 0
+
+    def interrupt(frame, event, _argument):
+        # Handlers run when a function begins, and when a call is over, as this one does.
+        nonlocal left, num_interrupted
+        is_next = event == "return" and frame.f_code.co_name == "__next__"
+        if frame.f_globals["__name__"] == "rpcdataloader.loader.tasks" and event != "c_call" and not is_next:
+            left -= 1
+            if left < 0:
+                num_interrupted += 1
+                raise Alarm
+
+    for num_calls in range(20):
+        left = num_calls
+        loader = RPCDataloader(range(24), batch_sampler=[[i, i + 1] for i in range(0, 24, 2)], workers=where)
+        received, batches = [], iter(loader)
+        received += flat([next(batches)])
+        sys.setprofile(interrupt)
+        try:
+            received += flat([next(batches)])
+        except Alarm:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert received + flat(batches) == list(range(24))
+    assert num_interrupted > 10
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
