@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectionLostError, RPCError
 from tests.conftest import leased_bytes, wait_until
 from tests.integration.crew import wait_for_crew, workers_of
 
@@ -133,6 +134,14 @@ def test_batches_outlive_their_workers(workers):
     del kept
     gc.collect()
     wait_until(lambda: num_mappings() == 0, what="the end of the mappings")
+
+
+@pytest.mark.parametrize("sample_bytes", [1, 1 << 14, 1 << 16, SAMPLE_BYTES])
+def test_worker_killed_in_the_middle_of_a_batch(workers, tmp_path, sample_bytes):
+    loader = RPCDataloader(Images(40, sample_bytes, deadly=str(tmp_path / "died")), BATCH_SIZE, workers=workers)
+    kept = list(loader)
+    assert (tmp_path / "died").exists()
+    assert [batch[:, -1].tolist() for batch in kept] == [expected(number) for number in range(10)]
 
 
 class Expanded(Dataset):
@@ -312,6 +321,50 @@ def leased_bytes_of_client():
 
     gc.collect()
     return leased_bytes(get_client().allocator)
+
+
+@pytest.fixture
+def memory_group():
+    """A new memory cgroup: its folder, and the name of its limit."""
+    groups = Path("/proc/self/cgroup").read_text()
+    own = dict(re.findall(r"^\d+:([\w,]*):(.*)$", groups, re.M))
+    root = Path("/sys/fs/cgroup")
+    old = root / "memory" / own["memory"].strip("/") if "memory" in own else None
+    folder = (old or root / own.get("", "/").strip("/")) / f"rpcdl-test-{os.getpid()}"
+    limit = "memory.limit_in_bytes" if old else "memory.max"
+    if len(Path("/proc/swaps").read_text().splitlines()) > 1:
+        pytest.skip("this machine swaps")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a cgroup: {error}")
+    if not (folder / limit).exists():
+        folder.rmdir()
+        pytest.skip("this cgroup cannot limit memory")
+    yield folder, limit
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            (folder.parent / "cgroup.procs").write_text(pid)
+    wait_until(lambda: not (folder / "cgroup.procs").read_text(), what="the end of the processes of the cgroup")
+    folder.rmdir()
+
+
+@pytest.mark.slow
+def test_workers_at_the_limit_of_their_memory_cgroup(serve, tmp_path, memory_group):
+    """The kernel kills them, and what starts others. The loop hears of it, and what it has taken stays whole."""
+    folder, limit = memory_group
+    server = serve("--host", f"unix:{tmp_path}/socket")
+    loader = RPCDataloader(Images(4000), BATCH_SIZE, workers=server.address, reconnect_timeout=1)
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(10)]
+    for pid in [server.pid, *server.processes()]:
+        with contextlib.suppress(ProcessLookupError):
+            (folder / "cgroup.procs").write_text(str(pid))
+    (folder / limit).write_text(str(200 * MIB))
+    with pytest.raises(ConnectionLostError):
+        kept.extend(iterator)
+    assert sum(map(is_shared, kept)) > 50
+    assert [first_bytes(batch) for batch in kept] == [expected(number) for number in range(len(kept))]
 
 
 def test_without_shared_memory_batches_are_sent(serve, tmp_path):
