@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, wait_until
+from tests.integration.quick import quick_server
 
 # The first thing at the end of the program, and the last: between them, the package closes everything.
 CLOCK = """
@@ -182,6 +183,13 @@ signal.pause()
 """
 
 
+@pytest.fixture(scope="module")
+def patient_server(zygote):
+    """A server that would wait for ten minutes before it ends the session of a client that has gone."""
+    with quick_server(zygote, "--num-workers", "2", before="clients.END_TIMEOUT = 600.0") as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     ("busy", "with_child"),
     [
@@ -193,13 +201,13 @@ signal.pause()
         ("session hold_gil", True),
     ],
 )
-def test_objects_of_a_killed_client_are_gone_within_a_second(zygote, shared_server, tmp_path, busy, with_child):
+def test_objects_of_a_killed_client_are_gone_within_a_second(zygote, patient_server, tmp_path, busy, with_child):
     fifo, marker = tmp_path / "fifo", tmp_path / "marker"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     child = 0
     try:
-        script = zygote.start(KILLED, shared_server.address, fifo, busy, marker, with_child)
+        script = zygote.start(KILLED, patient_server.address, fifo, busy, marker, with_child)
         wait_until(lambda: marker.exists() and script.output.endswith("\n"), what="something to kill")
         child = int(script.output)
         assert not select.select([reader], [], [], 0)[0]  # somebody has it open
@@ -210,7 +218,7 @@ def test_objects_of_a_killed_client_are_gone_within_a_second(zygote, shared_serv
         assert os.read(reader, 1) == b""
         assert time.monotonic() - start < AT_ONCE
         assert script.wait().status == -signal.SIGKILL
-        wait_until(lambda: not shared_server.processes(), what="the session of a client that was killed")
+        wait_until(lambda: not patient_server.processes(), what="the session of a client that was killed")
     finally:
         os.close(reader)
         if child:
