@@ -40,7 +40,7 @@ WORDS = {
     "the CPUs of this process: move work in Python out of the loop and its threads.",
     "trainer copies": "Copies to the device take {copy_seconds} per batch of {batch_bytes}: send smaller types (uint8 "
     "in place of float32), and convert them on the device.",
-    "trainer next": "next itself spends {own_seconds} per batch without sleeping: {next}.",
+    "trainer next": "The loader's own work in this process takes {own_seconds} per batch: {next}.",
     "setting": "Each batch takes {latency_seconds}, {allowed} may be in flight, and {in_flight} are needed: set "
     "{setting} (now {current}).",
     "unclear": "What is known of {batches} does not say why{seen}. Let it run for longer.",
@@ -73,7 +73,7 @@ _START = {
         'build="node" builds it once per node, and persistent_workers=True keeps the workers',
     ),
     "init": ("in worker_init_fn", "persistent_workers=True calls it once"),
-    "batch": ("on loading the first batch", "no setting ends that: make the first samples faster"),
+    "batch": ("on loading the first batch", "it weighs less in a longer pass, or with samples that load faster"),
 }
 _STAYS = "the workers stay, so the next passes begin without that"
 
@@ -90,7 +90,7 @@ _PARTS = {
     "receiving": "receiving in this process",
     "copies": "the copy to the device",
     "window": "max_in_flight_bytes",
-    "next": "next itself",
+    "next": "the loader's own work in this process",
     "sampler": "the sampler",
     "source": "the source of the stream",
 }
@@ -163,7 +163,7 @@ def _advise(values: Mapping[str, Value], more: tuple[int, int, int] | None) -> s
     if values.get("is_limit"):
         advice += ", for {allowed_rate} it/s, which is all that {following} allows"
     elif "keeps" in values:
-        advice += ", which leaves {kept_share} waiting, for {keeps}"
+        advice += "; {kept_share} of waiting would remain, for {keeps}"
     if values.get("source") == "source":
         advice += ", if the dataset has shards for them"
     return advice.format_map(texts)
