@@ -227,3 +227,40 @@ def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
     diagnosis = loader.diagnosis()
     assert diagnosis.bound == ("none" if computes else "workers")
     assert (diagnosis.wait_share < 0.05) == computes
+
+
+def num_answered(run):
+    """Batches that have arrived, and are not on their way to the device."""
+    return sum(task.answer is not None for task in list(run.engine.table.tasks.values()))
+
+
+def test_one_batch_is_copied_ahead_and_no_more(device, workers):
+    iterator = iter(RPCDataloader(Images(), batch_size=1, device=NAME, workers=workers, prefetch_factor=4))
+    run = iterator.driver
+    for num_delivered in range(1, 5):
+        next(iterator)
+        # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
+        # be free: that of a batch that was copied after the sampler was asked.
+        wait_until(lambda: run.ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
+        assert len(device.copied) == num_delivered + 1
+        assert len(device.waits) == num_delivered
+
+
+def test_batches_out_of_order(device, workers):
+    loader = RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers, in_order=False)
+    found = []
+    for batch in loader:
+        first = int(batch["label"][0])
+        check(batch, list(range(first, first + 4)), device)
+        found.append(first)
+    assert sorted(found) == [0, 4, 8, 12, 16]
+
+
+def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
+    iterator = iter(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))
+    next(iterator)
+    run = iterator.driver
+    iterator = None
+    wait_until(lambda: run.is_closed, what="the end of the iterator")
+    wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
+    assert device.copied

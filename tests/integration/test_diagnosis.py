@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 
 import pytest
@@ -16,10 +17,12 @@ import torch
 from rpcdataloader import Diagnosis, RPCDataloader
 from rpcdataloader.client import client
 from rpcdataloader.client.asking import ask_all
+from rpcdataloader.client.client import get_client
 from rpcdataloader.diagnosis.words import WORDS
 from rpcdataloader.host.resources import available_cpus
+from rpcdataloader.loader import driver, telling
 from rpcdataloader.wire.address import Address
-from tests.conftest import close_client, wait_until
+from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.integration.causes import Causes
 from tests.integration.network import why_not
 from tests.integration.origins import run_ranks
@@ -245,3 +248,46 @@ def test_recommended_workers_end_the_wait_and_two_thirds_of_the_least_do_not(cau
         taken = [take_advice(cause, addresses) for _ in range(10)]
     assert sum(advice.is_enough for advice in taken) >= 9, str(taken)
     assert all(advice.fewer_are_too_few for advice in taken if advice.more), str(taken)
+
+
+@pytest.fixture
+def told(caplog):
+    """The lines so far, once all iterators without references are closed."""
+    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
+
+    def told() -> list[str]:
+        is_closed = threading.Event()
+        get_client().janitor.leave(is_closed.set)
+        assert is_closed.wait(10 * TIMEOUT_SCALE)
+        return [text for record in caplog.records if "step " in (text := record.getMessage())]
+
+    return told
+
+
+def leave_by_islice(loader: RPCDataloader) -> None:
+    assert len(list(itertools.islice(loader, 20))) == 20
+
+
+def test_pass_of_workers_that_stay_is_told_when_the_next_begins(wide_servers, told):
+    loader = make_waiting_loader(wide_servers, 20, persistent_workers=True)
+    leave_by_islice(loader)
+    assert told() == []
+    assert len(list(loader)) == 20
+    assert len(told()) == 2
+    iter(loader)
+    assert len(told()) == 2
+
+
+def test_error_of_a_diagnosis_ends_no_training_and_is_logged_once(wide_servers, told, caplog, monkeypatch):
+    def fail(_records):
+        raise OverflowError("a bug")
+
+    monkeypatch.setattr(driver, "diagnose", fail)
+    monkeypatch.setattr(telling, "_failures", itertools.count())
+    loader = make_waiting_loader(wide_servers, 20)
+    for _ in range(2):
+        assert len(list(loader)) == 20
+    assert told() == []
+    (record,) = [record for record in caplog.records if "cannot say why the loop has waited" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert "a bug" in str(record.exc_info)

@@ -127,7 +127,7 @@ def test_metrics_of_a_real_pool(serve):
     with serving(server.address) as url, training(server):
         wait_until(lambda: bound in metrics_of(url), 30)
         found = metrics_of(url)
-        assert found[f"rpcdataloader_client_wait_ratio{{{labels}}}"] > 0.5
+        assert 0.05 < found[f"rpcdataloader_client_wait_ratio{{{labels}}}"] < 1
         assert found[f"rpcdataloader_client_workers{{{labels}}}"] == 2
         assert found["rpcdataloader_workers_wanted"] > 2
         series = f'rpcdataloader_batches_total{{node="{server.address}"}}'
