@@ -181,9 +181,11 @@ def test_sentence_of_rank_0_is_that_of_the_rank_that_waits_most(zygote, serve):
     assert silent == []
     ((level, line),) = told
     assert level == "WARNING"
+    # On a busy machine, the start of rank 1 may take longer than the rest.
     assert re.match(
-        r"\[rank 0 of 2\] Subset, 60 batches: rank 1 waits most \(\d+ %\): step .* 1 worker: .* Add \d+ worker", line
-    ), line
+        r"\[rank 0 of 2\] Subset, 60 batches: rank 1 waits most \(\d+ %\): step .* (1 worker: |before the first batch)",
+        line,
+    )
 
 
 def test_pass_that_loses_more_than_a_second_is_a_warning(wide_servers, caplog):
