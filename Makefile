@@ -44,7 +44,7 @@ test-pythons: .venv/ready
 
 # Ray, Dask and what they bring along come on top of .venv, which stays as it is.
 test-engines: .venv-engines/ready
-	PYTHONDONTWRITEBYTECODE= .venv-engines/bin/python -m pytest -m engines --timeout 600 -o faulthandler_timeout=500 tests/engines
+	PYTHONDONTWRITEBYTECODE= .venv-engines/bin/python -m pytest -m engines --timeout 600 -o faulthandler_timeout=500 tests/platform/engines
 
 SECONDS := 60
 
@@ -65,7 +65,7 @@ chaos: .venv/ready
 
 # RPCDATALOADER_SLURM_TESTBED names the folder whose up.sh brings a Slurm up; skipped without.
 slurm: .venv/ready
-	$(PYTEST) -m slurm --timeout 300 tests/slurm
+	$(PYTEST) -m slurm --timeout 300 tests/platform/slurm
 
 # Those of the storage formats alone: make study STUDIES=examples/storage_formats
 STUDIES := examples

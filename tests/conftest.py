@@ -1,4 +1,4 @@
-"""What integration tests share: real node servers on ports of the kernel's choice, and a look at what is left."""
+"""What tests of real processes share: real node servers on ports of the kernel's choice, and a look at what is left."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.zygote import Zygote
+from tests.support.zygote import Zygote
 
 if TYPE_CHECKING:
     from rpcdataloader.wire.slabs import PageablePool
-    from tests.integration.quick import QuickServer
+    from tests.support.quick import QuickServer
 
 # Slow machines multiply every limit of the tests.
 TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
@@ -156,7 +156,7 @@ def frozen_heap() -> None:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of certificates, with keys that only we can read: git does not keep modes."""
     folder = tmp_path_factory.mktemp("certificates")
-    for path in (Path(__file__).parent / "certificates").glob("*.[pk]e[my]"):
+    for path in (Path(__file__).parent / "support" / "certificates").glob("*.[pk]e[my]"):
         (folder / path.name).touch(0o600)
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
@@ -201,7 +201,7 @@ def unix_server(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def _serve_to_the_end(zygote: Zygote, *options: str) -> Iterator[QuickServer]:
-    from tests.integration.quick import quick_server  # it imports this file
+    from tests.support.quick import quick_server  # it imports this file
 
     with quick_server(zygote, "--num-workers", "2", "--max-connections", "64", *options) as server:
         yield server

@@ -17,7 +17,7 @@ import torch
 from examples.recommender import data
 from examples.recommender.loading import ParquetRows
 from tests.conftest import wait_until
-from tests.integration.quick import quick_server
+from tests.support.quick import quick_server
 
 pytestmark = pytest.mark.study
 

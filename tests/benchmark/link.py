@@ -19,7 +19,7 @@ from pathlib import Path
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.benchmark import datasets
 from tests.benchmark.processes import running
-from tests.integration.network import Cable, Host, Network, why_not
+from tests.support.network import Cable, Host, Network, why_not
 
 ROUND_TRIP_MS = 0.2
 BATCH_SIZE = 64

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from tests.benchmark.link import shape
-from tests.integration.network import Cable, Host, Network, why_not
+from tests.support.network import Cable, Host, Network, why_not
 
 _PORT = "29500"  # nothing else is in these namespaces
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.chaos import network
 from tests.chaos.driver import ChaosError, Scenario, environment, run
-from tests.integration.zygote import Zygote
+from tests.support.zygote import Zygote
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from tests.chaos.ranks import Comparison, Ranks, compare
 from tests.chaos.trainer import Job
 from tests.chaos.watch import Trend, Watch
 from tests.conftest import TIMEOUT_SCALE
-from tests.integration.zygote import Zygote
+from tests.support.zygote import Zygote
 
 # Seconds without a batch of any rank: nothing that the adversary does takes so long to get over.
 HANG_TIMEOUT = 60.0

@@ -10,7 +10,7 @@ import signal
 import subprocess
 
 from tests.conftest import wait_until
-from tests.integration.zygote import Script, Zygote
+from tests.support.zygote import Script, Zygote
 
 _HOLD = """
 import ctypes, os, signal

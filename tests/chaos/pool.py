@@ -11,8 +11,8 @@ from tests.chaos.datasets import Traps
 from tests.chaos.network import Network
 from tests.chaos.plan import Event, Kind
 from tests.conftest import descendants, is_running, stat_of, wait_until
-from tests.integration.quick import QuickServer
-from tests.integration.zygote import Zygote
+from tests.support.quick import QuickServer
+from tests.support.zygote import Zygote
 
 
 def children(pid: int) -> list[int]:

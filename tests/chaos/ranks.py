@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tests.chaos.trainer import Job
 from tests.conftest import is_running, wait_until
-from tests.integration.zygote import Script, Zygote
+from tests.support.zygote import Script, Zygote
 
 
 class Note(NamedTuple):

@@ -77,7 +77,7 @@ def test_rank_whose_nodes_are_all_out_of_reach_goes_on_elsewhere(survive):
 ASK = """
 import sys
 from rpcdataloader import RPCDataset
-from tests.integration.datasets import State
+from tests.support.datasets import State
 dataset = RPCDataset(sys.argv[1], State)
 print(dataset.epoch, flush=True)
 open(sys.argv[2]).read()

@@ -43,12 +43,12 @@ ROOT = Path(__file__).parents[2]
 # By room of the package: the tests that hold what it does, the quick ones first.
 TESTS = {
     "plan": "unit/plan simulation/test_simulation.py",
-    "diagnosis": "unit/diagnosis simulation/test_diagnosis.py integration/test_diagnosis.py",
-    "wire": "unit/wire integration/test_batches.py integration/test_exceptions.py integration/test_attacks.py",
-    "fetch": "unit/fetch integration/test_bad_samples.py integration/test_determinism.py integration/test_iterable.py",
-    "client": "unit/client integration/test_rpc.py integration/test_dataset.py integration/test_recovery.py",
-    "server": "unit/server integration/test_server.py integration/test_launch.py integration/test_stacks.py",
-    "loader": "unit/loader integration/test_loader.py integration/test_differential.py integration/test_resume.py",
+    "diagnosis": "unit/diagnosis simulation/test_diagnosis.py behaviour/test_diagnosis.py",
+    "wire": "unit/wire behaviour/test_batches.py behaviour/test_exceptions.py behaviour/test_attacks.py",
+    "fetch": "unit/fetch behaviour/test_bad_samples.py behaviour/test_determinism.py behaviour/test_iterable.py",
+    "client": "unit/client behaviour/test_rpc.py behaviour/test_dataset.py behaviour/test_recovery.py",
+    "server": "unit/server behaviour/test_server.py behaviour/test_launch.py behaviour/test_stacks.py",
+    "loader": "unit/loader behaviour/test_loader.py behaviour/test_differential.py behaviour/test_resume.py",
 }
 OUTPUT = "output of tests"
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not chaos", "--timeout", "60"]

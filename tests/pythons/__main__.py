@@ -1,4 +1,4 @@
-"""``make test-pythons``: the unit tests, and some integration tests, on each supported Python that this machine has.
+"""``make test-pythons``: the unit tests, and some of behaviour, on each supported Python that this machine has.
 
 The Python of this environment runs them with the torch of this environment. The others run what needs no torch: most
 decisions, formats and files of the package. ``--torch`` installs it for them as well, which are gigabytes where the
@@ -27,7 +27,7 @@ OLDEST_TORCH = (2, 4)
 PACKAGES = ["cloudpickle", "hypothesis", "numpy", "pillow", "pytest", "pytest-timeout", "pyyaml"]
 UNIT = ["tests/unit", "tests/simulation"]
 INTEGRATION = [
-    f"tests/integration/test_{name}.py"
+    f"tests/behaviour/test_{name}.py"
     for name in ("rpc", "batches", "iterable", "exceptions", "resume", "main_script", "py_modules", "forward_output")
 ]
 # It starts programs that import torch.
@@ -83,7 +83,7 @@ def run(python: str, torch: str) -> tuple[bool, str]:
     if torch != "none":
         program = "import torch; print(torch.__version__)"
         torch = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
-    what = "unit" if torch == "none" else "unit, some integration"
+    what = "unit" if torch == "none" else "unit, some behaviour"
     return process.returncode == 0, f"| {version} | {torch} | {what} | {summary} | {datetime.date.today()} |"
 
 

@@ -35,7 +35,7 @@ def build(folder: Path) -> Path:
         archive.extractall(folder, filter="data")
     (source,) = folder.iterdir()
     subprocess.run([*hatch, "wheel"], cwd=source, check=True)
-    tests = ["tests/unit/wire", "tests/unit/test_design_pages.py", "tests/integration/test_rpc.py"]
+    tests = ["tests/unit/wire", "tests/unit/test_design_pages.py", "tests/behaviour/test_rpc.py"]
     subprocess.run([sys.executable, "-m", "pytest", "--quiet", *tests], cwd=source, check=True)
     (wheel,) = (ROOT / "dist").glob("*.whl")
     return wheel

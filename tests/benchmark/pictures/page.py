@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.browser import open_tab
+from tests.support.browser import open_tab
 
 ROOT = Path(__file__).resolve().parents[3]
 _NODES = ("node01", "node02")

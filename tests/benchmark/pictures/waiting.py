@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.integration.waits import CAUSES, run
-from tests.integration.zygote import Zygote
+from tests.support.waits import CAUSES, run
+from tests.support.zygote import Zygote
 
 # One for each bound but `unclear`: the last one of a bound is quoted.
 NAMES = (

@@ -14,7 +14,7 @@ from tests.benchmark.pictures import __main__ as pictures
 from tests.benchmark.pictures import losses, numbers, results, terminal, waiting
 from tests.benchmark.pictures.svg import Scale, ticks
 from tests.benchmark.recorded import load
-from tests.integration.waits import CAUSES
+from tests.support.waits import CAUSES
 
 DRAWN = pictures.draw()
 

@@ -1,4 +1,4 @@
-"""Node servers behind a DNS name; that of the resolver is in ``tests/integration/test_dns.py``."""
+"""Node servers behind a DNS name; that of the resolver is in ``tests/behaviour/test_dns.py``."""
 
 from __future__ import annotations
 

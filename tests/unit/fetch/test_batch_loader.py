@@ -18,7 +18,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
-from tests.integration.comparison import assert_same
+from tests.support.comparison import assert_same
 from tests.unit.fetch.loading import (
     Augmented,
     Bad,

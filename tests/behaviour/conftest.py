@@ -1,0 +1,72 @@
+"""Fixtures of the tests that need servers with options of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpcdataloader import rpc_async
+from tests.conftest import TIMEOUT_SCALE
+from tests.support.quick import QuickServer, quick_server
+from tests.support.zygote import Zygote
+
+
+@pytest.fixture(autouse=True)
+def untold() -> Iterator[None]:
+    """No pass says that it has waited, which every pass does on a busy machine, unless the test sets another level."""
+    logger = logging.getLogger("rpcdataloader.diagnosis")
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="session")
+def server(zygote: Zygote) -> Iterator[QuickServer]:
+    """A node server with four workers, for tests that do it no harm."""
+    with quick_server(zygote, "--num-workers", "4", "--max-connections", "64") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def wide_servers(zygote: Zygote) -> Iterator[list[QuickServer]]:
+    """Two node servers with eight workers each, for tests that do them no harm."""
+    with contextlib.ExitStack() as stack:
+        options = ("--num-workers", "8", "--max-connections", "64")
+        yield [stack.enter_context(quick_server(zygote, *options)) for _ in range(2)]
+
+
+@pytest.fixture
+def serve(zygote: Zygote, clean_client: None) -> Iterator[Callable[..., QuickServer]]:  # noqa: ARG001  # ends after
+    """Start node servers that end with the test: ``serve("--grace", "1", before="node.PROOF_TIMEOUT = 1")``."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *options, before="": stack.enter_context(quick_server(zygote, *options, before=before))
+
+
+@pytest.fixture
+def call(shared_server: QuickServer) -> Callable[..., Any]:
+    """Run a function on the shared server and wait for its result."""
+
+    def call(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return rpc_async(shared_server.address, func, args, **options).wait()
+
+    return call
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> str:
+    """A named pipe: whoever opens one end waits until somebody opens the other."""
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node servers that are not there are waited for only shortly."""
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(TIMEOUT_SCALE))

@@ -1,0 +1,319 @@
+"""Floods, drips, guesses and nonsense: a node server survives them, serves others meanwhile, and leaves nothing behind.
+
+What somebody on the path can do is in ``test_security``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import re
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, rpc_async
+from rpcdataloader.client import client as pool
+from rpcdataloader.client.worker import read_welcome
+from rpcdataloader.errors import RPCError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import local_identity, open_channel
+from rpcdataloader.wire.credentials import load_credentials
+from rpcdataloader.wire.exceptions import loads_exception
+from rpcdataloader.wire.frames import HEADER_SIZE, MessageType, encode
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
+from rpcdataloader.wire.messages import Call, pack_handles
+from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.transport import Deadline
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
+from tests.support.quick import quick_server
+from tests.support.tampering import dial, read_to_the_end, recv_frame
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+WRONG = b"not the secret of the test suite"
+PROMPTLY = 8 * TIMEOUT_SCALE
+
+# Real processes: few examples, the same ones in every run.
+FEW = settings(
+    max_examples=25,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture(scope="module")
+def server(zygote):
+    """A server that does not wait long for strangers; at the end of the module, nothing is left of them in it."""
+    limits = "node.PROOF_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; node.MAX_UNPROVED = 8"
+    limits += "; node.PROOF_PATIENCE = 0.05; logs.MAX_REFUSALS = 10000"
+    with quick_server(zygote, "--max-connections", "64", before=limits) as server:
+        descriptors = descriptors_of(server)
+        yield server
+        assert serves(server)
+        pool.close_client()
+        wait_until(lambda: not server.processes(), what="processes of attackers")
+        wait_until(lambda: descriptors_of(server) == descriptors, what="descriptors of attackers")
+        assert "Traceback" not in server.log
+        assert "ERROR" not in server.log
+
+
+@pytest.fixture(autouse=True)
+def server_survives(server):
+    yield
+    assert is_running(server.pid)
+    assert serves(server)
+
+
+def descriptors_of(server):
+    return len(os.listdir(f"/proc/{server.pid}/fd"))
+
+
+def serves(server):
+    """Whether a client is served as ever, by processes of this very server."""
+    return rpc_async(server.address, os.getppid).wait() in descendants(server.pid)
+
+
+def session_id_of(server):
+    """This client's session, as it can be seen on the network."""
+    return bytes.fromhex(pool.get_client().node(Address.parse(server.address)).session().wait().session)
+
+
+# --- too much, too slowly
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new session", "known session"])
+def test_handshake_that_drips_is_ended_in_time(server, known):
+    session_id = session_id_of(server) if known else bytes(16)
+    hello = Handshake(WRONG, local_identity("client"), Preamble(session_id)).data_to_send()
+    pause = PROMPTLY / (len(hello) - PREAMBLE_SIZE)
+    start = time.monotonic()
+    with dial(server.address, hello[:PREAMBLE_SIZE]) as sock, contextlib.suppress(ConnectionError):
+        for byte in hello[PREAMBLE_SIZE:]:
+            if select.select([sock], [], [], pause)[0]:
+                break
+            sock.send(bytes([byte]))
+        else:
+            pytest.fail("it was let come to its end")
+    assert time.monotonic() - start > 0.9
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return index * index
+
+
+def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
+    """Three times as many as may be at the door, from elsewhere, and another one for each that is put out."""
+    preambles = [b"", Preamble().encode(), Preamble(session_id_of(server)).encode()]
+    over = threading.Event()
+
+    def flood():
+        poll, held = select.poll(), {}
+        wanted = 8 * preambles
+        while not over.is_set():
+            for data in wanted:
+                sock = dial(server.address, data, source="127.0.0.2")
+                held[sock.fileno()] = sock, data
+                poll.register(sock, select.POLLIN)
+            wanted = []
+            for descriptor, _events in poll.poll(50):
+                poll.unregister(descriptor)
+                sock, data = held.pop(descriptor)
+                sock.close()
+                wanted.append(data)
+        for sock, _data in held.values():
+            sock.close()
+
+    thread = threading.Thread(target=flood)
+    try:
+        with dial(server.address):  # of somebody who is slow, and is not put out for others
+            thread.start()
+            wait_until(lambda: "from 127.0.0.2:" in server.log, what="a flood")
+        loader = RPCDataloader(Squares(), batch_size=8, num_workers=2, workers=server.address)
+        assert torch.cat(list(loader)).tolist() == [index * index for index in range(64)]
+    finally:
+        over.set()
+        thread.join()
+    refused = re.findall(r"closed a connection from ([0-9.]+):\d+: too many", server.log)
+    assert set(refused) == {"127.0.0.2"}
+
+
+# --- guesses
+
+
+def test_session_ids_cannot_be_guessed(server):
+    """Not even one that is nearly right; and the right one is no key."""
+    right = session_id_of(server)
+    near = [right[:n] + bytes([right[n] ^ 1]) + right[n + 1 :] for n in range(16)]
+    for guess in [*near, right[::-1], b"\xff" * 16, secrets.token_bytes(16)]:
+        with dial(server.address, Preamble(guess).encode()) as sock:
+            assert b"there is no such session on this node server" in read_to_the_end(sock)
+    handshake = Handshake(WRONG, local_identity("client"), Preamble(right))
+    with dial(server.address, handshake.data_to_send()) as sock:
+        hello = recv_frame(sock)
+        assert hello.type == MessageType.HELLO
+        # The proof of somebody else's handshake with the same session.
+        sock.sendall(b"".join(encode(None, MessageType.AUTH, payload=b'{"proof": "%s"}' % (b"00" * 32))))
+        assert b"do not hold the same secret" in read_to_the_end(sock)
+
+
+# --- lengths
+
+
+# --- nonsense of strangers
+
+
+@st.composite
+def first_bytes(draw):
+    """What a client with the wrong secret says, damaged; or anything at all."""
+    if draw(st.booleans()):
+        return draw(st.binary(max_size=200))
+    data = bytearray(Handshake(WRONG, local_identity("client"), Preamble(bytes(16))).data_to_send())
+    for _ in range(draw(st.integers(0, 3))):
+        position = draw(st.integers(0, len(data)))
+        size = draw(st.integers(0, 40))
+        data[position : position + size] = draw(st.binary(max_size=40))
+    return bytes(data)
+
+
+@FEW
+@given(data=first_bytes())
+def test_nonsense_of_strangers_is_put_out(server, data):
+    with dial(server.address) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        answer = read_to_the_end(sock)
+        # Nothing but what a stranger may hear: a HELLO, or that he is refused.
+        while answer:
+            size = struct.unpack_from("<Q", answer, 16)[0]
+            assert answer[4] in (MessageType.HELLO, MessageType.REFUSED)
+            answer = answer[HEADER_SIZE + size :]
+
+
+# --- nonsense of somebody who knows the secret
+
+
+def open_as_client(server, session_id=bytes(16)):
+    """A connection that is authenticated, and its welcome."""
+    channel = open_channel(
+        Address.parse(server.address), load_credentials(), local_identity("client"), session_id, Deadline(PROMPTLY)
+    )
+    return channel, read_welcome(channel, Deadline(None))
+
+
+class Unloadable:
+    """Of a module that no worker has."""
+
+    def __reduce__(self):
+        return len, (1, 2, 3)
+
+
+UNLOADABLE = [
+    b"",
+    b"\x80",
+    b"\x80\x05.",
+    b"\x80\x05K\x01.",  # a number
+    b"\x80\x05].",  # a list that is empty
+    b"\x80\x05cno.such.module\nname\n.",
+    b"\x80\x05(" * 50,
+    b"\x80\x05\x8d" + b"\xff" * 8,  # a string of 2**64 - 1 bytes
+    b"\x80\x05\x97.",  # a buffer that is not there
+    b"\x80\x05Q.",  # a persistent id, of nothing
+    b"\x80\x05\x8c\x05wrongQ.",
+    pickle.dumps(Unloadable(), 5),
+    pickle.dumps((1,) * 7, 5),
+    pickle.dumps((len, 5, 5, 5, 5, 5, 5), 5),
+    pickle.dumps((1, "name", True, (), b"not a pickle"), 5),
+    pickle.dumps((None, None, True, None, None), 5),
+]
+
+UNREADABLE = [pickled + end for pickled in UNLOADABLE for end in (b"", bytes(8), b"\xff" * 8)]
+
+PAYLOADS = (
+    st.sampled_from(UNREADABLE)
+    | st.binary(max_size=64)
+    | st.lists(st.integers(0, 2**64 - 1), max_size=4).map(pack_handles)
+    # Lengths of index and slab that are not there.
+    | st.tuples(st.sampled_from(UNLOADABLE), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)).map(
+        lambda parts: parts[0] + struct.pack("<II", *parts[1:])
+    )
+)
+REQUEST_IDS = st.sampled_from([0, 1, 2, 2**31, 2**63, 2**64 - 1])
+ASKING = [int(type) for type in (MessageType.CALL, MessageType.BUILD, MessageType.RELEASE, MessageType.CANCEL)]
+TYPES = st.sampled_from(ASKING) | st.sampled_from([int(type) for type in MessageType]) | st.integers(0, 255)
+MESSAGES = st.lists(
+    st.tuples(TYPES, st.integers(0, 1), REQUEST_IDS, PAYLOADS, st.lists(st.binary(max_size=20), max_size=3)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("where", ["control", "worker"])
+def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_served(server, where):
+    types = [MessageType.CALL] + [MessageType.BUILD] * (where == "control")
+    with contextlib.ExitStack() as stack:
+        control, welcome = open_as_client(server)
+        stack.callback(control.transport.close)
+        channel = control
+        if where == "worker":
+            channel, _welcome = open_as_client(server, bytes.fromhex(welcome.session))
+            stack.callback(channel.transport.close)
+        channel.send(MessageType.RELEASE, payload=pack_handles([0, 1, 2**64 - 1]))
+        channel.send(MessageType.CANCEL, 2**64 - 1)
+        for number, (type, payload) in enumerate(itertools.product(types, UNREADABLE)):
+            channel.send(type, 2**63 + number, payload)
+            answer = channel.recv()
+            assert (answer.type, answer.request_id) == (MessageType.ERROR, 2**63 + number), payload
+            assert isinstance(loads_exception(answer.payload), Exception)
+        encoded = dumps(tuple(Call(os.getpid, (), {})))
+        channel.send(MessageType.CALL, 2**64 - 1, encoded.payload, encoded.buffers)
+        answer = channel.recv()
+        assert (answer.type, answer.request_id) == (MessageType.REPLY, 2**64 - 1)
+
+
+@FEW
+@given(where=st.sampled_from(["control", "worker"]), messages=MESSAGES, cut=st.booleans())
+def test_nonsense_of_a_client_harms_nobody_else(server, where, messages, cut):
+    """Of any type, known or not, and of any content; broken off in the middle of a message, or not."""
+    with contextlib.ExitStack() as stack:
+        control, welcome = open_as_client(server)
+        stack.callback(control.transport.close)
+        channel = control
+        if where == "worker":
+            channel, _welcome = open_as_client(server, bytes.fromhex(welcome.session))
+            stack.callback(channel.transport.close)
+        with contextlib.suppress(RPCError):
+            for type, flags, request_id, payload, blocks in messages:
+                channel.send(type, request_id, payload, blocks, flags)
+            if cut:
+                channel.transport.send([b"".join(encode(None, MessageType.CALL, 1, bytes(1000)))[:500]])
+        channel.transport.finish()
+        # It ends, one way or another, and answers requests with errors until then.
+        with contextlib.suppress(RPCError):
+            while (answer := channel.recv()) is not None:
+                assert answer.type in (
+                    MessageType.ERROR,
+                    MessageType.REPLY,
+                    MessageType.LOG,
+                    MessageType.EXITED,
+                    MessageType.GOAWAY,
+                )
+    wait_until(lambda: welcome.pid not in server.processes(), what="the session of a client that has gone")

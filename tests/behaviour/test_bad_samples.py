@@ -1,0 +1,261 @@
+"""Samples whose dataset raises an exception are left out of their batches, and no others change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from rpcdataloader import RPCDataloader
+from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteTraceback
+from tests.support.datasets import Augmented, note, notes
+
+BAD = (1, 6, 7, 8, 14)
+
+
+class Lost(Exception):
+    """May pass."""
+
+
+class Bad(Augmented):
+    """20 samples with random numbers, some of which cannot be loaded."""
+
+    def __init__(self, *bad):
+        super().__init__(20)
+        self.bad = bad
+
+    def __getitem__(self, index):
+        torch.rand(index)  # what one has drawn before it fails
+        if index in self.bad:
+            raise ValueError(f"bad sample {index}")
+        return super().__getitem__(index)
+
+
+class Deadly(Bad):
+    """Bad samples kill their workers."""
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class BadBatches(Bad):
+    """Asked for a batch at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class BadStream(IterableDataset):
+    """Workers take every second number. Goes on after an exception or, as a generator, does not."""
+
+    def __init__(self, *bad, generator=False):
+        self.bad = bad
+        self.generator = generator
+
+    def __len__(self):
+        return 18
+
+    def make(self, number):
+        torch.rand(number)
+        if number in self.bad:
+            raise ValueError(f"bad sample {number}")
+        return number, random.random()
+
+    def __iter__(self):
+        worker = get_worker_info()
+        numbers = range(worker.id, 18, worker.num_workers)
+        return (self.make(number) for number in numbers) if self.generator else map(self.make, numbers)
+
+
+class Flaky(Bad):
+    """Connections are lost before the sample is there: so many times."""
+
+    def __init__(self, log, losses, *bad):
+        super().__init__(*bad)
+        self.log = log
+        self.losses = losses
+
+    def __getitem__(self, index):
+        if notes(self.log).count(str(index)) < self.losses.get(index, 0):
+            note(self.log, index)
+            raise Lost(index)
+        return super().__getitem__(index)
+
+
+@pytest.fixture(params=["inline", "workers"])
+def where(request, server):
+    return "inline" if request.param == "inline" else server.address
+
+
+def make(dataset, workers, **options):
+    options = {"batch_size": 3, "on_error": "skip", "generator": torch.Generator().manual_seed(1), **options}
+    return RPCDataloader(dataset, workers=workers, num_workers=0 if workers == "inline" else 2, **options)
+
+
+def rows(batches):
+    """Index, random numbers and seed of each sample, batch by batch."""
+    return [
+        [(int(index), draws.tolist(), int(seed)) for index, draws, seed in zip(*batch.values(), strict=True)]
+        for batch in batches
+    ]
+
+
+def without(batches, bad):
+    """What is left of whole batches."""
+    left = [[row for row in batch if row[0] not in bad] for batch in batches]
+    return [batch for batch in left if batch]
+
+
+def warned(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "rpcdataloader.loader"]
+
+
+@pytest.mark.parametrize("options", [{}, {"in_order": False}, {"shuffle": True}, {"prefetch_factor": 1}], ids=str)
+def test_batches_without_bad_samples_are_otherwise_the_same(where, options, caplog):
+    expected = rows(make(Bad(), where, **options))
+    caplog.clear()
+    loader = make(Bad(*BAD), where, max_skipped=5, **options)
+    actual = rows(loader)
+    assert sorted(actual) == sorted(without(expected, BAD))
+    assert options.get("in_order") is False or actual == without(expected, BAD)
+    assert loader.num_skipped == 5
+    assert len(warned(caplog)) == sum(any(row[0] in BAD for row in batch) for batch in expected)
+
+
+def test_warnings_say_who_has_skipped_what_and_why(where, caplog):
+    list(make(Bad(*BAD), where))
+    who = "this process" if where == "inline" else r"worker \d+ \(pid \d+\) on"
+    _first, second, _third = warned(caplog)
+    assert re.fullmatch(rf"{who}.* skipped 3 samples \(indices 6, 7, 8\): ValueError: bad sample 6", second)
+
+
+def test_batches_that_are_asked_for_at_once_are_skipped_as_a_whole(where):
+    expected = rows(make(BadBatches(), where))
+    loader = make(BadBatches(*BAD), where)
+    assert rows(loader) == [batch for batch in expected if not {row[0] for row in batch} & set(BAD)]
+    assert loader.num_skipped == 9
+
+
+def test_too_many_bad_samples_are_an_error_that_has_the_last_one_as_its_cause(where):
+    loader = make(Bad(*BAD), where, max_skipped=2)
+    iterator = iter(loader)
+    assert [len(next(iterator)["index"]) for _ in range(2)] == [2, 3]
+    with pytest.raises(BadSamplesError, match=r"4 samples .* max_skipped=2; .*indices 6, 7, 8\): ValueError") as raised:
+        next(iterator)
+    cause = raised.value.__cause__
+    assert (type(cause), cause.args) == (ValueError, ("bad sample 8",))
+    assert where == "inline" or isinstance(cause.__cause__, RemoteTraceback)
+    assert loader.num_skipped == 4
+    # It took the place of the batch, as any exception does.
+    assert next(iterator)["index"].tolist() == [9, 10, 11]
+
+
+def test_exceptions_are_raised_unless_asked_otherwise(where):
+    with pytest.raises(ValueError, match="bad sample 1"):
+        list(make(Bad(1), where, on_error="raise"))
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"in_order": False, "prefetch_factor": 4}], ids=str)
+def test_a_pass_goes_on_after_skipped_batches(where, options):
+    def loader():
+        return make(Bad(*BAD), where, **options)
+
+    torch.manual_seed(3)
+    whole = rows(loader())
+    for num_batches in 0, 1, 3, len(whole):
+        torch.manual_seed(3)
+        first = loader()
+        iterator = iter(first)
+        batches = rows(itertools.islice(iterator, num_batches))
+        second = loader()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        batches += rows(second)
+        assert sorted(batches) == sorted(whole)
+        assert second.num_skipped == 5  # of the whole pass
+
+
+# Streams
+
+
+def numbers(batches):
+    return [batch[0].tolist() for batch in batches]
+
+
+def test_streams_go_on_with_the_next_sample(where, caplog):
+    whole = dict(zip(*map(torch.cat, zip(*make(BadStream(), where), strict=True)), strict=True))
+    whole = {int(number): float(draw) for number, draw in whole.items()}
+    caplog.clear()
+    loader = make(BadStream(4, 6, 7, 8, 10), where)
+    batches = list(loader)
+    assert all(whole[int(number)] == draw for batch in batches for number, draw in zip(*batch, strict=True))
+    if where == "inline":
+        assert numbers(batches) == [[0, 1, 2], [3, 5], [9, 11], [12, 13, 14], [15, 16, 17]]
+        assert "this process skipped 3 samples (in stream 0: 6, 7, 8): ValueError: bad sample 6" in warned(caplog)
+    else:
+        assert numbers(batches) == [[0, 2], [1, 3, 5], [9, 11], [12, 14, 16], [13, 15, 17]]
+        assert "skipped 3 samples (in stream 0: 3, 4, 5): ValueError: bad sample 6" in caplog.text
+    assert loader.num_skipped == 5
+
+
+def test_a_generator_that_raises_ends_its_stream(where, caplog):
+    loader = make(BadStream(4, generator=True), where)
+    assert numbers(loader) == ([[0, 1, 2], [3]] if where == "inline" else [[0, 2], [1, 3, 5], [7, 9, 11], [13, 15, 17]])
+    assert loader.num_skipped == 1
+    assert "stream 0 has ended right after an exception" in warned(caplog)[-1]
+
+
+class Unreadable(Exception):
+    """Can neither be shown nor sent."""
+
+    def __str__(self):
+        raise LookupError
+
+    def __reduce__(self):
+        raise LookupError
+
+
+class AllBad(Bad):
+    def __getitem__(self, index):
+        raise Unreadable(index)
+
+
+def test_many_samples_are_not_all_named_and_an_exception_that_cannot_be_read_is_in_nobodys_way(where, caplog):
+    assert list(make(AllBad(), where, batch_size=None)) == []
+    assert list(make(AllBad(), where, batch_size=20)) == []
+    text = warned(caplog)[-1]
+    assert re.search(r"skipped 20 samples \(indices (\d+, ){16}\.\.\.\): .*Unreadable: <.*>", text), text
+
+
+# With retry_on
+
+
+def test_what_may_pass_is_tried_again_before_it_is_skipped(where, tmp_path, caplog):
+    log = str(tmp_path / "log")
+    expected = rows(make(Bad(), where))
+    dataset = Flaky(log, {2: 1, 9: 99}, 10)
+    loader = make(dataset, where, retry_on=Lost, max_retries=1)
+    assert rows(loader) == without(expected, {9, 10})
+    assert loader.num_skipped == 2
+    assert notes(log).count("2") == 1
+    assert notes(log).count("9") >= 2  # a second copy of the batch may have failed, too
+    (warning,) = (text for text in warned(caplog) if "skipped" in text)
+    assert "skipped 2 samples (indices 9, 10)" in warning
+
+
+def test_sample_that_kills_workers_stays_an_error(server):
+    iterator = iter(make(Deadly(4), server.address))
+    next(iterator)
+    with pytest.raises(
+        ConnectionLostError, match=r"batch 1 .*has ended 3 workers in a row: .* while it loaded sample 4"
+    ):
+        next(iterator)
+    assert len(list(iterator)) == 5

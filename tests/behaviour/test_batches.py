@@ -1,0 +1,139 @@
+"""What comes out of a loader is what the collate function returned, and each tensor of it stands for itself."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from rpcdataloader import RPCDataloader
+from tests.support import kinds
+from tests.support.comparison import assert_same
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    # What torch says when it rebuilds the rarer kinds.
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning", "ignore:Sparse:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per:UserWarning"),
+]
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def workers(request, shared_server, unix_server):
+    return {"tcp": shared_server, "unix": unix_server}[request.param].address
+
+
+def load(workers, name):
+    options = {"sampler": [name], "batch_size": None, "collate_fn": kinds.as_is}
+    (batch,) = RPCDataloader(kinds.Kinds(), **options, workers=workers)
+    return batch
+
+
+@pytest.fixture
+def batch(workers):
+    (batch,) = RPCDataloader([0], collate_fn=kinds.make_small_and_large, workers=workers)
+    return batch
+
+
+def tensors_of(batch):
+    return [batch["image"], batch["label"], batch["weight"], *batch["boxes"]]
+
+
+# Everything arrives as it was
+
+
+@pytest.mark.parametrize("name", kinds.MAKERS)
+def test_every_kind_arrives_as_it_was(workers, name):
+    expected = kinds.make(name)
+    if name == "tensors":
+        for sent_compact in ("column of a large one", "with a step", "part of an image"):
+            expected[sent_compact] = expected[sent_compact].clone()
+        assert expected["part of an image"].is_contiguous(memory_format=torch.channels_last)
+    assert_same(load(workers, name), expected)
+
+
+@pytest.mark.parametrize("value", [b"", "", None, (), torch.empty(0), np.empty(0)], ids=repr)
+def test_batches_of_no_bytes(workers, value):
+    dataset = [value] * 3
+    loader = RPCDataloader(dataset, batch_size=None, workers=workers, collate_fn=kinds.as_is)
+    assert_same(list(loader), dataset)
+
+
+@pytest.mark.slow
+def test_batch_of_more_than_four_gibibytes(workers):
+    size, marks = (1 << 32) + 9, [0, 1 << 31, 1 << 32, (1 << 32) + 8]
+
+    def collate(_samples):
+        batch = torch.zeros(size, dtype=torch.uint8)
+        batch[marks] = torch.arange(1, 5, dtype=torch.uint8)
+        return batch
+
+    (batch,) = RPCDataloader([0], collate_fn=collate, workers=workers)
+    assert batch.shape == (size,)
+    assert batch[marks].tolist() == [1, 2, 3, 4]
+    assert batch.count_nonzero() == 4
+
+
+def test_row_of_a_large_tensor_costs_a_row(workers):
+    row = load(workers, "tensors")["row of a large one"]
+    assert row.untyped_storage().nbytes() == row.nbytes == 400
+
+
+# Each tensor stands for itself
+
+
+def test_a_kept_tensor_keeps_nothing_else(batch):
+    for tensor in tensors_of(batch)[1:]:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_kept_array_keeps_its_memory(workers):
+    def arrays(samples):
+        return np.full(3_000_000, samples[0], dtype=np.uint8)
+
+    kept = list(RPCDataloader(range(5), collate_fn=arrays, workers=workers))
+    # Fresh batches, which would land in the memory of these if it were free.
+    assert len(list(RPCDataloader(range(5, 10), collate_fn=arrays, workers=workers))) == 5
+    for number, array in enumerate(kept):
+        assert (array == number).all()
+
+
+def test_saving_one_tensor_saves_only_that(batch):
+    for tensor in tensors_of(batch):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        assert file.tell() < tensor.nbytes + 4096
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=True), tensor)
+
+
+def test_changing_and_resizing_one_tensor_changes_no_other(batch):
+    expected = kinds.make_small_and_large(None)
+    untouched, originals = tensors_of(batch), tensors_of(expected)
+    resized = []
+    while untouched:
+        tensor, _original = untouched.pop(0), originals.pop(0)
+        if tensor is batch["image"]:
+            # Torch's loader refuses this for every tensor of a batch, we for large ones.
+            with pytest.raises(RuntimeError, match="not resizable"):
+                tensor.resize_(tensor.numel() + 5000)
+        else:
+            resized.append(tensor.resize_(tensor.numel() + 5000).fill_(7))
+        assert_same(untouched, originals)
+    assert_same(batch["array"], expected["array"])
+    assert all((tensor == 7).all() for tensor in resized)
+
+
+def test_thousands_of_tensors(workers):
+    def features(_samples):
+        return {f"feature {i}": torch.full((4, 2), float(i)) for i in range(2000)}
+
+    (batch,) = RPCDataloader([0], collate_fn=features, workers=workers)
+    assert_same(batch, features(None))
+    batch["feature 7"].fill_(-1)
+    assert int(batch["feature 8"].sum()) == 64
+    file = io.BytesIO()
+    torch.save(batch["feature 8"], file)
+    assert file.tell() < 2 << 20  # they may share a slab

@@ -1,0 +1,145 @@
+"""A large dataset instance on the trainer's own machine: written once into memory that its workers map."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.wire.copies import Copied, Copies, map_copies
+
+MIB = 1 << 20
+
+
+class Large(Dataset):
+    """Sample i is the sum of row i, which is i, of each of its arrays."""
+
+    def __init__(self, size_bytes):
+        rows = size_bytes // 24
+        self.array = np.arange(8, dtype=np.uint8).repeat(rows).reshape(8, rows)
+        self.tensor = torch.from_numpy(self.array.copy())
+        self.lines = [bytes(row) for row in self.array]
+        self.where = Path("/dev/null")
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        means = (
+            self.array[index].mean(),
+            self.tensor[index].double().mean(),
+            np.frombuffer(self.lines[index], np.uint8).mean(),
+        )
+        self.array[index] += 100  # in this worker alone
+        self.tensor[index] += 100
+        return torch.tensor([float(mean) for mean in means], dtype=torch.float64)
+
+
+def descriptors_of_memory():
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [link for link in links if os.path.islink(link) and os.readlink(link).startswith("/memfd:rpcdataloader")]
+
+
+@pytest.mark.usefixtures("clean_client")
+@pytest.mark.parametrize("size_bytes", [3 * MIB, 96 * MIB], ids=["sent", "copied"])
+def test_instance_arrives_whole_and_each_worker_has_its_own(unix_server, size_bytes):
+    dataset = Large(size_bytes)
+    loader = RPCDataloader(dataset, None, workers=unix_server.address, num_workers=2)
+    for _epoch in range(2):
+        # Workers are new in each epoch, and see nothing of what those of the last one wrote.
+        assert [sample.tolist() for sample in loader] == [[i] * 3 for i in range(8)]
+    assert dataset.array.max() == 7
+    assert descriptors_of_memory() == []
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_large_instance_is_not_sent_through_the_socket(unix_server):
+    def traffic():
+        return sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2])
+
+    dataset = Large(96 * MIB)
+    before = traffic()
+    loader = RPCDataloader(dataset, None, workers=unix_server.address, num_workers=1)
+    assert len(list(loader)) == 8
+    assert traffic() - before < 110 * MIB  # written into memory, and no more
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_arguments_of_a_dataset_are_copied_too(unix_server):
+    rows = np.arange(8).repeat(4 * MIB // 8).reshape(8, -1)
+    dataset = RPCDataset(unix_server.address, Rows, rows)
+    assert [float(sample) for sample in RPCDataloader(dataset, None, num_workers=2)] == list(range(8))
+
+
+class Rows(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index].mean()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a namespace")
+def test_in_another_container_the_instance_is_sent(unix_server, tmp_path):
+    program = tmp_path / "training.py"
+    program.write_text(TRAINING)
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, str(program), unix_server.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "48.0 28.0\n", "")
+
+
+TRAINING = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from rpcdataloader import RPCDataloader
+from tests.behaviour.test_copies import MIB, Large
+if __name__ == "__main__":
+    total = sum(RPCDataloader(Large(48 * MIB), None, workers=sys.argv[1], num_workers=1))
+    print(48.0, float(total[0]))
+"""
+
+
+def mapped(*copies):
+    blocks = map_copies(Copies(*copies))
+    return [bytes(block.view) for block in blocks]
+
+
+def test_only_memory_that_nobody_can_change_is_mapped(tmp_path):
+    copied = Copied([memoryview(b"a" * 100), memoryview(b""), memoryview(b"b" * 70)])
+    place = copied.place
+    assert mapped(*place) == [b"a" * 100, b"", b"b" * 70]
+    with pytest.raises(PermissionError):
+        os.pwrite(place.descriptor, b"x", 0)
+    with pytest.raises(OSError, match="another file is at descriptor"):
+        mapped(*place._replace(inode=place.inode + 1))
+    with pytest.raises(OSError, match=r"buffers of \(1000,\) bytes are not in memory of"):
+        mapped(*place._replace(sizes=(1000,)))
+    del copied
+    with pytest.raises(OSError, match=r"No such file|another file"):
+        mapped(*place)
+    with open(tmp_path / "file", "wb+") as file:
+        file.write(b"a" * 100)
+        file.flush()
+        with pytest.raises(OSError, match=r"another file|Invalid argument"):
+            mapped(os.getpid(), file.fileno(), os.fstat(file.fileno()).st_ino, (100,))
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_a_client_that_names_what_is_not_there_is_told_so(unix_server):
+    copies = tuple(Copies(os.getpid(), 10**6, 1, (100,)))
+    with pytest.raises(FileNotFoundError):
+        rpc_async(unix_server.address, map_named, args=(copies,)).wait()
+
+
+def map_named(copies):
+    return len(map_copies(Copies(*copies)))

@@ -1,0 +1,395 @@
+"""RPCDataset: built on its nodes, asked and changed from here, gone with its last reference."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import textwrap
+from collections import Counter
+
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import (
+    ConnectionLostError,
+    RemoteTraceback,
+)
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.support import datasets, file_datasets
+from tests.support.clocks import shorten
+from tests.support.crew import wait_for_crew, workers_of
+from tests.support.datasets import State, notes
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def two_nodes(shared_server, second_server):
+    return [shared_server.address, second_server.address]
+
+
+@pytest.fixture
+def readable_fifo(fifo):
+    """Its path, and a descriptor that reads from it: it becomes readable when the last writer is gone."""
+    descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    yield fifo, descriptor
+    os.close(descriptor)
+
+
+def wait_for_last_writer(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLHUP)
+    assert poll.poll(10_000 * TIMEOUT_SCALE), "somebody still has the dataset"
+
+
+def has_writer(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLHUP)
+    return not poll.poll(0)
+
+
+def items(batches):
+    """Samples of batches that the default collate made of tuples."""
+    return [tuple(map(int, sample)) for batch in batches for sample in zip(*batch, strict=True)]
+
+
+def items_of_all(loader):
+    """The same, after all workers have started: otherwise, the first ones may be done before."""
+    iterator = iter(loader)
+    wait_for_crew(iterator, len(workers_of(iterator)))
+    return items(iterator)
+
+
+# Built once per node
+
+
+COUNTED = """
+import os
+from tests.support.datasets import Numbers, note
+
+log = os.path.join(os.path.dirname(__file__), "log")
+note(log, "import", os.getpid())
+
+class Counted(Numbers):
+    def __init__(self, size):
+        super().__init__(size)
+        note(log, "build", os.getpid(), size)
+
+def note_worker(_number):
+    note(log, "worker", os.getpid())
+"""
+
+
+def test_sixteen_workers_import_and_build_once_per_node(wide_servers, tmp_path, monkeypatch):
+    (tmp_path / "counted_dataset.py").write_text(textwrap.dedent(COUNTED))
+    monkeypatch.syspath_prepend(tmp_path)
+    import counted_dataset  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(sys.modules["counted_dataset"], "__name__", "counted_dataset")
+    try:
+        addresses = [server.address for server in wide_servers]
+        train = RPCDataset(addresses, counted_dataset.Counted, 64)
+        validation = RPCDataset(addresses, counted_dataset.Counted, size=16)
+        options = {"worker_init_fn": counted_dataset.note_worker, "batch_size": 2}
+        train_loader = RPCDataloader(train, shuffle=True, persistent_workers=True, **options)
+        validation_loader = RPCDataloader(validation, **options)
+        for _epoch in range(3):
+            assert sorted(number for batch in train_loader for number in batch.tolist()) == list(range(64))
+            assert [number for batch in validation_loader for number in batch.tolist()] == list(range(16))
+        log = str(tmp_path / "log")
+        wait_until(lambda: sum(line.startswith("worker") for line in notes(log)) >= 16, what="sixteen workers")
+    finally:
+        del sys.modules["counted_dataset"]
+
+    lines = [line.split() for line in notes(log)]
+    imports = Counter(int(pid) for what, pid, *_ in lines if what == "import")
+    builds = Counter((int(line[1]), int(line[2])) for line in lines if line[0] == "build")
+    sessions = {pid for pid, _size in builds}
+    assert len(sessions) == 2
+    assert imports == Counter([os.getpid(), *sessions])
+    assert builds == Counter((pid, size) for pid in sessions for size in (64, 16))
+    assert not sessions & {int(line[1]) for line in lines if line[0] == "worker"}
+
+
+def test_build_in_workers_builds_in_each_and_not_in_the_session(two_nodes, tmp_path):
+    log = str(tmp_path / "log")
+    dataset = RPCDataset(two_nodes, State, log=log, build="worker")
+    assert notes(log) == []
+    loader = RPCDataloader(dataset, persistent_workers=True)
+    assert [sample[0] for sample in items(loader)] == list(range(20))
+    wait_until(lambda: len(notes(log)) == 5, what="four workers of the loader, and one that answers questions")
+    builders = {int(line.split()[1]) for line in notes(log)}
+    assert len(builders) == 5
+    assert dataset.session not in builders
+    assert {sample[3] for sample in items(loader)} <= builders
+
+
+def test_instance_crosses_the_wire_once(shared_server, second_server, tmp_path):
+    servers = shared_server, second_server
+    log = str(tmp_path / "log")
+    instance = datasets.Copied(log)
+    workers = [server.address for server in servers]
+    train = RPCDataloader(instance, workers=workers, shuffle=True)
+    validation = RPCDataloader(instance, workers=workers, batch_size=3)
+    for _epoch in range(3):
+        assert sorted(int(batch) for batch in train) == list(range(20))
+        assert [number for batch in validation for number in batch.tolist()] == list(range(20))
+        wait_until(lambda: all(len(server.processes()) == 1 for server in servers), what="only the sessions left")
+    assert len(set(notes(log))) == len(notes(log)) == 2
+
+
+# A slow build
+
+
+class _Release(logging.Handler):
+    """Lets the build go on when the line is logged."""
+
+    def __init__(self, fifo):
+        super().__init__()
+        self.fifo = fifo
+        self.lines = []
+
+    def emit(self, record):
+        if "is being built" in record.getMessage():
+            self.lines.append(record)
+            open(self.fifo, "w").close()
+
+
+def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_path, fifo, monkeypatch):
+    shorten(monkeypatch, "slow build")
+    sessions = RPCDataset(two_nodes, datasets.Numbers)
+    handler = _Release(fifo)
+    logger = logging.getLogger("rpcdataloader.client")
+    logger.addHandler(handler)
+    try:
+        dataset = RPCDataset(two_nodes, datasets.build_slowly_once, str(tmp_path / "marker"), fifo)
+    finally:
+        logger.removeHandler(handler)
+    assert len(dataset) == len(sessions) == 20
+    (line,) = handler.lines
+    assert line.levelno == logging.WARNING
+    assert line.getMessage().startswith("dataset build_slowly_once is being built on ")
+    assert sum(address in line.getMessage() for address in two_nodes) == 1
+
+
+# Questions
+
+
+def test_length_items_and_attributes_are_those_of_the_remote_dataset(two_nodes):
+    dataset = RPCDataset(two_nodes, State, 15)
+    assert len(dataset) == 15
+    assert dataset[3][0] == 3
+    assert dataset[14][3] != os.getpid()
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.made_in == dataset.session != os.getpid()
+    assert hasattr(dataset, "size")
+    assert not hasattr(dataset, "sizes")
+    assert getattr(dataset, "sizes", "none") == "none"
+    assert repr(dataset).startswith("RPCDataset(State, workers=")
+    assert [int(number) for number in RPCDataset(two_nodes, datasets.Numbers, 4)] == [0, 1, 2, 3]
+
+
+def test_errors_of_questions_come_with_the_remote_traceback(shared_server):
+    dataset = RPCDataset(shared_server.address, State)
+    for question, error, text in [
+        (lambda: dataset.sizes, AttributeError, "has no attribute 'sizes'"),
+        (lambda: dataset.broken, LookupError, "this property is broken"),
+        (lambda: RPCDataset(shared_server.address, datasets.Numbers)[20], IndexError, "index 20 is not below 20"),
+    ]:
+        with pytest.raises(error, match=text) as caught:
+            question()
+        assert isinstance(caught.value.__cause__, RemoteTraceback)
+        assert "Traceback (most recent call last)" in str(caught.value.__cause__)
+        assert socket.gethostname() in str(caught.value.__cause__)
+
+
+# Changes
+
+
+@pytest.mark.parametrize("build", ["node", "worker", "inline"])
+def test_setting_an_attribute_reaches_sessions_and_workers_of_today_and_tomorrow(two_nodes, build):
+    workers = "inline" if build == "inline" else two_nodes
+    dataset = RPCDataset(workers, State, build="node" if build == "inline" else build)
+    persistent = RPCDataloader(dataset, batch_size=5, persistent_workers=True)
+    loader = RPCDataloader(dataset, batch_size=5)
+    for epoch in range(3):
+        dataset.epoch = epoch
+        assert dataset.epoch == epoch
+        assert {sample[1] for sample in items(persistent)} == {epoch}
+        assert {sample[1] for sample in items(loader)} == {epoch}
+    assert dataset.set_epoch(epoch=5) == 6
+    assert {sample[1] for sample in items(loader)} == {5}
+    assert dataset.call_all(lambda state: state.size + 1)[0] == 21
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_change_in_mid_pass_is_for_the_next_one_and_for_each_process_once(two_nodes, build):
+    dataset = RPCDataset(two_nodes, State, 60, build=build)
+    persistent = iter(loader := RPCDataloader(dataset, batch_size=1, num_workers=2, persistent_workers=True))
+    for change in range(1, 4):
+        iterator = iter(RPCDataloader(dataset, batch_size=1, num_workers=1))
+        samples = [tuple(map(int, next(iterator)))]
+        assert dataset.call_all(datasets.increment) == [change]
+        assert dataset.changes == change
+        os.kill(samples[0][3], signal.SIGKILL)
+        samples += items(iterator)
+        assert len({pid for *_fields, pid in samples}) == 2
+        assert {made for _index, _epoch, made, _pid in samples} == {change - 1}
+        assert {made for _index, _epoch, made, _pid in items(persistent)} == {change - 1}
+        persistent = iter(loader)
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_change_that_fails_raises_and_is_not_applied_later(two_nodes, build):
+    dataset = RPCDataset(two_nodes, State, build=build)
+    dataset.epoch = 4
+    with pytest.raises(ValueError, match="this change is refused") as caught:
+        dataset.call_all(datasets.refuse)
+    assert "in refuse" in str(caught.value.__cause__)
+    assert {sample[1:3] for sample in items(RPCDataloader(dataset))} == {(4, 0)}
+
+
+def dataset_session_is_lost(dataset):
+    return not all(session.is_usable for session in dataset.__dict__["_access"]._sessions)
+
+
+# Errors of the constructor
+
+
+def test_nodes_must_agree_on_the_length(two_nodes, tmp_path):
+    with pytest.raises(ValueError, match="dataset build_shorter_once is not the same on all nodes") as caught:
+        RPCDataset(two_nodes, datasets.build_shorter_once, str(tmp_path / "marker"))
+    for address in two_nodes:
+        assert re.search(rf"(19|20) on {address}", str(caught.value))
+
+
+# Gone with the last reference
+
+
+def test_dataset_is_let_go_with_its_last_reference(shared_server, readable_fifo):
+    fifo, descriptor = readable_fifo
+    witness = RPCDataset(shared_server.address, State)
+    session = witness.session
+    dataset = RPCDataset(shared_server.address, datasets.Holder, fifo)
+    loader = RPCDataloader(dataset, persistent_workers=True)
+    assert len(list(loader)) == 20
+    assert len(dataset) == 20
+    del dataset
+    gc.collect()
+    assert has_writer(descriptor)  # the loader's
+    del loader
+    gc.collect()
+    wait_for_last_writer(descriptor)
+    assert witness.session == session
+
+
+# Datasets that a fork cannot inherit
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return file_datasets.write_numbers(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind", "reason"),
+    [
+        (datasets.Threaded, None, "started threads"),
+        (file_datasets.Hdf5, "h5", "holds files open"),
+        (file_datasets.Lmdb, "lmdb", "holds files open"),
+        (file_datasets.Zip, "zip", "holds files open"),
+    ],
+)
+def test_dataset_that_cannot_be_inherited_is_built_in_workers_with_one_warning(
+    shared_server, paths, caplog, factory, kind, reason
+):
+    args = (paths[kind],) if kind else ()
+    dataset = RPCDataset(shared_server.address, factory, *args)
+    loader = RPCDataloader(dataset, batch_size=4)
+    for _epoch in range(2):
+        assert [number for batch in loader for number in batch.tolist()] == list(range(0, 40, 2))
+    assert dataset[7] == 14
+    (record,) = [record for record in caplog.records if "is built in every worker" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert f"dataset {factory.__name__} is built in every worker" in record.getMessage()
+    assert reason in record.getMessage()
+    assert record.getMessage().endswith("; open files and start threads on first use")
+
+
+# Where the workers are
+
+
+def test_every_way_to_name_workers(two_nodes, monkeypatch):
+    server, other = two_nodes
+    for workers, num_sessions in [
+        ([server], 1),
+        ((server, other), 2),
+        (iter([server]), 1),
+        (server, 1),
+        (f"{server}, {other}", 2),
+    ]:
+        dataset = RPCDataset(workers, datasets.Processes)
+        samples = items_of_all(RPCDataloader(dataset, persistent_workers=True))
+        assert [sample[0] for sample in samples] == list(range(20))
+        assert os.getpid() not in {pid for _, pid, _ in samples}
+        assert len({session for _, _, session in samples}) == num_sessions
+        monkeypatch.setenv("RPCDATALOADER_WORKERS", server)
+    assert RPCDataset(None, State).session == RPCDataset([server], State).session
+    samples = items(RPCDataloader(datasets.Processes()))  # num_workers=0: the environment decides
+    assert os.getpid() not in {pid for _, pid, _ in samples}
+
+
+def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
+    monkeypatch.delenv("RPCDATALOADER_WORKERS", raising=False)
+    dataset = RPCDataset("local:2", datasets.Processes, 12)
+    loaders = [
+        RPCDataloader(dataset, persistent_workers=True),
+        RPCDataloader(datasets.Processes(12), num_workers=2),
+        RPCDataloader(datasets.Processes(12), workers="local:1"),
+        RPCDataloader(RPCDataset(None, datasets.Processes, 12), num_workers=1),
+    ]
+    samples = [items_of_all(loader) for loader in loaders]
+    assert all([index for index, _, _ in one] == list(range(12)) for one in samples)
+    assert len({session for one in samples for _, _, session in one}) == 1
+    assert os.getpid() not in {pid for one in samples for _, pid, _ in one}
+    assert len({pid for _, pid, _ in samples[0]}) == 2
+    # Every rank has a pool of its own.
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    of_a_rank = RPCDataset("local:2", datasets.Processes, 12)
+    samples = items_of_all(RPCDataloader(of_a_rank, persistent_workers=True))
+    assert [index for index, _, _ in samples] == list(range(12))
+    assert len({pid for _, pid, _ in samples}) == 2
+
+
+# Nobody there
+
+
+def test_dataset_whose_session_has_ended_is_made_again_with_its_changes(shared_server):
+    dataset = RPCDataset(shared_server.address, State)
+    dataset.epoch = 5
+    session = dataset.session
+    os.kill(session, signal.SIGKILL)
+    wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
+    assert dataset.epoch == 5
+    assert dataset.session != session
+    dataset.epoch = 6
+    assert [int(epoch) for _index, epoch, _changes, _pid in RPCDataloader(dataset)] == [6] * 20
+
+
+@pytest.mark.usefixtures("impatient")
+def test_dataset_whose_nodes_have_gone_says_so(serve):
+    server = serve()
+    dataset = RPCDataset(server.address, State)
+    server.signal(signal.SIGKILL)
+    assert server.wait() == -signal.SIGKILL
+    wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
+    for use in (lambda: dataset[0], lambda: setattr(dataset, "epoch", 1)):
+        with pytest.raises(ConnectionLostError, match=f"State is lost with its nodes: {server.address}: .*refused"):
+            use()

@@ -1,0 +1,266 @@
+"""Batches that are delivered on a device, as seen with one that is made up; tests/gpu has what a real one shows."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import IterableDataset
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.loader import dataloader as dataloader_module
+from rpcdataloader.loader import intake
+from rpcdataloader.loader import iterator as iterator_module
+from rpcdataloader.loader import settings as settings_module
+from tests.conftest import wait_until
+from tests.support import kinds
+from tests.support.causes import Causes
+from tests.support.comparison import assert_same
+from tests.support.devices import FakeDevice
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning", "ignore:Sparse:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per:UserWarning"),
+]
+
+NAME = "cuda:0"
+
+
+@pytest.fixture
+def workers(shared_server):
+    return shared_server.address
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = FakeDevice()
+    for module in dataloader_module, settings_module:
+        monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
+    for module in intake, iterator_module, dataloader_module:
+        monkeypatch.setattr(module, "make_carrier", lambda found, _pageable: {NAME: device}[str(found)])
+    return device
+
+
+def tensors_of(batch):
+    return [value for value in batch.values() if type(value) is torch.Tensor]
+
+
+class Images:
+    """What most samples are: something large, something small, and something that is no tensor."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return {
+            "image": torch.full((3, 64, 64), float(index)),
+            "label": torch.tensor(index),
+            "index": index,
+            "name": f"sample {index}",
+        }
+
+
+class ImageStream(IterableDataset):
+    def __iter__(self):
+        images = Images()
+        return map(images.__getitem__, range(len(images)))
+
+
+def check(batch, indices, device):
+    assert [batch[name].tolist() for name in ("label", "index")] == [indices, indices]
+    assert batch["image"].shape == (len(indices), 3, 64, 64)
+    assert batch["image"][:, 2, 63, 63].tolist() == [float(index) for index in indices]
+    assert batch["name"] == [f"sample {index}" for index in indices]
+    assert all(map(device.holds, tensors_of(batch)))
+
+
+def where_of(request, workers):
+    return {"workers": {"workers": workers}, "inline": {"workers": "inline"}, "this process": {}}[request]
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        *(
+            (where, options)
+            for where in ("workers", "inline", "this process")
+            for options in ({}, {"pin_memory": True})
+        ),
+        *((where, {"persistent_workers": True}) for where in ("workers", "inline")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
+def test_every_batch_is_there(device, workers, where, options):
+    loader = RPCDataloader(Images(), batch_size=4, device=NAME, **where_of(where, workers), **options)
+    for _ in range(2):
+        batches = list(loader)
+        assert len(batches) == 5
+        for number, batch in enumerate(batches):
+            check(batch, list(range(4 * number, 4 * number + 4)), device)
+    assert loader.device == NAME
+
+
+def test_an_image_batch_is_two_copies(device, workers):
+    for _ in RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers):
+        pass
+    # The images, and all that is small.
+    assert [len(blocks) for blocks in device.copied] == [2] * 5
+    pinned = {id(block) for block in device.pinned.blocks}
+    assert all(id(block) in pinned for blocks in device.copied for block in blocks)
+
+
+def many_features(samples):
+    return {f"{kind} {i}": torch.tensor([i, *samples]) for i in range(1000) for kind in ("values", "lengths")}
+
+
+def test_thousands_of_tensors_are_one_copy(device, workers):
+    loader = RPCDataloader(range(3), batch_size=1, collate_fn=many_features, device=NAME, workers=workers)
+    for number, batch in enumerate(loader):
+        assert len(batch) == 2000
+        assert all(map(device.holds, batch.values()))
+        assert [values.tolist() for values in batch.values()] == [[i // 2, number] for i in range(2000)]
+    assert [len(blocks) for blocks in device.copied] == [1] * 3
+
+
+def test_the_consumer_waits_for_each_copy_before_it_sees_the_batch(device, workers):
+    for number, _ in enumerate(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers)):
+        # The copies are in the order of the batches, and one is on its way.
+        assert device.waits[-1] == (number, threading.current_thread())
+        assert len(device.waits) == number + 1
+
+
+def test_a_copy_begins_when_the_batch_arrives(device, workers):
+    """And not when somebody asks for it."""
+    iterator = iter(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))
+    wait_until(lambda: device.copied, what="the first copy")
+    assert device.waits == []
+    check(next(iterator), [0, 1, 2, 3], device)
+
+
+@pytest.mark.parametrize("where", ["workers", "inline"])
+def test_streams_and_their_state(device, workers, where):
+    options = {"batch_size": 4, "device": NAME, **where_of(where, workers)}
+    if where == "workers":
+        options["num_workers"] = 1
+    loader = RPCDataloader(ImageStream(), **options)
+    iterator = iter(loader)
+    check(next(iterator), [0, 1, 2, 3], device)
+    check(next(iterator), [4, 5, 6, 7], device)
+    state = loader.state_dict()  # of what was delivered, not of what is on its way
+    iterator = None
+    resumed = RPCDataloader(ImageStream(), **options)
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    assert len(rest) == 3
+    for number, batch in enumerate(rest, 2):
+        check(batch, list(range(4 * number, 4 * number + 4)), device)
+
+
+class Holes(Images):
+    def __getitem__(self, index):
+        if index in (1, 4, 5, 6, 7):
+            raise ValueError(f"no sample {index}")
+        return super().__getitem__(index)
+
+
+def test_an_exception_comes_in_place_of_its_batch(device, workers):
+    iterator = iter(RPCDataloader(Holes(), batch_size=4, device=NAME, workers=workers))
+    for number in range(5):
+        if number < 2:
+            with pytest.raises(ValueError, match="no sample"):
+                next(iterator)
+        else:
+            check(next(iterator), list(range(4 * number, 4 * number + 4)), device)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+@pytest.mark.parametrize("where", ["workers", "inline"])
+@pytest.mark.parametrize("name", kinds.MAKERS)
+def test_every_kind_arrives_as_it_was(device, workers, where, name):
+    options = {"sampler": [name], "batch_size": None, "collate_fn": kinds.as_is, "device": NAME}
+    (batch,) = RPCDataloader(kinds.Kinds(), **options, **where_of(where, workers))
+    expected = kinds.make(name)
+    if name == "tensors":
+        for sent_compact in ("column of a large one", "with a step", "part of an image"):
+            expected[sent_compact] = expected[sent_compact].clone()
+        assert expected["part of an image"].is_contiguous(memory_format=torch.channels_last)
+        assert device.holds(batch["channels last"])
+        assert device.holds(batch["requires grad"])
+        assert not device.holds(batch["parameter"])
+    assert_same(batch, expected)
+
+
+def packed(samples):
+    return {"packed": pack_sequence([torch.rand(5, 3), torch.rand(2, 3)]), "array": np.arange(3), "samples": samples}
+
+
+def test_what_the_processor_reads_stays(device, workers):
+    (batch,) = RPCDataloader([1], collate_fn=packed, device=NAME, workers=workers)
+    assert type(batch["packed"]) is PackedSequence
+    assert device.holds(batch["packed"].data)
+    assert not device.holds(batch["packed"].batch_sizes)
+    assert batch["packed"].batch_sizes.tolist() == [2, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_memory_of_this_process_is_where_batches_are_anyway(workers, device):
+    loader = RPCDataloader(RPCDataset(workers, Images), batch_size=4, device=device)
+    assert [batch["label"].tolist() for batch in loader] == [list(range(4 * n, 4 * n + 4)) for n in range(5)]
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
+    device.computes = computes
+    loader = RPCDataloader(
+        Causes(stall=0.04), None, num_workers=1, workers=workers, device=NAME, persistent_workers=True
+    )
+    next(iter(loader))
+    # A pass of workers that are there: the start of the first one is a wait, too.
+    batches = iter(loader)
+    for _ in range(30):
+        next(batches)
+    diagnosis = loader.diagnosis()
+    assert diagnosis.bound == ("none" if computes else "workers")
+    assert (diagnosis.wait_share < 0.05) == computes
+
+
+def num_answered(run):
+    """Batches that have arrived, and are not on their way to the device."""
+    return sum(task.answer is not None for task in list(run.engine.table.tasks.values()))
+
+
+def test_one_batch_is_copied_ahead_and_no_more(device, workers):
+    iterator = iter(RPCDataloader(Images(), batch_size=1, device=NAME, workers=workers, prefetch_factor=4))
+    run = iterator.driver
+    for num_delivered in range(1, 5):
+        next(iterator)
+        # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
+        # be free: that of a batch that was copied after the sampler was asked.
+        wait_until(lambda: run.ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
+        assert len(device.copied) == num_delivered + 1
+        assert len(device.waits) == num_delivered
+
+
+def test_batches_out_of_order(device, workers):
+    loader = RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers, in_order=False)
+    found = []
+    for batch in loader:
+        first = int(batch["label"][0])
+        check(batch, list(range(first, first + 4)), device)
+        found.append(first)
+    assert sorted(found) == [0, 4, 8, 12, 16]
+
+
+def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
+    iterator = iter(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))
+    next(iterator)
+    run = iterator.driver
+    iterator = None
+    wait_until(lambda: run.is_closed, what="the end of the iterator")
+    wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
+    assert device.copied

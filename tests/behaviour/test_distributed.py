@@ -1,0 +1,201 @@
+"""Several trainers share the workers without a word to each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
+from tests.conftest import close_client, wait_until
+from tests.support import datasets
+from tests.support.datasets import Augmented, Numbers, augment_batch, notes
+from tests.support.origins import run_ranks
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Make this process a rank, as launchers do."""
+
+    def become(rank, world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return become
+
+
+class NoteServer:
+    """An init function that notes on which node server the worker is."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __call__(self, _number):
+        datasets.note(self.log, datasets.node_server())
+
+
+def servers_of(dataset, log, num_expected, **options):
+    """How many workers of a loader there are on each server."""
+    before = len(notes(log))
+    loader = RPCDataloader(dataset, worker_init_fn=NoteServer(log), persistent_workers=True, **options)
+    list(loader)
+    wait_until(lambda: len(notes(log)) - before >= num_expected, what="all workers of the loader")
+    found = Counter(int(line) for line in notes(log)[before:])
+    assert found.total() == num_expected
+    return found
+
+
+@pytest.fixture
+def log(tmp_path):
+    return str(tmp_path / "log")
+
+
+def test_ranks_take_disjoint_shares_that_use_every_worker(wide_servers, log, as_rank):
+    addresses = [server.address for server in wide_servers]
+    shares = []
+    for rank, num_expected in enumerate((6, 5, 5)):
+        as_rank(rank, 3)
+        shares.append(servers_of(Numbers(), log, num_expected, workers=addresses))
+    assert sum(shares, Counter()) == Counter({server.pid: 8 for server in wide_servers})
+
+
+def test_num_workers_limits_the_share(wide_servers, log, as_rank):
+    addresses = [server.address for server in wide_servers]
+    as_rank(1, 2)
+    dataset = RPCDataset(addresses, Numbers)
+    # Of two ranks on two nodes, each has a node to itself.
+    assert servers_of(dataset, log, 3, num_workers=3) == Counter({wide_servers[1].pid: 3})
+    assert servers_of(dataset, log, 8, num_workers=100) == Counter({wide_servers[1].pid: 8})
+
+
+def test_partition_overrides_the_environment(shared_server, second_server, log, as_rank):
+    addresses = [shared_server.address, second_server.address]
+    as_rank(0, 2)
+    pids = shared_server.pid, second_server.pid
+    assert servers_of(Numbers(), log, 2, workers=addresses) == Counter({pids[0]: 2})
+    assert servers_of(Numbers(), log, 2, workers=addresses, partition=(1, 2)) == Counter({pids[1]: 2})
+    assert servers_of(Numbers(), log, 4, workers=addresses, partition=None) == Counter(dict.fromkeys(pids, 2))
+
+
+def test_more_ranks_than_workers_share_with_one_warning(shared_server, log, as_rank, caplog):
+    for rank in (0, 4):
+        as_rank(rank, 5)
+        dataset = RPCDataset(shared_server.address, Numbers)
+        for _epoch in range(2):
+            assert servers_of(dataset, log, 1) == Counter({shared_server.pid: 1})
+    (record,) = [record for record in caplog.records if "share" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "5 ranks share 2 workers: some are used by more than one rank"
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("two", "4"), ("4", "4"), ("-1", "4")])
+def test_malformed_environment_is_named(shared_server, monkeypatch, rank, world_size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ValueError, match="environment variables RANK and WORLD_SIZE"):
+        RPCDataset(shared_server.address, Numbers)
+
+
+def load_as_rank(rendezvous, *workers):
+    """The batches of two epochs, and on which node server the workers are."""
+    rank, world_size, tp_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 2
+    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
+    group = rank // tp_size, world_size // tp_size
+    # What a rank has drawn before must not matter.
+    torch.manual_seed(rank)
+    random.seed(rank)
+    dataset = RPCDataset(workers, Augmented, 41)
+    sampler = DistributedSampler(dataset, group[1], group[0], seed=5)
+    generator = torch.Generator().manual_seed(1)
+    log = f"{rendezvous}.{rank}"
+    loader = RPCDataloader(
+        dataset, 4, sampler=sampler, partition=group, generator=generator, collate_fn=augment_batch,
+        worker_init_fn=NoteServer(log),
+    )  # fmt: skip
+    batches = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches += [{name: value.tolist() for name, value in batch.items()} for batch in loader]
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return batches, notes(log)
+
+
+def test_groups_share_samples_and_nodes_and_ranks_of_a_group_get_the_same_batches(
+    zygote, shared_server, second_server, tmp_path
+):
+    servers = shared_server, second_server
+    addresses = [server.address for server in servers]
+    ranks = run_ranks(zygote, load_as_rank, 4, tmp_path / "rendezvous", *addresses)
+    batches = [batches for batches, _servers in ranks]
+    assert batches[0] == batches[1]
+    assert batches[2] == batches[3]
+    assert len(batches[0]) == 12
+    for epoch in slice(6), slice(6, 12):
+        indices = [[index for batch in batches[rank][epoch] for index in batch["index"]] for rank in (0, 2)]
+        # 41 samples for two: one is loaded twice.
+        assert set(indices[0] + indices[1]) == set(range(41))
+        assert len(indices[0]) == len(indices[1]) == 21
+    draws = [{draw for batch in batches[rank] for one in batch["draws"] for draw in one} for rank in (0, 2)]
+    assert len(draws[0]) == len(draws[1]) == 2 * 21 * 4
+    assert not draws[0] & draws[1]
+    # Each group has a node to itself.
+    for rank, (_batches, log) in enumerate(ranks):
+        assert {int(line) for line in log} == {servers[rank // 2].pid}
+
+
+class Kinds(Numbers):
+    """Each index goes wrong in another way."""
+
+    def __getitem__(self, index):
+        if index == 0:
+            os._exit(7)
+        if index == 1:
+            time.sleep(60)
+        raise ValueError(f"image {index} is broken")
+
+
+def test_errors_name_the_rank(serve, as_rank):
+    as_rank(3, 8)
+    server = serve("--num-workers", "2")
+    options = {"max_retries": 2, "task_timeout": 1.0, "reconnect_timeout": 0.3, "partition": None}
+    iterator = iter(RPCDataloader(Kinds(100_000), workers=server.address, **options))
+    with pytest.raises(ConnectionLostError, match=r"^\[rank 3 of 8\] batch 0 .* exited with status 7"):
+        next(iterator)
+    with pytest.raises(RPCTimeoutError, match=r"^\[rank 3 of 8\] batch 1 .* took longer than 1 s"):
+        next(iterator)
+    with pytest.raises(ValueError, match=r"(?m)^image 2 is broken$") as caught:
+        next(iterator)
+    assert re.match(r"\n\[rank 3 of 8\] worker \d \(pid ", str(caught.value.__cause__))
+    server.signal(signal.SIGKILL)
+    errors = []
+    while len(errors) < 3 or not isinstance(errors[-1], ConnectionLostError):  # after what was on its way
+        with pytest.raises((ConnectionLostError, ValueError)) as caught:
+            next(iterator)
+        errors.append(caught.value)
+    with pytest.raises(ConnectionLostError, match=r"^\[rank 3 of 8\] no worker is left"):
+        next(iterator)
+    assert str(errors[-1]).startswith("[rank 3 of 8] no worker is left")
+
+
+def test_timeout_and_a_node_that_is_not_there_name_the_rank(serve, as_rank, monkeypatch):
+    as_rank(3, 8)
+    server = serve("--num-workers", "1")
+    with pytest.raises(RuntimeError, match=r"^\[rank 3 of 8\] DataLoader timed out after 0\.2 seconds$"):
+        next(iter(RPCDataloader(Kinds(), workers=server.address, sampler=[1], timeout=0.2)))
+    server.stop()
+    close_client()
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.1")
+    with pytest.raises(ConnectError, match=r"^\[rank 3 of 8\] cannot connect to "):
+        iter(RPCDataloader(Numbers(), workers=server.address))

@@ -1,0 +1,462 @@
+"""The README and the pages in docs/: every snippet in them runs, and their tables match the code.
+
+A page reads like one session. Its ``python`` blocks are one script, and its ``console`` blocks are typed in the folder
+of that script. The line ``<!-- new script -->`` begins another session, in another folder, and
+``<!-- needs: MODULE -->`` one that is run where that module is installed. In all of them, ``node01`` and ``node02``
+are node servers of the tests. What a block prints is compared with the
+lines below each command, or with the ``text`` block marked ``<!-- output -->``; ``...`` stands for anything, and so
+does every number under ``<!-- output: numbers vary -->``. Further marks above a block: ``<!-- file: NAME -->``, to save
+it under a name for all sessions of the page, and ``<!-- not run: reason -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import rpcdataloader
+from rpcdataloader import ResumableDistributedSampler, RPCDataset, integrations, launch, pools
+from rpcdataloader.__main__ import COMMANDS
+from rpcdataloader.loader.dataloader import RPCDataloader
+from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.wire.frames import MessageType
+from tests.conftest import READY_LINE, TIMEOUT_SCALE, wait_until
+from tests.support.zygote import Script, Zygote
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "README.md": (ROOT / "README.md").read_text(),
+    **{path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))},
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        marks: Of the comment above it, such as ``{"file": "train.py"}``.
+        line: Number of its first line in the page, from 0.
+    """
+
+    language: str
+    marks: dict[str, str]
+    line: int
+    text: str
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """The commands of a console block, each with what it prints."""
+        parts = re.split(r"^\$ ", self.text, flags=re.MULTILINE)
+        assert not parts[0], f"a console block begins with a command: {self.text}"
+        # The shell's own comments are for the reader.
+        commands = [part.partition("\n") for part in parts[1:]]
+        return [(re.sub(r" {2,}# .*", "", command), output) for command, _, output in commands]
+
+
+FENCED = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
+# Begins a session; the first one of a page begins with the page.
+SESSION = re.compile(r"^<!-- (?:new script|needs: (?P<module>\S+)) -->$", re.MULTILINE)
+# The name of the page, and a number where it has several.
+SESSIONS = [
+    f"{page} {number}" if SESSION.search(text) else page
+    for page, text in PAGES.items()
+    for number in range(len(SESSION.findall(text)) + 1)
+]
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The blocks of a page, or of one session of it."""
+    page, _, number = page.partition(" ")
+    begins = [0, *(match.start() for match in SESSION.finditer(PAGES[page])), len(PAGES[page])]
+    first, last = begins[int(number) : int(number) + 2] if number else (0, len(PAGES[page]))
+    blocks = []
+    for match in FENCED.finditer(PAGES[page]):
+        name, _, value = (match["mark"] or "").partition(": ")
+        line = PAGES[page].count("\n", 0, match.start("text"))
+        if first <= match.start() < last or name == "file":
+            blocks.append(Block(match["language"], {name: value}, line, match["text"]))
+    return blocks
+
+
+def is_launch(command: str) -> bool:
+    return "rpcdataloader.launch" in command
+
+
+def sessions_with(wanted: Callable[[Block], bool]) -> list[str]:
+    return [
+        name for name in SESSIONS if any(wanted(block) for block in blocks_of(name) if "not run" not in block.marks)
+    ]
+
+
+def test_every_block_is_of_a_kind_that_is_run_or_only_looked_at():
+    for page in PAGES:
+        assert PAGES[page].count("```") == 2 * len(blocks_of(page)), f"{page} has a fence that is not understood"
+        for block in blocks_of(page):
+            directive = block.language.startswith("{")
+            assert directive or block.language in ("python", "console", "text"), f"{page}:{block.line}"
+            assert not set(block.marks) - {"", "file", "output", "not run", "non-goals", "end"}, f"{page}:{block.line}"
+            assert len(block.marks.get("not run", "a reason")) >= 8, f"{page}:{block.line} gives no reason"
+
+
+# --- running them
+
+
+def as_pattern(expected: str) -> str:
+    """A regular expression for expected output, in which ``...`` stands for anything."""
+    return re.escape(expected).replace(re.escape("..."), ".*")
+
+
+class Desk:
+    """A folder, with an environment in which snippets run, and in which nothing may be left behind.
+
+    Args:
+        nodes: Addresses for the names of nodes in the pages.
+    """
+
+    def __init__(self, folder: Path, nodes: dict[str, str], zygote: Zygote) -> None:
+        self.folder = folder
+        self._nodes = nodes
+        self._zygote = zygote
+        self._mark = uuid.uuid4().hex
+        programs = folder / ".programs"
+        programs.mkdir()
+        (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        (programs / "python").chmod(0o700)
+        self._temporary = folder / ".temporary"
+        self._temporary.mkdir()
+        self._changed_env = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "TMPDIR": str(self._temporary),
+            "OMP_NUM_THREADS": "1",
+            "TEST_DOCS_MARK": self._mark,
+        }
+
+    def fill_in(self, text: str) -> str:
+        """Put real addresses where the pages name nodes."""
+        for name, address in self._nodes.items():
+            text = text.replace(name, address)
+        return text
+
+    def run(self, command: str) -> str:
+        """Run a command of the shell; returns its standard output.
+
+        What imports torch does so in a zygote: modules, scripts, and those that torchrun starts.
+        """
+        command, redirected, file = command.partition(" > ") if command.startswith("python ") else (command, "", "")
+        if redirected:
+            (self.folder / file).write_text(self.run(command))
+            return ""
+        command, alternative, otherwise = command.partition(" || ")
+        words = shlex.split(command)
+        *assignments, program, argument = words
+        env = dict(assignment.split("=", 1) for assignment in assignments if "=" in assignment)
+        if words[:2] == ["python", "-m"]:
+            run = f"runpy.run_module({words[2]!r}, run_name='__main__', alter_sys=True)"
+            source = f"\nimport runpy, sys; sys.argv[1:] = {words[3:]!r}; {run}"
+            if not alternative:
+                return self.run_python(source)
+            ended = self.start_python(source).wait(60 * TIMEOUT_SCALE)
+            return ended.output + self.run(f"(exit {ended.status}) || {otherwise}")
+        if argument.endswith(".py"):
+            source = "\n" + (self.folder / argument).read_text()
+            if program == "python":
+                return self.run_python(source, **env)
+            if "torchrun" in words:
+                ranks = [{"RANK": str(rank), "WORLD_SIZE": program} for rank in range(int(program))]
+                scripts = [self.start_python(source, **env, **rank) for rank in ranks]
+                return "".join(map(self._output_of, scripts))
+        done = subprocess.run(
+            ["bash", "-c", command + alternative + otherwise],
+            cwd=self.folder,
+            env={**os.environ, **self._changed_env},
+            capture_output=True,
+            text=True,
+            timeout=60 * TIMEOUT_SCALE,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def run_python(self, source: str, **env: str) -> str:
+        """Run a script to its end; returns its standard output."""
+        return self._output_of(self.start_python(source, **env))
+
+    def _output_of(self, script: Script) -> str:
+        done = script.wait(60 * TIMEOUT_SCALE)
+        assert done.status == 0, f"{done.output}\n{done.errors}"
+        return done.output
+
+    def start_python(self, source: str, **env: str) -> Script:
+        """Start a script whose first line is empty, so that the numbers of its lines stay what they are."""
+        assert source.startswith("\n")
+        change = f"os.chdir({str(self.folder)!r}); os.environ.update({ {**self._changed_env, **env}!r})"
+        change += f"; sys.path.insert(0, {str(self.folder)!r}); tempfile.tempdir = None"
+        return self._zygote.start(f"import os, sys, tempfile; {change}{source}", ends_quickly=True)
+
+    def check_nothing_is_left(self) -> None:
+        wait_until(lambda: not self._processes(), what="processes of a snippet are left")
+        left = [name for name in os.listdir(self._temporary) if name.startswith("rpcdataloader")]
+        assert not left, "folders of a snippet are left"
+
+    def _processes(self) -> list[str]:
+        wanted = f"TEST_DOCS_MARK={self._mark}".encode()
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(pid)
+            except OSError:
+                pass
+        return found
+
+
+@pytest.fixture
+def desk(request, tmp_path, shared_server, second_server) -> Iterator[Desk]:
+    session = request.node.callspec.params["session"] if hasattr(request.node, "callspec") else ""
+    zygote = request.getfixturevalue("library_zygote" if session and module_for(session) else "zygote")
+    desk = Desk(tmp_path, {"node01:6543": shared_server.address, "node02:6543": second_server.address}, zygote)
+    yield desk
+    desk.check_nothing_is_left()
+
+
+def module_for(session: str) -> str | None:
+    """The module that a session needs."""
+    page, _, number = session.partition(" ")
+    return list(SESSION.finditer(PAGES[page]))[int(number) - 1]["module"] if int(number or 0) else None
+
+
+@pytest.fixture
+def needs(session):
+    """Skip a session about a library that is not installed; importing it here would take seconds."""
+    module = module_for(session)
+    if module is not None and importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+
+
+@pytest.mark.usefixtures("needs")
+@pytest.mark.parametrize(
+    "session", sessions_with(lambda block: block.language == "python" and "file" not in block.marks)
+)
+def test_python_of_session_runs(session, desk):
+    # As many lines as the page, so that a traceback names a line of it.
+    script = [""] * PAGES[session.partition(" ")[0]].count("\n")
+    expected = ""
+    for block in blocks_of(session):
+        if "file" in block.marks:
+            (desk.folder / block.marks["file"]).write_text(block.text)
+            continue
+        if "not run" in block.marks:
+            continue
+        if block.language == "python":
+            lines = block.text.splitlines()
+            script[block.line : block.line + len(lines)] = lines
+        elif "output" in block.marks:
+            vary = block.marks["output"] == "numbers vary"
+            expected += re.sub(r"\d+(?:[.,]\d+)*", "...", block.text) if vary else block.text
+    # Pages that leave it open where the workers are need no pool of their own, which would import torch.
+    workers = {"RPCDATALOADER_WORKERS": desk.fill_in("node01:6543")}
+    shown, printed = expected.strip(), desk.run_python(desk.fill_in("\n".join(script)), **workers).strip()
+    assert re.fullmatch(as_pattern(shown), printed, re.DOTALL), f"{session} shows\n{shown}\nand prints\n{printed}"
+
+
+def is_typed(block: Block) -> bool:
+    return block.language == "console" and any(not is_launch(command) for command, _ in block.commands)
+
+
+@pytest.mark.usefixtures("needs")
+@pytest.mark.parametrize("session", sessions_with(is_typed))
+def test_commands_of_session_run(session, desk):
+    for block in blocks_of(session):
+        if "file" in block.marks:
+            (desk.folder / block.marks["file"]).write_text(block.text)
+        if block.language != "console" or "not run" in block.marks:
+            continue
+        for command, expected in block.commands:
+            if is_launch(command):
+                continue
+            output = desk.run(desk.fill_in(command))
+            # Ranks print in any order.
+            lines, patterns = sorted(output.splitlines()), sorted(expected.splitlines())
+            assert len(lines) == len(patterns), f"{command} prints\n{output}"
+            for line, pattern in zip(lines, patterns, strict=True):
+                assert re.fullmatch(as_pattern(pattern), line), f"{command} prints\n{output}"
+
+
+@pytest.mark.timeout(300)
+def test_first_training_survives_a_killed_worker_and_goes_on_after_a_kill(desk, shared_server):
+    """What the first page types into two terminals."""
+    (script,) = [block.text for block in blocks_of("first-training.md") if "file" in block.marks]
+    workers = {"RPCDATALOADER_WORKERS": shared_server.address}
+
+    def start(epochs: int, script: str = script) -> Script:
+        return desk.start_python(f"\nimport sys; sys.argv = ['train.py', '{epochs}']\n{script}", **workers)
+
+    # The same batches, without waiting for them.
+    quick = script.replace("time.sleep(0.003)", "pass")
+    assert quick != script
+
+    def status(*options: str) -> str:
+        return desk.run(f"python -m rpcdataloader.status {shared_server.address} {' '.join(options)}")
+
+    training = start(100)
+    shown: list[str] = []
+
+    def is_waiting() -> bool:
+        shown[:] = [status("--workers")]
+        return f":{training.pid}: step " in shown[0]
+
+    wait_until(is_waiting, 60, "the sentence on waiting")
+    assert re.search(r"^ +worker +pid  state ", shown[0], re.MULTILINE)
+    (client,) = [
+        client
+        for node in json.loads(status("--json"))["nodes"]
+        for client in node["clients"]
+        if client["pid"] == training.pid
+    ]
+    os.kill(client["workers"][0]["pid"], signal.SIGKILL)
+    lines = training.output.count("\n")
+    wait_until(lambda: training.output.count("\n") > lines + 1, 60, "an epoch without that worker")
+    training.kill()
+    training.wait(30 * TIMEOUT_SCALE)
+    before = training.output.splitlines()
+    # The kill may have come between the checkpoint of an epoch and its line.
+    epochs = len(before) + 2
+    rest = start(epochs, quick).wait(60 * TIMEOUT_SCALE)
+    assert rest.status == 0, rest.errors
+    going_on, *after, _diagnosis = rest.output.splitlines()
+    match = re.fullmatch(r"going on in epoch (\d+)", going_on)
+    assert match, rest.output
+    num_saved = int(match[1]) - 1
+    assert len(before) <= num_saved < epochs
+    whole = start(epochs, quick).wait(60 * TIMEOUT_SCALE).output.splitlines()
+    assert (before, after) == (whole[: len(before)], whole[num_saved:-1])
+
+
+def test_commands_that_start_node_servers_are_understood():
+    num_launched = 0
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language == "console" and "not run" not in block.marks:
+                for command, expected in filter(lambda typed: is_launch(typed[0]), block.commands):
+                    assert expected == "" or READY_LINE.fullmatch(expected), command
+                    words = shlex.split(command)
+                    given = launch.make_parser().parse_args(words[words.index("rpcdataloader.launch") + 1 :])
+                    ServerSettings(**{field.name: getattr(given, field.name) for field in fields(ServerSettings)})
+                    num_launched += 1
+    assert num_launched > 5
+
+
+# --- tables
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The table below a heading, without its first two lines."""
+    section = re.search(rf"^#+ {re.escape(heading)}$(.*?)(^#+ |\Z)", PAGES[page], re.MULTILINE | re.DOTALL)
+    assert section, f"{page} has no heading {heading}"
+    lines = [line for line in section[1].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def test_table_of_environment_variables_is_that_of_the_package():
+    package = "".join(path.read_text() for path in (ROOT / "rpcdataloader").rglob("*.py"))
+    used = set(re.findall(r"RPCDATALOADER_[A-Z_]+", package))
+    used |= set(re.findall(r'"((?:SLURM|LOCAL|OMPI|XDG)_[A-Z_]+)"', package))
+    used |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', package)) - {"HOME"}
+    described = {name for row in rows_of("api.md", "Environment variables") for name in re.findall(r"`(\w+)`", row[0])}
+    assert described == used
+
+
+def test_table_of_message_types_is_that_of_the_package():
+    rows = rows_of("protocol.md", "Types")
+    assert {row[0]: int(row[1]) for row in rows} == {member.name: member.value for member in MessageType}
+
+
+def test_table_of_arguments_has_all_of_them():
+    described = re.findall(r"`(\w+)`", " ".join(row[0] for row in rows_of("differences.md", "Arguments")))
+    code = RPCDataloader.__init__.__code__
+    assert sorted(described) == sorted(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+
+
+def members_in_reference(name: str) -> set[str]:
+    """The members of a class that the reference names."""
+    found = re.search(rf"autoclass:: rpcdataloader\.{name}\n((?:   :.*\n)*)", PAGES["api.md"])
+    assert found, f"the reference has no class {name}"
+    return set(re.findall(r"\w+", found[1].replace(":members:", "")))
+
+
+def test_reference_has_all_public_names():
+    documented = re.findall(
+        r"(?:class|function|module):: rpcdataloader\.([\w.]+)|`rpcdataloader\.(\w+)`", PAGES["api.md"]
+    )
+    public = {*rpcdataloader.__all__, *(f"pools.{name}" for name in pools.__all__), "errors"}
+    public |= {f"integrations.{name}" for name, value in vars(integrations).items() if is_of(value, integrations)}
+    assert {name for names in documented for name in names if name} == public
+    assert ".. automodule:: rpcdataloader.errors\n   :members:" in PAGES["api.md"]
+
+
+def is_of(value: object, module: ModuleType) -> bool:
+    """Whether this is a public class or function of this module."""
+    name = getattr(value, "__name__", "_")
+    return getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+
+
+def test_reference_has_all_public_members():
+    for kind in (RPCDataset, RPCDataloader, ResumableDistributedSampler):
+        own = [base for base in kind.__mro__ if base.__module__.startswith("rpcdataloader.")]
+        members = {name for base in own for name in vars(base) if not name.startswith("_")}
+        assert members_in_reference(kind.__name__) == members, kind
+
+
+def test_reference_has_all_commands():
+    shown = re.findall(r"^```\{command-help\} (\w+)$", PAGES["api.md"], re.MULTILINE)
+    assert sorted(shown) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_all_options(command):
+    parser = importlib.import_module(COMMANDS[command][0]).make_parser()
+    shown = parser.format_help()
+    for action in parser._actions:
+        assert action.help not in (None, argparse.SUPPRESS), f"{command} hides {action.dest}"
+        assert all(option in shown for option in action.option_strings)
+
+
+def anchors_of(text: str) -> set[str]:
+    """What a link into a page can name: its headings, as GitHub and myst spell them, and targets like ``(name)=``."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", prose, re.MULTILINE))
+
+
+def test_links_lead_somewhere():
+    texts = {ROOT / page if page == "README.md" else ROOT / "docs" / page: text for page, text in PAGES.items()}
+    texts[ROOT / "CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text()
+    for path, text in texts.items():
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", re.sub(r"`[^`\n]*`", "", text)):
+            if "://" in target:
+                continue
+            found = (path.parent / target).resolve() if target else path
+            assert found.exists(), f"{path.name} links to {target}"
+            if anchor:
+                assert anchor in anchors_of(texts[found]), f"{path.name} links to {target}#{anchor}"

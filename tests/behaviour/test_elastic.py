@@ -1,0 +1,176 @@
+"""Node servers that are not there yet, join, and leave in the middle of an epoch."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import AuthenticationError, RemoteProtocolError
+from tests.behaviour.test_recovery import take
+from tests.conftest import AT_ONCE, wait_until
+from tests.support.clocks import shorten
+from tests.support.crew import wait_for_crew
+from tests.support.datasets import Hosted
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch, clean_client):  # noqa: ARG001  # ends after
+    shorten(monkeypatch, "patience", "register")
+
+
+@pytest.fixture
+def register(serve, tmp_path):
+    """Start a server that registers."""
+    directory = str(tmp_path / "register")
+
+    def start(*options):
+        return serve("--num-workers", "2", "--register", directory, *options)
+
+    start.workers = f"@{directory}"
+    return start
+
+
+@pytest.fixture
+def first(serve):
+    return serve("--num-workers", "2")
+
+
+@pytest.fixture
+def absent(tmp_path):
+    """An address at which a server may come."""
+    return f"unix:{tmp_path}/socket"
+
+
+def told(caplog, absent):
+    return [text for text in caplog.messages if f"going on without {absent}" in text]
+
+
+# Servers that register
+
+
+def test_servers_that_register_in_an_epoch_get_work_and_those_that_drain_lose_nothing(register):
+    first = register()
+    iterator = iter(RPCDataloader(RPCDataset(register.workers, Hosted, 400)))
+    assert take(iterator, 50) == ([*range(50)], {first.pid})
+    second = register()
+    wait_for_crew(iterator, 4)
+    assert take(iterator, 100) == ([*range(50, 150)], {first.pid, second.pid})
+    first.signal(signal.SIGTERM)
+    wait_until(lambda: not first.processes(), what="end of its workers")
+    indices, _pids = take(iterator, 20)
+    assert indices == [*range(150, 170)]
+    assert take(iterator, 50) == ([*range(170, 220)], {second.pid})
+    assert first.wait() == 0
+    third = register()
+    wait_for_crew(iterator, 4)
+    assert take(iterator, 400) == ([*range(220, 400)], {second.pid, third.pid})
+
+
+def test_each_rank_gets_its_share_of_a_server_that_joins(register):
+    register()
+    dataset = RPCDataset(register.workers, Hosted, 300)
+    iterators = [iter(RPCDataloader(dataset, partition=(rank, 2))) for rank in range(2)]
+    for iterator in iterators:
+        wait_for_crew(iterator, 1)
+    register()
+    for iterator in iterators:
+        wait_for_crew(iterator, 2)
+        assert take(iterator, 300)[0] == [*range(300)]
+
+
+def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, register):
+    named = serve("--num-workers", "1")
+    first = register()
+    loader = RPCDataloader(Hosted(400), workers=[named.address, register.workers, "local:2"])
+    iterator = iter(loader)
+    wait_for_crew(iterator, 5)
+    indices, pids = take(iterator, 100)
+    assert indices == [*range(100)]
+    assert len(pids) == 3
+    assert pids > {named.pid, first.pid}
+    second = register()
+    wait_for_crew(iterator, 7)
+    first.signal(signal.SIGTERM)
+    wait_for_crew(iterator, 5)
+    indices, left = take(iterator, 400)
+    assert indices == [*range(100, 400)]
+    assert left - {first.pid} == pids - {first.pid} | {second.pid}
+    iterator = iter(loader)
+    wait_for_crew(iterator, 5)
+    assert take(iterator, 400) == ([*range(400)], left - {first.pid})
+
+
+# Servers that have names, and are not there
+
+
+def test_pass_begins_with_those_that_are_there_and_is_joined_by_the_other(serve, first, absent, caplog):
+    loader = RPCDataloader(RPCDataset([absent, first.address], Hosted, 400))
+    iterator = iter(loader)
+    assert take(iterator, 50) == ([*range(50)], {first.pid})
+    second = serve("--num-workers", "3", "--host", absent)
+    wait_for_crew(iterator, 5)
+    assert take(iterator, 150) == ([*range(50, 200)], {first.pid, second.pid})
+    assert len(told(caplog, absent)) == 1
+    # From then on it is one of them.
+    iterator = iter(loader)
+    wait_for_crew(iterator, 5)
+    assert take(iterator, 400) == ([*range(400)], {first.pid, second.pid})
+
+
+def test_it_is_waited_for_once(first, absent, caplog):
+    workers = [first.address, absent]
+    for number in range(3):
+        began = time.monotonic()
+        loader = RPCDataloader(Hosted(10), workers=workers)
+        assert take(iter(loader), 10) == ([*range(10)], {first.pid})
+        assert number == 0 or time.monotonic() - began < AT_ONCE
+    assert len(told(caplog, absent)) == 1
+
+
+@pytest.mark.parametrize("use", ["dataset", "loader", "register"])
+def test_enough_workers_are_waited_for(serve, register, first, absent, caplog, use):
+    servers, workers = [first], [first.address, absent]
+    if use == "register":
+        servers, workers = [register()], register.workers
+
+    def begin():
+        if use == "dataset":
+            return iter(RPCDataloader(RPCDataset(workers, Hosted, 200, min_workers=4)))
+        return iter(RPCDataloader(Hosted(200), workers=workers, min_workers=4))
+
+    with ThreadPoolExecutor(1) as thread:
+        iterator = thread.submit(begin)
+        # Another one comes before or after it was found that the first one has too few.
+        servers.append(register() if use == "register" else serve("--num-workers", "2", "--host", absent))
+        iterator = iterator.result()
+    wait_for_crew(iterator, 4)
+    assert take(iterator, 200) == ([*range(200)], {server.pid for server in servers})
+    assert told(caplog, absent) == []
+
+
+def test_server_that_refuses_this_client_is_an_error_and_not_missing(serve, first, tmp_path):
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("another secret of sixteen characters")
+    other = serve("--token-file", str(token))
+    with pytest.raises(AuthenticationError, match=other.address):
+        iter(RPCDataloader(Hosted(10), workers=[first.address, other.address]))
+
+
+def test_server_of_another_python_is_left_out_with_a_warning(serve, first, caplog):
+    other = serve(before="import platform; platform.python_version = lambda: '3.9.1'")
+    loader = RPCDataloader(Hosted(10), workers=[other.address, first.address])
+    for _epoch in range(2):
+        assert take(iter(loader), 10) == ([*range(10)], {first.pid})
+    [text] = [text for text in caplog.messages if "going on without" in text]
+    assert re.search(
+        f"going on without {other.address}: the node server .* runs CPython 3.9, .*; use the same minor", text
+    )
+    assert not [text for text in caplog.messages if "is no longer used" in text]
+    with pytest.raises(RemoteProtocolError, match=r"runs CPython 3\.9"):
+        iter(RPCDataloader(Hosted(10), workers=other.address))

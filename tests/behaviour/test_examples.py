@@ -1,0 +1,262 @@
+"""The examples, run as their docstrings say."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import TIMEOUT_SCALE
+from tests.support.quick import quick_server
+from tests.support.training import flat
+from tests.support.zygote import Script, Zygote
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run(*command: object) -> str:
+    """Run a program to its end, also where the package is not installed; returns its standard output."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # torchrun warns when it chooses the number of threads itself.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    words = [str(part) for part in command]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100 * TIMEOUT_SCALE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Result(NamedTuple):
+    digest: str
+    accuracy: float
+
+
+@pytest.fixture(scope="module")
+def servers(library_zygote):
+    """Addresses of two node servers."""
+    with contextlib.ExitStack() as stack:
+        options = ("--num-workers", "2", "--max-connections", "64")
+        yield [stack.enter_context(quick_server(library_zygote, *options)).address for _ in range(2)]
+
+
+def start_digits(zygote: Zygote, *options: object, epochs: int, **env: object) -> Script:
+    """Start it where torch has been imported."""
+    path, changed = str(EXAMPLES / "digits.py"), {name: str(value) for name, value in env.items()}
+    source = f"import os; os.environ.update({changed!r}); exec(compile(open({path!r}).read(), {path!r}, 'exec'))"
+    return zygote.start(source, "--epochs", epochs, "--digest", *options, ends_quickly=True)
+
+
+def output_of(script: Script) -> str:
+    ended = script.wait(100 * TIMEOUT_SCALE)
+    assert ended.status == 0, ended.errors
+    return ended.output
+
+
+def read_digits(output: str, epochs: int) -> Result:
+    *progress, digest, accuracy, where, waited, following = output.splitlines()
+    assert len(progress) == epochs, output
+    for number, line in enumerate(progress, 1):
+        match = re.fullmatch(
+            r"epoch +(\d+)  loss \d+\.\d{4}  accuracy [01]\.\d{4}  +\d+ samples/s  waiting for data +\d+%", line
+        )
+        assert match, line
+        assert int(match[1]) == number
+    assert re.fullmatch(r"digest of the training batches: [0-9a-f]{64}", digest)
+    assert re.fullmatch(r"test accuracy: [01]\.\d{4}", accuracy)
+    assert re.fullmatch(r"It was trained on (cpu|cuda) by (1 process|2 processes); .+ prepared the images\.", where)
+    assert re.fullmatch(r"Training took \d+\.\d s, of which it waited \d+\.\d s for images\.", waited)
+    assert (ROOT / following.split()[1]).exists()
+    return Result(digest.split()[-1], float(accuracy.split()[-1]))
+
+
+def test_digits_are_learnt_from_the_same_batches_wherever_they_are_made(library_zygote, servers):
+    scripts = [start_digits(library_zygote, *workers, epochs=3) for workers in ([], ["--workers", *servers])]
+    embedded, remote = [read_digits(output_of(script), 3) for script in scripts]
+    assert embedded.accuracy >= 0.95
+    assert remote == embedded
+
+
+def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(library_zygote, servers):
+    # As torchrun does it: the processes meet at a store of their parent.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    inline = [start_digits(library_zygote, "--num-workers", 0, epochs=1, RANK=rank, **job) for rank in range(2)]
+    command = (*TORCHRUN, EXAMPLES / "digits.py", "--epochs", 1, "--digest", "--workers", *servers)
+    assert read_digits(run(*command), 1) == read_digits(output_of(inline[0]), 1)
+    assert output_of(inline[1]) == ""
+
+
+@pytest.mark.timeout(300)
+def test_notebook_runs(library_zygote):
+    cells = json.loads((EXAMPLES / "first_training.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    sizes, *epochs, diagnosis, killed, continued = output_of(
+        library_zygote.start(source, ends_quickly=True)
+    ).splitlines()
+    assert sizes == "1437 360"
+    assert [re.fullmatch(r"epoch (\d)  accuracy 0\.\d{4}", line)[1] for line in epochs] == ["1", "2", "3"]
+    assert re.fullmatch(r"step .* waiting \(\d+ %\).*", diagnosis)
+    # The other worker may have loaded all batches before the new one was ready.
+    assert re.fullmatch(r"50 batches from [23] processes", killed)
+    assert continued == "10 batches before, 35 after, 45 in an epoch"
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_imagenet_shows_its_help_without_torchvision(library_zygote):
+    run = f"runpy.run_path({str(EXAMPLES / 'imagenet.py')!r}, run_name='__main__')"
+    source = f"import runpy, sys; assert 'torchvision' not in sys.modules; sys.modules['torchvision'] = None; {run}"
+    output = output_of(library_zygote.start(source, "--help", ends_quickly=True))
+    assert "torchrun" in output
+    assert "--workers HOST:PORT" in output
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [({}, 0), ({"SLURM_PROCID": "3"}, 3), ({"RANK": "1"}, 1), ({"RANK": "1", "SLURM_PROCID": "3"}, 1)],
+)
+def test_imagenet_runs_under_torchrun_and_under_srun(environ, rank, monkeypatch):
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert load_example("imagenet").read_environment("RANK", "SLURM_PROCID", default=0) == rank
+
+
+def test_imagenet_normalises_bytes():
+    imagenet = load_example("imagenet")
+    images = torch.randint(256, (2, 3, 4, 5), dtype=torch.uint8)
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    expected = (images.permute(0, 2, 3, 1).numpy() / 255 - mean) / std
+    np.testing.assert_allclose(imagenet.normalise(images).permute(0, 2, 3, 1).numpy(), expected, atol=1e-5)
+
+
+RECORDER = ROOT / "tests" / "support" / "imagenet_recorder.py"
+NUM_IMAGES, BATCH_SIZE = 24, 2
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of images whose blue is their number, and whose red tells where they are cropped and flipped."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("images")
+    for part, number in ("train", NUM_IMAGES), ("val", 6):
+        for k in range(number):
+            path = folder / part / ("cat", "dog")[k % 2] / f"{k}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = np.full((60, 80, 3), (0, 200 * (k % 2), k), dtype=np.uint8)
+            pixels[:, :, 0] = 3 * np.arange(80)
+            Image.fromarray(pixels).save(path)
+    return folder
+
+
+@dataclass
+class ImageNet:
+    """What is the same in all trainings of a test."""
+
+    zygote: Zygote
+    servers: list[str]
+    images: Path
+    folder: Path
+
+    def train(self, checkpoint, num_ranks, *, record, stop=""):
+        """Train for two epochs, or on from the checkpoint, or until it stops; gives the standard output.
+
+        One process that stops has a pool of its own. The others use node servers.
+        """
+        workers = "local:2" if stop and num_ranks == 1 else ",".join(self.servers)
+        env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": workers, "RECORD": str(self.folder / record)}
+        paths = [] if importlib.util.find_spec("torchvision") else [str(RECORDER.parent / "standins")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, str(ROOT), os.environ.get("PYTHONPATH")]))
+        if stop:
+            env["STOP"] = stop
+        options = {"epochs": 2, "batch-size": BATCH_SIZE, "image-size": 32, "warmup-epochs": 1, "amp": "off"}
+        words = [self.images, "--checkpoint", self.folder / checkpoint]
+        words += [f"--{name}={value}" for name, value in options.items()]
+        if num_ranks > 1:
+            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            env |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        source = (
+            "import os, runpy, sys; os.environ.update({env}); sys.path[:0] = {paths};"
+            "from tests.support.zygote import fork_pools; fork_pools();"
+            f"runpy.run_path({str(RECORDER)!r}, run_name='__main__')"
+        )
+        ranks = [
+            self.zygote.start(source.format(env={**env, "RANK": str(rank)}, paths=paths), *words, ends_quickly=True)
+            for rank in range(num_ranks)
+        ]
+        for script in ranks:
+            ended = script.wait(100 * TIMEOUT_SCALE)
+            assert ended.status == (os.EX_TEMPFAIL if stop else 0), ended.errors
+        return ranks[0].output
+
+    def seen(self, record: str) -> list[list[int]]:
+        """The numbers of the images that were trained with, in this order, per rank."""
+        files = sorted(self.folder.glob(f"{record}-*"))
+        return [flat(map(json.loads, file.read_text().splitlines())) for file in files]
+
+    def network(self, checkpoint: str) -> dict[str, torch.Tensor]:
+        saved = torch.load(self.folder / checkpoint, weights_only=True)
+        assert saved["epoch"] == 2
+        return saved["network"]
+
+
+@pytest.fixture
+def imagenet(library_zygote, servers, images, tmp_path):
+    return ImageNet(library_zygote, servers, images, tmp_path)
+
+
+EVERY_IMAGE = list(range(NUM_IMAGES))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_imagenet_that_is_told_to_stop_shows_each_image_once(imagenet, num_ranks):
+    # A signal that finds the last rank at its third batch.
+    stop = f"{num_ranks - 1} 3"
+    assert imagenet.train("stopped.pt", num_ranks, record="first", stop=stop) == ""
+    first = imagenet.seen("first")
+    assert [len(images) for images in first] == [3 * BATCH_SIZE] * num_ranks
+    shutil.copy(imagenet.folder / "stopped.pt", imagenet.folder / "other.pt")
+
+    def go_on(checkpoint, num_ranks, record):
+        output = imagenet.train(checkpoint, num_ranks, record=record)
+        assert re.fullmatch(r"(epoch +[12]  loss \d+\.\d{4}  .*within five guesses 1\.0000\n){2}", output), output
+        rest = imagenet.seen(record)
+        num_left = (NUM_IMAGES - sum(map(len, first))) // num_ranks
+        assert sorted(flat(first) + flat(images[:num_left] for images in rest)) == EVERY_IMAGE
+        assert sorted(flat(images[num_left:] for images in rest)) == EVERY_IMAGE
+        return rest
+
+    rest = go_on("stopped.pt", num_ranks, "rest")
+    if num_ranks > 1:
+        go_on("other.pt", 1, "rest of one rank")
+        return
+    # All else is as if nothing had happened, too.
+    assert imagenet.train("whole.pt", num_ranks, record="whole").count("\n") == 2
+    assert imagenet.seen("whole") == [first[0] + rest[0]]
+    whole, stopped = imagenet.network("whole.pt"), imagenet.network("stopped.pt")
+    assert whole.keys() == stopped.keys()
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)

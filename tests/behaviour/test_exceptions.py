@@ -1,0 +1,310 @@
+"""Whatever user code raises, the trainer gets it where torch's loader raises it, as it was raised, and may go on."""
+
+from __future__ import annotations
+
+import functools
+import re
+import traceback
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import RemoteError, RemoteTraceback, SerializationError
+from tests.support import failures, kinds
+from tests.support.comparison import assert_same
+from tests.support.failures import AS_TEXT, EXITS, MAKERS, Failures
+from tests.support.streams import Parts
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    # torch's own workers are forks, too.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def workers(shared_server):
+    return shared_server.address
+
+
+def steps(iterator, limit=100):
+    """What each ``next`` gives: a batch or an exception, up to the end.
+
+    Without tracebacks, which refer to the iterator: torch's is best ended before the garbage collector finds it.
+    """
+    found = []
+    while len(found) < limit:
+        try:
+            found.append(next(iterator))
+        except StopIteration as exc:
+            found.append(exc)
+            if not exc.args:
+                return found
+        except BaseException as exc:
+            found.append(exc.with_traceback(None))
+    raise AssertionError(f"no end: {found}")
+
+
+def load(make_loader, indices, dataset=None):
+    """Pass over samples without batches, of which some are failures."""
+    return steps(iter(make_loader(dataset or Failures(), sampler=indices, batch_size=None, collate_fn=kinds.as_is)))
+
+
+def attributes(exc):
+    """All that is public and no method."""
+    found = {name: getattr(exc, name) for name in dir(exc) if not name.startswith("_") and hasattr(exc, name)}
+    return {name: value for name, value in found.items() if not callable(value)}
+
+
+# As it was raised
+
+
+@pytest.fixture(scope="module")
+def raised(shared_server):
+    """What arrives of each, from one pass."""
+    indices = [item for number, name in enumerate(MAKERS) for item in (name, number)]
+    found = load(functools.partial(RPCDataloader, workers=shared_server.address), indices)
+    assert found[1::2] == list(range(len(MAKERS)))
+    return dict(zip(MAKERS, found[::2], strict=False))
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "stop" and name not in AS_TEXT])
+def test_exception_has_its_type_text_and_attributes(raised, name):
+    expected, actual = MAKERS[name](), raised[name]
+    wanted, found = attributes(expected), attributes(actual)
+    assert type(actual) is type(expected)
+    if name == "group":
+        wanted, found = ([(type(e), e.args) for e in _leaves(group)] for group in (expected, actual))
+    assert str(actual) == str(expected)
+    assert_same(found, wanted)
+
+
+def _leaves(exc):
+    return [leaf for member in exc.exceptions for leaf in _leaves(member)] if hasattr(exc, "exceptions") else [exc]
+
+
+@pytest.mark.parametrize("name", sorted(AS_TEXT))
+def test_exception_that_cannot_be_pickled_has_its_type_and_text_in_words(raised, name):
+    expected, actual = MAKERS[name](), raised[name]
+    assert type(actual) is RemoteError
+    assert str(actual).endswith(f"{type(expected).__qualname__}: {expected}")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_cause_names_the_worker_and_shows_the_whole_traceback_there(raised, name):
+    cause = raised[name].__cause__
+    assert type(cause) is RemoteTraceback
+    assert re.search(r"^worker \d+ \(pid \d+\) on \S+:$", str(cause), re.MULTILINE), str(cause)
+    assert "in __getitem__" in str(cause)
+    assert name == "stop" or "rpcdataloader/" not in str(cause)  # it begins with the code of the user
+    expected = "".join(traceback.format_exception_only(MAKERS[name]())).splitlines() if name != "recursion" else []
+    lines = [line.lstrip(" |") for line in str(cause).splitlines()]
+    assert all(line.lstrip(" |") in lines for line in expected)
+
+
+def test_cause_shows_chains_and_notes(raised):
+    cause = str(raised["chain"].__cause__)
+    for text in ("KeyError: 'the innermost'", "direct cause", "TypeError: the one between", "during handling"):
+        assert text.lower() in cause.lower()
+    if hasattr(BaseException, "add_note"):
+        assert "while reading\nsample 17" in cause
+        assert raised["chain"].__notes__[:-1] == ["while reading\nsample 17"]
+
+
+def fail_at_five(samples):
+    if 5 in samples:
+        raise ValueError("five")
+    return samples
+
+
+class Five(Dataset):
+    def __getitem__(self, index):
+        return fail_at_five([index])
+
+
+class FiveAtOnce(Dataset):
+    def __getitems__(self, indices):
+        return fail_at_five(indices)
+
+
+class FiveInStream(IterableDataset):
+    def __iter__(self):
+        for index in range(7):
+            yield fail_at_five([index])
+
+
+SAMPLES = [3, 2, 6, 5, 0]
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="the cause has it in Python 3.10")
+@pytest.mark.parametrize("where", ["inline", "workers"])
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"dataset": Five()}, r"index 5 at position 3, batch 1"),
+        ({"dataset": Five(), "batch_size": None}, r"index 5 at position 3, batch 3"),
+        ({"dataset": FiveAtOnce()}, r"indices \[6, 5\] at position 2, batch 1"),
+        ({"dataset": range(7), "collate_fn": fail_at_five}, r"collating batch 1 of indices \[6, 5\]"),
+        ({"dataset": FiveInStream(), "sampler": None}, r"position 5 of stream 0, batch 2"),
+        ({"dataset": Parts([7]), "sampler": None, "collate_fn": fail_at_five}, r"collating batch 2 of stream 0"),
+    ],
+)
+def test_exception_names_its_sample(workers, where, options, note):
+    chosen = {"workers": workers, "num_workers": 1} if where == "workers" else {"workers": where}
+    loader = RPCDataloader(**{"batch_size": 2, "sampler": SAMPLES, **options, **chosen})
+    with pytest.raises(ValueError, match="five") as caught:
+        list(loader)
+    where = r", worker \d+ \(pid \d+\) on \S+" if where == "workers" else ""
+    (found,) = caught.value.__notes__
+    assert re.fullmatch(note + where, found), found
+
+
+@pytest.mark.parametrize("text", EXITS)
+def test_what_would_end_a_process_is_an_error_that_says_so(workers, text):
+    error, number, end = load(functools.partial(RPCDataloader, workers=workers), [text, 7])
+    assert type(error) is RemoteError
+    assert re.fullmatch(rf"worker \d+ \(pid \d+\) on \S+ raised {text}", str(error))
+    assert "in __getitem__" in str(error.__cause__)
+    assert number == 7
+    assert type(end) is StopIteration
+
+
+# Where torch raises it
+
+
+def attempt(function):
+    try:
+        return function()
+    except BaseException as exc:
+        return exc.with_traceback(None)
+
+
+class StoppedAtOnce(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitems__(self, indices):
+        return fail_if_in(indices, 20)
+
+
+def fail_if_in(indices, index):
+    if index in indices:
+        raise StopIteration("no more")
+    return indices
+
+
+def stop_at_two(samples):
+    return fail_if_in(samples, 2)
+
+
+STOPS = {
+    "sample": (
+        lambda: {"sampler": [0, 1, "stop", 3], "batch_size": None, "dataset": Failures()},
+        [0, 1, "Failures.__getitem__(stop)", 3],
+    ),
+    "sample of a batch": (
+        lambda: {"dataset": Failures(), "batch_sampler": [[0, 1], [2, "stop"], [4]], "collate_fn": kinds.as_is},
+        [[0, 1], "Failures.__getitem__(stop)", [4]],
+    ),
+    "samples at once": (
+        lambda: {"dataset": StoppedAtOnce(), "batch_size": 20, "collate_fn": len},
+        [20, f"StoppedAtOnce.__getitems__([{', '.join(map(str, range(20, 36)))}, ... 20 in all])"],
+    ),
+    "collate": (
+        lambda: {"dataset": range(5), "batch_size": 2, "collate_fn": stop_at_two},
+        [[0, 1], "collate_fn", [4]],
+    ),
+    "collate of a stream": (
+        lambda: {"dataset": Parts([5]), "batch_size": 2, "collate_fn": stop_at_two},
+        [[0, 1], "collate_fn", [4]],
+    ),
+    "collate of the rest of a stream": (
+        lambda: {"dataset": Parts([3]), "batch_size": 2, "collate_fn": stop_at_two},
+        [[0, 1], "collate_fn"],
+    ),
+    "stream without batches": (
+        lambda: {"dataset": Parts([4]), "batch_size": None, "collate_fn": lambda sample: stop_at_two([sample])[0]},
+        [0, 1, "collate_fn", 3],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["inline", "workers"])
+@pytest.mark.parametrize("name", STOPS)
+def test_stop_iteration_of_user_code_is_an_error_in_place_of_its_batch(workers, name, where):
+    """With torch, the epoch ends there, without a word."""
+    make, expected = STOPS[name]
+    options = {"workers": workers, "num_workers": 1} if where == "workers" else {"workers": where}
+    loader = RPCDataloader(**make(), **options)
+    *found, end = steps(iter(loader))
+    assert type(end) is StopIteration
+    assert len(found) == len(expected)
+    for step, text in zip(found, expected, strict=True):
+        if not isinstance(text, str):
+            assert step == text
+            continue
+        assert type(step) is RuntimeError
+        assert str(step) == f"{text} raised StopIteration, which would have ended the epoch"
+        cause = step.__cause__
+        assert "StopIteration: " in str(cause) if where == "workers" else type(cause) is StopIteration
+    assert loader.state_dict()["num_batches"] == len(expected)
+
+
+# Before the first sample
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+@pytest.mark.parametrize("name", ["required arguments", "lock", "chain", "KeyboardInterrupt"])
+def test_error_of_the_constructor_of_a_dataset(workers, name, build):
+    def begin():
+        return next(iter(RPCDataloader(RPCDataset(workers, failures.fail, name, build=build))))
+
+    exc = attempt(begin)
+    if name in EXITS or name in AS_TEXT:
+        assert type(exc) is RemoteError
+        assert str(exc).endswith(name if name in EXITS else str(MAKERS[name]()))
+    else:
+        assert type(exc) is type(MAKERS[name]())
+        assert_same(attributes(exc), attributes(MAKERS[name]()))
+    assert "in fail" in str(exc.__cause__)
+
+
+# What cannot be sent, or not be received
+
+
+class Refusing:
+    """Cannot be rebuilt in the trainer."""
+
+    def __reduce__(self):
+        return failures.fail, ("of the system, only text",)
+
+
+class Odd:
+    def __getitem__(self, index):
+        nested = []
+        for _ in range(100_000):
+            nested = [nested]
+        return {
+            "lock": {"a": [failures.WithLock("x").lock]},
+            "generator": (number for number in range(3)),
+            "deep": nested,
+            "refuses": Refusing(),
+            "fine": 3,
+        }[index]
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ("lock", r"\['a'\]\[0\] is a _thread.lock, which cannot be pickled"),
+        ("generator", r"is a generator, which cannot be pickled"),
+        ("deep", r"is a list, which cannot be pickled"),
+        ("refuses", r"cannot be rebuilt: OSError: text"),
+    ],
+)
+def test_batch_that_cannot_be_brought_over_is_named_and_the_next_one_comes(workers, index, text):
+    error, fine, _end = load(functools.partial(RPCDataloader, workers=workers), [index, "fine"], Odd())
+    assert type(error) is SerializationError, error.__cause__
+    assert re.search(text, str(error))
+    assert fine == 3

@@ -1,0 +1,98 @@
+"""What workers inherit from the session that has built their dataset, and what they must not share."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.conftest import wait_until
+from tests.support.datasets import Numbers
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+class Hooked(Numbers):
+    """Whose samples are True in a process that has called the hooks of multiprocessing after its fork."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.is_fresh = False
+        multiprocessing.util.register_after_fork(self, Hooked.begin)
+
+    def begin(self) -> None:
+        self.is_fresh = True
+
+    def __getitem__(self, index: int) -> bool:
+        return self.is_fresh
+
+
+def test_hooks_of_multiprocessing_are_called_in_workers(shared_server):
+    """Otherwise, all workers would talk over one connection to a Manager."""
+    dataset = RPCDataset(shared_server.address, Hooked)
+    assert all(map(all, RPCDataloader(dataset, batch_size=2)))
+
+
+class Connected(Numbers):
+    def __init__(self, path: str, stays: bool) -> None:
+        super().__init__(4)
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(path)
+        self.pair = socket.socketpair()
+        if not stays:
+            cycle: list[Any] = [self.connection]
+            cycle.append(cycle)
+            del self.connection
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_connections_that_workers_would_share_are_named(shared_server, tmp_path, caplog, stays):
+    path = str(tmp_path / "database")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        RPCDataset(shared_server.address, Connected, path, stays)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [f"share the connections of dataset Connected to {path}," in text for text in texts] == [True] * stays
+
+
+class Threaded(Numbers):
+    def __init__(self, name: str) -> None:
+        super().__init__(4)
+        threading.Thread(target=threading.Event().wait, name=name, daemon=True).start()
+
+
+def test_threads_of_a_session_that_forks_are_named_once(serve, caplog):
+    dataset = RPCDataset(serve("--num-workers", "2").address, Threaded, "reads ahead")
+    for _epoch in range(2):
+        assert len(list(RPCDataloader(dataset))) == 4
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text for text in texts if "a session that has threads of its own (reads ahead)" in text]
+    assert len(texts) == 2  # and that it is built in every worker
+
+
+class Length(Numbers):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(len(data) >> 20)
+
+    def __getitem__(self, index: int) -> int:
+        return os.getppid()
+
+
+def test_arguments_of_a_shared_dataset_do_not_stay(shared_server):
+    session = RPCDataset(shared_server.address, Length, bytes(1 << 20))[0]
+
+    def own_bytes() -> int:
+        with open(f"/proc/{session}/statm") as file:
+            _size, resident, of_files, *_rest = map(int, file.read().split())
+        return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
+
+    before = own_bytes()
+    dataset = RPCDataset(shared_server.address, Length, os.urandom(64 << 20))
+    wait_until(lambda: own_bytes() < before + (32 << 20), what="the end of the argument")
+    assert dataset[0] == session

@@ -1,0 +1,351 @@
+"""Streams of other libraries, each held to the same: shared by workers and ranks, and resumed where they were.
+
+Hugging Face datasets, WebDataset pipelines, and graphs of torchdata's nodes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+from typing import Any, NamedTuple
+
+import pytest
+from torch.utils.data import IterableDataset, get_worker_info
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.support.origins import Process, numbers_of, run_ranks, trace
+from tests.support.quick import quick_server
+
+NUMBERS = list(range(40))
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+def hf() -> Any:
+    return importlib.import_module("datasets")
+
+
+def wds() -> Any:
+    return importlib.import_module("webdataset")
+
+
+def stamp(sample):
+    """What every sample becomes in a worker."""
+    number = sample["number"] if "number" in sample else sample["json"]["number"]
+    return {"number": number, "pid": Process(os.getpid())}
+
+
+# Hugging Face datasets
+
+
+def hf_rows(num_shards=8):
+    return hf().Dataset.from_dict({"number": NUMBERS}).to_iterable_dataset(num_shards=num_shards)
+
+
+def by_rank(dataset):
+    distributed = importlib.import_module("datasets.distributed")
+    return distributed.split_dataset_by_node(dataset, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def hf_stream(_shards):
+    return by_rank(hf_rows().map(stamp))
+
+
+def hf_uneven(_shards):
+    return by_rank(hf_rows(5).map(stamp))
+
+
+def hf_tensors(_shards):
+    return by_rank(hf_rows().map(stamp).with_format("torch"))
+
+
+def hf_shuffled(_shards):
+    return by_rank(hf_rows().shuffle(seed=3, buffer_size=10).map(stamp))
+
+
+class Replayed(IterableDataset):
+    """A dataset without its ``state_dict``."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        return iter(self.dataset)
+
+
+def hf_replayed(shards):
+    return Replayed(hf_shuffled(shards))
+
+
+# WebDataset
+
+
+def wds_pipeline(shards, **options):
+    options = {"shardshuffle": False, "nodesplitter": wds().split_by_node, **options}
+    return wds().WebDataset(shards, **options).decode().map(stamp)
+
+
+def wds_shuffled(shards):
+    return wds_pipeline(shards, shardshuffle=8, detshuffle=True, seed=3).compose(wds().detshuffle(10))
+
+
+def wds_stages(shards):
+    """The same from single stages."""
+    return wds().DataPipeline(
+        wds().SimpleShardList(shards),
+        wds().split_by_node,
+        wds().split_by_worker,
+        wds().tarfile_to_samples(),
+        wds().decode(),
+        wds().map(stamp),
+    )
+
+
+# torchdata's nodes
+
+
+class Graph(IterableDataset):
+    """A graph of nodes over a part of the numbers; each worker makes its own, with its threads."""
+
+    def __init__(self):
+        self.loader = None
+
+    def _made(self):
+        if self.loader is None:
+            nodes = importlib.import_module("torchdata.nodes")
+            info = get_worker_info()
+            first = int(os.environ["RANK"]) * info.num_workers + info.id
+            step = int(os.environ["WORLD_SIZE"]) * info.num_workers
+            source = nodes.IterableWrapper([{"number": number} for number in NUMBERS[first::step]])
+            mapper = nodes.ParallelMapper(source, stamp, num_workers=2, method="thread")
+            self.loader = nodes.Loader(nodes.Prefetcher(mapper, 4))
+        return self.loader
+
+    def __iter__(self):
+        return iter(self._made())
+
+
+class StatefulGraph(Graph):
+    """The state of the graph is the dataset's. That of its iterator is of no use: it can be saved, but not loaded."""
+
+    def state_dict(self):
+        return self._made().state_dict()
+
+    def load_state_dict(self, state):
+        self._made().load_state_dict(state)
+
+
+def graph(_shards):
+    return Graph()
+
+
+def stateful_graph(_shards):
+    return StatefulGraph()
+
+
+# The contract
+
+
+class Kind(NamedTuple):
+    """A stream: how it is made, whose its state is, and whether each worker has neighbours among the numbers."""
+
+    make: Any
+    library: str
+    owner: str = ""
+
+
+KINDS = [
+    Kind(hf_stream, "datasets", "dataset"),
+    Kind(hf_uneven, "datasets", "dataset"),
+    Kind(hf_tensors, "datasets", "dataset"),
+    Kind(hf_shuffled, "datasets", "dataset"),
+    Kind(hf_replayed, "datasets"),
+    Kind(wds_pipeline, "webdataset"),
+    Kind(wds_shuffled, "webdataset"),
+    Kind(wds_stages, "webdataset"),
+    Kind(graph, "torchdata.nodes"),
+    Kind(stateful_graph, "torchdata.nodes", "dataset"),
+]
+# Its buffer is not part of its state.
+RESUMED = [kind for kind in KINDS if kind.make is not hf_shuffled]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.make.__name__)
+def kind(request):
+    pytest.importorskip(request.param.library)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(zygote):
+    # Importing it takes a session more than a second.
+    with quick_server(zygote, "--num-workers", "4", "--max-connections", "64", "--preload", "datasets") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Eight files of five samples; gives their pattern."""
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(8):
+        with wds().TarWriter(str(folder / f"{shard}.tar")) as writer:
+            for number in NUMBERS[5 * shard : 5 * shard + 5]:
+                writer.write({"__key__": f"{number:03}", "json": {"number": number}})
+    return f"{folder}/{{0..7}}.tar"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """This process is the only rank."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+def load(dataset, server, **options):
+    if not isinstance(dataset, RPCDataset):
+        options["workers"] = server.address
+    return RPCDataloader(dataset, **{"batch_size": 4, "collate_fn": trace, "num_workers": 2, **options})
+
+
+def test_workers_share_the_samples_in_the_same_order_each_time(kind, shards, server):
+    orders = []
+    for dataset in (kind.make(shards), RPCDataset(server.address, kind.make, shards)):
+        loader = load(dataset, server, persistent_workers=True)
+        orders.append(numbers_of(loader, [server.pid], 2))
+        assert sorted(orders[-1]) == sorted(numbers_of(loader, [server.pid], 2)) == NUMBERS
+    assert orders[0] == orders[1] != NUMBERS
+
+
+@pytest.mark.parametrize("kind", RESUMED, ids=lambda kind: kind.make.__name__)
+def test_saved_pass_goes_on_where_it_was(kind, shards, server):
+    pytest.importorskip(kind.library)
+    whole = numbers_of(load(kind.make(shards), server), [server.pid], 2)
+    loader = load(kind.make(shards), server)
+    batches = iter(loader)
+    begun = numbers_of(itertools.islice(batches, 5), [server.pid], 2)
+    state = loader.state_dict()
+    assert [stream[2] for stream in state["streams"]] == [kind.owner, kind.owner]
+    resumed = load(kind.make(shards), server)
+    resumed.load_state_dict(state)
+    assert begun + numbers_of(resumed, [server.pid], 2) == whole
+
+
+def load_shares(address, shards, pid):
+    """The samples of this rank, of each kind of stream that is installed here."""
+    shares = {}
+    for each in KINDS:
+        if importlib.util.find_spec(each.library.partition(".")[0]):
+            # The rank is looked up on the node.
+            loader = RPCDataloader(RPCDataset(address, each.make, shards), 4, collate_fn=trace, num_workers=2)
+            shares[each.make.__name__] = numbers_of(loader, [int(pid)])
+    return shares
+
+
+def test_ranks_on_one_node_server_get_each_sample_once(server, shards, library_zygote):
+    one, other = run_ranks(library_zygote, load_shares, 2, server.address, shards, server.pid)
+    for way in one:
+        assert sorted(one[way] + other[way]) == NUMBERS, way
+        assert len(one[way]) == len(other[way]) == 20, way
+
+
+# What one of them has alone
+
+
+def test_epoch_changes_the_order_of_a_shuffled_stream_of_hugging_face(server):
+    pytest.importorskip("datasets")
+    sent = hf_shuffled("")
+    built = RPCDataset(server.address, hf_shuffled, "")
+    orders = []
+    for epoch in range(2):
+        sent.set_epoch(epoch)
+        built.call_all(lambda dataset, epoch=epoch: dataset.set_epoch(epoch))
+        orders.append(numbers_of(load(sent, server), [server.pid], 2))
+        assert numbers_of(load(built, server), [server.pid], 2) == orders[-1]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == NUMBERS
+
+
+def saved_stream(path):
+    return hf().load_from_disk(path).to_iterable_dataset(num_shards=8).map(stamp)
+
+
+def test_dataset_of_hugging_face_is_built_once_per_node_although_importing_it_starts_threads(serve, tmp_path, caplog):
+    pytest.importorskip("datasets")
+    server = serve("--num-workers", "2")
+    hf().Dataset.from_dict({"number": NUMBERS}).save_to_disk(str(tmp_path / "saved"))
+    dataset = RPCDataset(server.address, hf().load_from_disk, str(tmp_path / "saved"))
+    assert dataset.column_names == ["number"]
+    stream = RPCDataset(server.address, saved_stream, str(tmp_path / "saved"))
+    assert sorted(numbers_of(load(stream, server), [server.pid], 2)) == NUMBERS
+    assert not [record for record in caplog.records if "is built in every worker" in record.getMessage()]
+
+
+@pytest.mark.parametrize("formatted", ["torch", "transformed"])
+def test_rows_of_hugging_face_are_those_that_torch_gets(formatted, server):
+    pytest.importorskip("datasets")
+    rows = hf().Dataset.from_dict({"number": NUMBERS})
+    if formatted == "torch":
+        rows = rows.with_format("torch")
+    else:
+        rows.set_transform(lambda columns: {"number": [2 * number for number in columns["number"]]})
+    for shuffle in (False, True):
+        found = [number for batch in load(rows, server, collate_fn=None, shuffle=shuffle) for number in batch["number"]]
+        expected = [row["number"] for row in rows]
+        assert sorted(found) == expected if shuffle else found == expected
+        assert {type(number) for number in found} <= {type(number) for number in expected} | {type(found[0])}
+
+
+def test_pipeline_without_a_seed_is_refused_in_the_middle_of_a_pass(shards, server):
+    pytest.importorskip("webdataset")
+    loaders = [load(wds_pipeline(shards, shardshuffle=8).shuffle(10), server) for _ in range(2)]
+    numbers_of(itertools.islice(loaders[0], 4), [server.pid])
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    with pytest.raises(ValueError, match=r"gives other samples now than those that were delivered: seed what"):
+        list(loaders[1])
+
+
+def test_pipeline_that_does_not_split_by_rank_is_refused_in_a_distributed_job(shards, server, monkeypatch):
+    pytest.importorskip("webdataset")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="nodesplitter"):
+        next(iter(load(wds_pipeline(shards, nodesplitter=wds().single_node_only), server)))
+
+
+def test_pipeline_that_makes_batches(shards, server):
+    pytest.importorskip("webdataset")
+    make = wds_stages(shards).compose(wds().batched(4, collation_fn=trace))
+    loader = load(make, server, batch_size=None, collate_fn=None)
+    assert sorted(numbers_of(loader, [server.pid], 2)) == NUMBERS
+
+
+@pytest.mark.parametrize("style", ["random", "distributed"])
+def test_stateful_sampler_of_torchdata_goes_on_where_it_was(style, server):
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+
+    def begin():
+        if style == "random":
+            sampler = samplers.RandomSampler(NUMBERS)
+        else:
+            sampler = samplers.StatefulDistributedSampler(NUMBERS, 2, 1)
+        return load(NUMBERS, server, sampler=sampler, collate_fn=list, generator=None)
+
+    loader = begin()
+    batches = iter(loader)
+    begun = [number for batch in itertools.islice(batches, 3) for number in batch]
+    resumed = begin()
+    resumed.load_state_dict(loader.state_dict())
+    rest = [number for batch in batches for number in batch]
+    assert [number for batch in resumed for number in batch] == rest
+    assert len(set(begun + rest)) == {"random": 40, "distributed": 20}[style]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_script_of_the_stateful_loader_of_torchdata_runs_and_its_state_is_named(num_workers, server):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    old = stateful.StatefulDataLoader(NUMBERS, num_workers=num_workers, snapshot_every_n_steps=2)
+    assert len(list(old)) == len(NUMBERS)
+    loader = load(NUMBERS, server, snapshot_every_n_steps=2)
+    with pytest.raises(ValueError, match=r"state of torchdata's StatefulDataLoader.*: begin the epoch anew"):
+        loader.load_state_dict(old.state_dict())

@@ -1,0 +1,354 @@
+"""RPCDataloader beside torch's DataLoader, where tests/behaviour/test_differential.py does not look."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import itertools
+import os
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Sampler,
+)
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.loader import intake as answers
+from rpcdataloader.wire.slabs import PinnedAllocator
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.support import datasets
+from tests.support.comparison import assert_same
+from tests.support.datasets import Numbers, notes
+from tests.support.differential import epochs, seed
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    # torch's own workers are forks, too.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def workers(shared_server):
+    return shared_server.address
+
+
+def flat(batches):
+    return [int(number) for batch in batches for number in batch.reshape(-1)]
+
+
+# The same as torch's
+
+
+class Tensors(Sampler):
+    """Yields batches of indices as tensors."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        yield from torch.arange(12).flip(0).split(4)
+
+
+class Failing(Tensors):
+    """Raises once, before its last batch."""
+
+    has_raised = False
+
+    def __iter__(self):
+        self.left = list(super().__iter__())
+        return self
+
+    def __next__(self):
+        if len(self.left) == 1 and not self.has_raised:
+            self.has_raised = True
+            raise InterruptedError
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+def test_no_batch_is_lost_where_a_signal_handler_raises_before_what_was_drawn_has_a_name(workers):
+    loader = RPCDataloader(range(12), workers=workers, timeout=30)
+    num_interrupted, before = 0, sys.gettrace()
+
+    def trace(frame, event, _argument):
+        # Handlers run when a call is over, before the next step of its caller takes the result.
+        nonlocal left, num_interrupted, last
+        if frame.f_code.co_name not in ("advance", "_draw") or "loader" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= last.startswith("CALL")
+            last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if left < 0:
+            left = sys.maxsize
+            num_interrupted += 1
+            raise Alarm
+        return trace
+
+    for num_steps in itertools.count():
+        batches = iter(loader)
+        received, left, last = flat([next(batches)]), num_steps, ""
+        sys.settrace(trace)
+        try:
+            received += flat([next(batches)])
+            break  # there are not that many steps
+        except Alarm:
+            pass
+        finally:
+            sys.settrace(before)
+        failures = []
+        try:
+            for batch in batches:
+                received += batch.tolist()
+        except RuntimeError as error:
+            failures.append(str(error))
+        # The other end is that the pass was in the middle of its work, and says so.
+        assert received == list(range(12)) or "Alarm has interrupted this pass" in failures[0]
+    assert num_interrupted >= 5
+
+
+@pytest.mark.parametrize("where", ["local:1", "inline"])
+def test_no_batch_is_lost_where_a_sampler_raises(where):
+    loader = RPCDataloader(range(12), batch_sampler=Failing(), workers=where, prefetch_factor=1)
+    batches, received = iter(loader), []
+    while True:
+        try:
+            received += flat([next(batches)])
+        except InterruptedError:
+            state = loader.state_dict()
+            assert state["num_samples"] == len(received)
+        except StopIteration:
+            break
+    assert received == list(range(12))[::-1]
+    loader.load_state_dict(state)
+    assert flat(loader) == received[state["num_samples"] :]
+
+
+class Alarm(Exception):
+    """Raised by a signal handler."""
+
+
+def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers):
+    num_failed, num_told, before = 0, 0, sys.gettrace()
+    for num_calls in itertools.count():
+        left = num_calls
+
+        def interrupt(frame, _event, _argument):
+            # Handlers run between two steps, as this function does; here, of deciding and of carrying out.
+            nonlocal left
+            if frame.f_globals["__name__"].startswith(("rpcdataloader.loader.driver", "rpcdataloader.plan.")):
+                left -= 1
+                if left < 0:
+                    raise Alarm
+
+        loader = RPCDataloader(range(60), batch_size=2, workers=workers, timeout=30)
+        received, batches = [], iter(loader)
+        received += flat([next(batches)])
+        sys.settrace(interrupt)
+        try:
+            next(batches)
+            break  # there are not that many steps
+        except Alarm:
+            pass
+        finally:
+            sys.settrace(before)
+        try:
+            for batch in batches:
+                received += batch.tolist()
+            assert received == list(range(60))
+        except RuntimeError as error:
+            num_failed += 1
+            num_told += "Alarm has interrupted this pass" in str(error)
+            loader.load_state_dict(loader.state_dict())
+            assert received + flat(loader) == list(range(60))
+    assert num_told == num_failed > 0
+
+
+@pytest.mark.parametrize("where", ["local:1", "inline"])
+def test_no_batch_is_lost_where_a_signal_handler_raises_after_the_draw(where):
+    num_interrupted = 0
+
+    def interrupt(frame, event, _argument):
+        # Handlers run when a function begins, and when a call is over, as this one does.
+        nonlocal left, num_interrupted
+        is_next = event == "return" and frame.f_code.co_name == "__next__"
+        if frame.f_globals["__name__"] == "rpcdataloader.loader.tasks" and event != "c_call" and not is_next:
+            left -= 1
+            if left < 0:
+                num_interrupted += 1
+                raise Alarm
+
+    for num_calls in range(20):
+        left = num_calls
+        loader = RPCDataloader(range(24), batch_sampler=[[i, i + 1] for i in range(0, 24, 2)], workers=where)
+        received, batches = [], iter(loader)
+        received += flat([next(batches)])
+        sys.setprofile(interrupt)
+        try:
+            received += flat([next(batches)])
+        except Alarm:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert received + flat(batches) == list(range(24))
+    assert num_interrupted > 10
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_num_workers_alone_means_what_it_means_to_torch(num_workers):
+    def run(make_loader):
+        seed()
+        return list(epochs(make_loader(Numbers(), batch_size=6, shuffle=True, num_workers=num_workers), 2))
+
+    assert_same(run(RPCDataloader), run(DataLoader))
+    samples = list(RPCDataloader(datasets.Processes(), num_workers=num_workers))
+    processes = {int(pid) for _, pid, _ in samples}
+    assert (processes == {os.getpid()}) if num_workers == 0 else (os.getpid() not in processes)
+
+
+# How far ahead
+
+
+# Workers
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_server, fifo, persistent_workers):
+    witness = RPCDataset(shared_server.address, datasets.State)
+    assert witness.epoch == 0  # the session, and the worker that answers questions
+    before = set(shared_server.processes())
+    dataset = datasets.Gated(20, 3, fifo)
+    loader = RPCDataloader(dataset, workers=shared_server.address, persistent_workers=persistent_workers)
+    iterator = iter(loader)
+    assert int(next(iterator)) == 0
+    wait_until(lambda: len(set(shared_server.processes()) - before) == 2, what="both workers")
+    del iterator, loader
+    gc.collect()
+    wait_until(lambda: set(shared_server.processes()) <= before, what="the workers of the iterator ended")
+
+
+# Errors of user code
+
+
+# Time limit
+
+
+def test_timeout_is_an_error_as_with_torch_and_waiting_may_go_on(workers, fifo):
+    def run(loader):
+        iterator = iter(loader)
+        with pytest.raises(RuntimeError) as caught:
+            next(iterator)
+        open(fifo, "w").close()
+        return type(caught.value), str(caught.value), flat(iterator)
+
+    dataset, timeout = datasets.Gated(6, 0, fifo), 3 * TIMEOUT_SCALE
+    error, text, rest = run(DataLoader(dataset, num_workers=2, timeout=timeout))
+    gc.collect()  # torch's iterator, which the traceback refers to
+    assert run(RPCDataloader(dataset, workers=workers, timeout=timeout)) == (error, text, rest)
+    assert rest == list(range(6))
+
+
+# Pinned memory
+
+
+class _Pinned:
+    """Stands for pinned memory."""
+
+    def __init__(self):
+        self.storages = set()
+        self.made = []
+
+    def empty(self, size_bytes):
+        tensor = torch.empty(size_bytes, dtype=torch.uint8)
+        self.made.append(tensor)
+        self.storages.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def holds(self, tensor):
+        return tensor.untyped_storage()._cdata in self.storages
+
+
+def many_kinds(samples):
+    torch.manual_seed(0)
+    return {
+        "large": torch.rand(3, 50_000),
+        "small": [torch.rand(4), torch.tensor(samples)],
+        "thousands": [torch.full((2,), i) for i in range(300)],
+        "strided": torch.rand(40, 500).t(),
+        "expanded": torch.rand(5, 1).expand(5, 4),
+        "half": torch.rand(70_000).bfloat16(),
+    }
+
+
+@pytest.mark.parametrize("where", ["TCP", "Unix"])
+def test_every_tensor_of_a_batch_lives_in_pinned_memory(shared_server, unix_server, where, monkeypatch):
+    """Also what a worker on this machine shares, which is copied."""
+    pinned, kept = _Pinned(), []
+    workers = {"TCP": shared_server, "Unix": unix_server}[where].address
+
+    def pin(batch):
+        # What torch would do next: nothing, for it is pinned.
+        kept.append(batch)
+        return batch
+
+    monkeypatch.setattr(answers, "pinned_allocator", lambda: PinnedAllocator(pinned.empty))
+    monkeypatch.setattr(answers, "pin", pin)
+    loader = RPCDataloader(range(40), batch_size=4, workers=workers, pin_memory=True, collate_fn=many_kinds)
+    batches = list(loader)
+    assert len(kept) == len(batches) == 10
+    tensors = [
+        tensor
+        for batch in batches
+        for value in batch.values()
+        for tensor in (value if isinstance(value, list) else [value])
+    ]
+    assert len(tensors) == 10 * 306
+    assert all(map(pinned.holds, tensors))
+    for number, batch in enumerate(batches):
+        assert_same(batch, many_kinds([*range(4 * number, 4 * number + 4)]))
+
+
+# Memory
+
+
+def outstanding(log, delivered):
+    """The most samples that were loaded and not delivered at any time."""
+    loaded = [float(line.split()[1]) for line in notes(log)]
+    return max(sum(t <= moment for t in loaded) - sum(t <= moment for t in delivered) for moment in loaded)
+
+
+def consume_late(loader, log, ahead):
+    """Take a batch only when so many are ready, to see how far the workers go; returns when each was taken."""
+    already, delivered = len(notes(log)), []
+    iterator = iter(loader)
+    for number in range(len(loader)):
+        wait_until(lambda: len(notes(log)) - already >= min(number + ahead, len(loader)))  # noqa: B023
+        delivered.append(time.monotonic())
+        next(iterator)
+    return delivered
+
+
+def test_bytes_in_flight_stay_below_the_limit(workers, tmp_path):
+    megabyte = 1 << 20
+    log = str(tmp_path / "log")
+    dataset = datasets.Recorded(24, log, megabyte)
+    options = {"batch_size": None, "workers": workers, "prefetch_factor": 6, "persistent_workers": True}
+    limited = RPCDataloader(dataset, **options, max_in_flight_bytes=4 * megabyte)
+    list(limited)  # from now on it knows how large a batch is
+    os.unlink(log)
+    delivered = consume_late(limited, log, ahead=3)
+    assert 3 <= outstanding(log, delivered) <= 4
+
+    os.unlink(log)
+    unlimited = RPCDataloader(dataset, **options)
+    delivered = consume_late(unlimited, log, ahead=12)
+    assert outstanding(log, delivered) == 12
+
+
+# Nodes that die, and workers that end without dying; tests/behaviour/test_recovery.py has the others

@@ -1,0 +1,200 @@
+"""Memory that does not grow: of a trainer whose consumer stops, of workers nobody listens to, over many epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.status.__main__ import main as status
+from tests.conftest import wait_until
+from tests.support.crew import workers_of
+from tests.support.datasets import note, notes
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+MIB = 1 << 20
+
+
+def private_bytes(pid):
+    """Memory that a process has for itself; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return 1024 * sum(int(kib) for kib in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE))
+
+
+def is_waiting(server, worker):
+    """Whether a worker waits for room."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        status([server.address, "--stacks", "--json"])
+    (client,) = json.loads(told.getvalue())["nodes"][0]["clients"]
+    (stack,) = [each["stack"] for each in client["workers"] if each["pid"] == worker]
+    return re.search(r"requests\.py\", line \d+ in wait", stack)
+
+
+# --- a consumer that stops
+
+
+class Uneven(Dataset):
+    """Samples of all sizes, one of them giant and one that fails."""
+
+    sizes = tuple(48 * MIB if index == 5 else (7 * index % 5 + 1) * MIB + 1000 for index in range(24))
+    failing = 1
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __getitem__(self, index):
+        if index == self.failing:
+            raise ValueError(index)
+        return torch.full((self.sizes[index],), index, dtype=torch.uint8)
+
+
+def is_idle(iterator):
+    """Whether the workers of an iterator have nothing to do."""
+    workers = workers_of(iterator)
+    return len(workers) == 2 and not any(worker.connection.num_pending for worker in workers)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_nothing_grows_while_the_consumer_stops(server, in_order):
+    before = private_bytes(os.getpid())
+    loader = RPCDataloader(Uneven(), batch_size=None, workers=server.address, num_workers=2, in_order=in_order)
+    iterator = iter(loader)
+    for _ in range(4):
+        with contextlib.suppress(ValueError):
+            next(iterator)
+    # Nobody is asked for anything any more, so this is how it stays.
+    wait_until(lambda: is_idle(iterator), what="a full window")
+    assert private_bytes(os.getpid()) - before < 48 * MIB + 8 * 6 * MIB
+    assert max(private_bytes(worker.pid) for worker in workers_of(iterator)) < 200 * MIB
+    iterator = loader = None
+    gc.collect()
+    wait_until(lambda: private_bytes(os.getpid()) - before < 40 * MIB, what="memory of a loader that is gone")
+
+
+# --- asked for more than is read
+
+CLIENT = """
+import sys, torch
+from rpcdataloader import rpc_async
+from tests.behaviour.test_memory import produce
+address, log, size_bytes, num_calls, timeout = *sys.argv[1:3], *map(int, sys.argv[3:])
+futures = [rpc_async(address, produce, (log, size_bytes), timeout=None) for _ in range(num_calls)]
+print("asked", flush=True)
+total = 0
+for future in futures:
+    total += len(future.wait())
+print(total)
+"""
+
+
+def produce(log, size_bytes):
+    note(log, os.getpid())
+    return torch.zeros(size_bytes, dtype=torch.uint8)
+
+
+# 480 MiB, of which a worker may have far less at a time.
+NUM_CALLS = 24
+
+
+def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_path):
+    server, log = serve(), str(tmp_path / "log")
+    script = zygote.start(CLIENT, server.address, log, 20 * MIB, NUM_CALLS, 0)
+    wait_until(lambda: notes(log), what="first call")
+    os.kill(script.pid, signal.SIGSTOP)
+    try:
+        worker = int(notes(log)[0])
+        wait_until(lambda: is_waiting(server, worker), what="a worker that waits")
+        assert private_bytes(worker) < 300 * MIB
+    finally:  # or it would be left behind
+        os.kill(script.pid, signal.SIGCONT)
+    ended = script.wait()
+    assert ended.output.split() == ["asked", str(NUM_CALLS * 20 * MIB)], ended.errors
+    assert len(notes(log)) == NUM_CALLS
+
+
+# --- many epochs
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.full((MIB,), index, dtype=torch.uint8)
+
+
+def usage(pid):
+    """Descriptors and threads."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
+class Large(Samples):
+    def __getitem__(self, index):
+        return torch.full((32 * MIB,), index, dtype=torch.uint8)
+
+
+def test_memory_goes_back_with_the_last_loader(server):
+    loaders = [RPCDataloader(Large(), batch_size=1, workers=server.address) for _ in range(2)]
+    before = private_bytes(os.getpid())
+    for loader in loaders:
+        assert len(list(loader)) == 6  # all at the same time
+    held = private_bytes(os.getpid())
+    assert held - before > 100 * MIB
+    loaders.pop()
+    gc.collect()
+    assert private_bytes(os.getpid()) > held - 10 * MIB  # for the other one
+    del loader
+    loaders.pop()
+    wait_until(lambda: gc.collect() is not None and private_bytes(os.getpid()) < before + 40 * MIB)
+
+
+@pytest.mark.parametrize("num_rounds", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_many_epochs_leave_nothing_behind(serve, num_rounds):
+    server = serve("--num-workers", "2")
+    loaders = [
+        RPCDataloader(Samples(), batch_size=2, workers=server.address, shuffle=True, persistent_workers=persistent)
+        for persistent in (False, True)
+    ]
+
+    def run(num_rounds):
+        for _ in range(num_rounds):
+            for loader in loaders:
+                assert len(list(loader)) == 3
+                next(iter(loader))  # and no more of it
+            assert len(list(RPCDataloader(RPCDataset([server.address], Samples), batch_size=2, num_workers=1))) == 3
+        gc.collect()
+        # Server, session, and the workers that persist.
+        wait_until(lambda: len(server.processes()) == 3, what="only persistent workers")
+        return [os.getpid(), server.pid, *sorted(server.processes())]
+
+    pids = run(2)
+    memory = {pid: private_bytes(pid) for pid in pids}
+    wait_until(lambda: len([name for name in threads() if name.startswith("rpcdl-recv")]) == 3)
+    before = {pid: usage(pid) for pid in pids}
+    assert run(num_rounds) == pids
+    # Some of the first rounds may still have been closing when they were counted.
+    wait_until(
+        lambda: all(now <= then for pid in pids for now, then in zip(usage(pid), before[pid], strict=True)),
+        what="descriptors and threads",
+    )
+    for pid in pids:
+        assert private_bytes(pid) < memory[pid] + 24 * MIB
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,99 @@
+"""Datasets find the rank of their trainer in the environment, wherever they are built and iterated over."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from torch.utils.data import Dataset, get_worker_info
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from tests.conftest import wait_until
+from tests.support.origins import run_ranks
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+def rank_here():
+    return [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
+
+
+class Ranks(Dataset):
+    """What the constructor sees, and what a worker sees."""
+
+    def __init__(self):
+        self.built = rank_here()
+
+    def __getitem__(self, _index):
+        return self.built, rank_here()
+
+
+def seen_by(dataset, **options):
+    (batch,) = RPCDataloader(dataset, batch_size=None, sampler=[0], collate_fn=list, **options)
+    return batch
+
+
+def see(address):
+    dataset = RPCDataset(address, Ranks)
+    return [*seen_by(dataset), *seen_by(Ranks(), workers=address), rpc_async(address, rank_here).wait()]
+
+
+def test_ranks_on_one_node_server_each_see_their_own(serve, zygote):
+    server = serve("--num-workers", "2", before='import os; os.environ.update(RANK="7", WORLD_SIZE="8")')
+    for rank, seen in enumerate(run_ranks(zygote, see, 2, server.address)):
+        # The instance that was sent was built by the trainer itself.
+        assert seen == [[str(rank), "2"]] * 5
+
+
+class Noted(Dataset):
+    """Notes the node server of each session in which it comes to be."""
+
+    def __init__(self, log):
+        self.log = log
+        with open(log, "a") as file:
+            print(os.getppid(), file=file)
+
+    def __reduce__(self):
+        return Noted, (self.log,)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_each_rank_builds_on_the_node_of_its_share_only(serve, tmp_path, monkeypatch, is_sent):
+    servers = [serve("--num-workers", "2") for _ in range(2)]
+    addresses = [server.address for server in servers]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, server in enumerate(servers):
+        monkeypatch.setenv("RANK", str(rank))
+        log = tmp_path / str(rank)
+        dataset = Noted(str(log)) if is_sent else RPCDataset(addresses, Noted, str(log))
+        loader = RPCDataloader(dataset, batch_size=None, **({"workers": addresses} if is_sent else {}))
+        for _epoch in range(2):
+            iterator = iter(loader)
+            assert next(iterator) == 0
+            looking = [thread for thread in threading.enumerate() if thread.name.startswith("rpcdl-seek")]
+            wait_until(lambda looking=looking: not any(map(threading.Thread.is_alive, looking)), what="other nodes")
+            assert list(iterator) == [*range(1, 20)]
+        here = [str(os.getppid())] if is_sent else []
+        assert log.read_text().split() == [*here, str(server.pid)]
+
+
+def num_workers_here(_sample):
+    return get_worker_info().num_workers
+
+
+def test_ranks_of_one_machine_divide_its_cpus(monkeypatch, caplog):
+    caplog.set_level("INFO", "rpcdataloader")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # as torchrun does
+        monkeypatch.setenv(name, "1" if name == "RANK" else "2")
+    (num_workers,) = RPCDataloader(RPCDataset("local", Ranks), None, sampler=[0], collate_fn=num_workers_here)
+    num_cpus = len(os.sched_getaffinity(0))
+    assert num_workers == max(1, num_cpus // 2)
+    said = f"[rank 1 of 2] local is {num_workers} workers: {num_cpus} CPUs are shared with the other ranks"
+    assert num_cpus == 1 or said in caplog.text

@@ -1,0 +1,406 @@
+"""Workers, sessions and nodes that die, stop or fall silent in a pass: the same batches come, in order, each once.
+
+What is decided then, and in which order, is judged by the simulation; here, the processes and the kernel are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import threading
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
+from tests.conftest import TIMEOUT_SCALE, close_client, is_running, stat_of, wait_until
+from tests.support import datasets
+from tests.support.clocks import shorten
+from tests.support.crew import wait_for_crew
+from tests.support.datasets import Fields, FieldStream, Hosted, Numbers, StatefulFieldStream, note, notes, wait_for
+
+
+@pytest.fixture(autouse=True)
+def short_searches(monkeypatch):
+    shorten(monkeypatch, "search")
+
+
+@pytest.fixture
+def workers(server):
+    return server.address
+
+
+def port_of(server):
+    return server.address.rpartition(":")[2]
+
+
+def take(iterator, count):
+    """Samples of ``Hosted``: their indices, and which node servers they come from."""
+    samples = [tuple(map(int, sample)) for sample in itertools.islice(iterator, count)]
+    return [index for index, _pid in samples], {pid for _index, pid in samples}
+
+
+# One fault in the middle of a pass
+
+
+class NeverBuilt(Numbers):
+    """Its constructor waits for a FIFO, and keeps its session busy."""
+
+    def __init__(self, log, fifo):
+        super().__init__()
+        note(log, os.getpid())
+        wait_for(fifo)
+
+
+class Scene:
+    """Two node servers; the worker that has made the last batch is one of the first."""
+
+    def __init__(self, serve, folder, fifo, stack):
+        self.serve, self.folder, self.fifo, self.stack = serve, folder, fifo, stack
+        self.first, self.second = serve("--num-workers", "1"), serve("--num-workers", "1")
+        self.worker = 0
+
+    def happen(self, fault, worker):
+        """To the node of a worker."""
+        self.worker = worker
+        if worker in self.second.processes():
+            self.first, self.second = self.second, self.first
+        fault(self)
+
+    def kill_worker(self):
+        os.kill(self.worker, signal.SIGKILL)
+
+    def stop_worker(self):
+        os.kill(self.worker, signal.SIGSTOP)
+
+    def kill_session(self):
+        os.kill(int(stat_of(self.worker)[1]), signal.SIGKILL)
+
+    def kill_node(self):
+        self.first.signal(signal.SIGKILL)
+
+    def drain_node(self):
+        self.first.signal(signal.SIGTERM)
+
+    def start_node_again(self):
+        for server in self.first, self.second:
+            server.signal(signal.SIGKILL)
+            server.wait()
+        self.serve("--num-workers", "2", "--port", port_of(self.first))
+
+    def freeze_node(self):
+        """Its session sees its worker die, and nobody takes the connection of another one."""
+        self.first.signal(signal.SIGSTOP)
+        self.stack.callback(self.first.signal, signal.SIGCONT)
+        self.kill_worker()
+
+    def occupy_session(self):
+        """It builds for long, and answers nothing."""
+        log = str(self.folder / "constructors")
+        thread = threading.Thread(target=RPCDataset, args=(self.first.address, NeverBuilt, log, self.fifo))
+        thread.start()
+        self.stack.callback(thread.join)
+        self.stack.callback(lambda: open(self.fifo, "w").close())
+        wait_until(lambda: notes(log), what="the constructor")
+        self.kill_worker()
+
+
+FAULTS = {
+    Scene.kill_worker: {},
+    Scene.stop_worker: {"task_timeout": TIMEOUT_SCALE},
+    Scene.kill_session: {},
+    Scene.kill_node: {},
+    Scene.drain_node: {},
+    Scene.start_node_again: {},
+    Scene.freeze_node: {},
+    Scene.occupy_session: {},
+}
+PASSES = [Fields(60), FieldStream(), StatefulFieldStream()]
+
+
+def loader_of(dataset, workers, **options):
+    generator = torch.Generator().manual_seed(3)
+    return RPCDataloader(dataset, batch_size=3, num_workers=2, workers=workers, generator=generator, **options)
+
+
+def fields_of(batch):
+    return batch[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server):
+    return {type(each): [fields_of(batch) for batch in loader_of(each, server.address)] for each in PASSES}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("dataset", PASSES, ids=lambda dataset: type(dataset).__name__)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_batches_are_the_same_in_spite_of(fault, dataset, undisturbed, serve, tmp_path, fifo):
+    batches, firsts = [], []
+    with contextlib.ExitStack() as stack:
+        scene = Scene(serve, tmp_path, fifo, stack)
+        addresses = [scene.first.address, scene.second.address]
+        persistent = {"persistent_workers": fault in (Scene.kill_worker, Scene.kill_node)}
+        for number, batch in enumerate(loader_of(dataset, addresses, **persistent, **FAULTS[fault])):
+            batches.append(fields_of(batch))
+            firsts += batch[-1].tolist()
+            if number == 2:
+                scene.happen(fault, int(batch[1][-1]))
+    assert batches == undisturbed[type(dataset)]
+    if isinstance(dataset, StatefulFieldStream) and fault is Scene.kill_worker:
+        assert max(firsts) > 0, "it goes on at its state, and is not read again"
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_death_in_an_embedded_pool_is_told_once_and_a_pool_that_is_killed_is_started_again(caplog, capfd):
+    iterator = iter(RPCDataloader(datasets.Processes(100), workers="local:1"))
+    victim = int(next(iterator)[1])
+    os.kill(victim, signal.SIGKILL)
+    assert len(list(iterator)) == 99
+    iterator = iter(RPCDataloader(Hosted(100), workers="local:1"))
+    indices, (server,) = take(iterator, 20)
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: not is_running(server))
+    indices += take(iterator, 100)[0]
+    assert indices == [*range(100)]
+    assert "the embedded pool has ended (exit status -9); starting it again" in caplog.text
+    close_client()  # so that the pool has said everything
+    assert sum(f"(pid {victim}) on" in message for message in caplog.messages) == 1
+    assert "SIGKILL" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["worker", "session"])
+def test_whoever_takes_over_has_the_changes_of_the_dataset(workers, how):
+    dataset = RPCDataset(workers, datasets.State)
+    dataset.epoch = 7
+    samples = []
+    for number, (index, epoch, _changes, pid) in enumerate(RPCDataloader(dataset, num_workers=1)):
+        samples.append((int(index), int(epoch)))
+        if number == 4:
+            os.kill(int(pid) if how == "worker" else dataset.session, signal.SIGKILL)
+    assert samples == [(index, 7) for index in range(20)]
+
+
+# Nodes that go and come back
+
+
+def test_epoch_begins_with_the_nodes_that_are_there_and_takes_in_those_that_come_back(serve):
+    lost, other = [serve("--num-workers", "1") for _ in range(2)]
+    loader = RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 200))
+    iterator = iter(loader)
+    wait_for_crew(iterator, 2)
+    assert take(iterator, 200) == ([*range(200)], {lost.pid, other.pid})
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    iterator = iter(loader)
+    assert take(iterator, 50) == ([*range(50)], {other.pid})
+    again = serve("--num-workers", "1", "--port", port_of(lost))
+    wait_for_crew(iterator, 2)
+    assert take(iterator, 200) == ([*range(50, 200)], {again.pid, other.pid})
+
+
+def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog):
+    lost, other = [serve("--num-workers", "6") for _ in range(2)]
+    iterator = iter(RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 10_000), partition=(1, 3)))
+    wait_for_crew(iterator, 4)
+    next(iterator)
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    wait_for_crew(iterator, 2)
+    (news,) = [message for message in caplog.messages if "going on" in message]
+    assert news.startswith("[rank 1 of 3] going on with 2 of 4 workers: ")
+    assert news.count(lost.address) == 1
+    serve("--num-workers", "6", "--port", port_of(lost))
+    wait_for_crew(iterator, 4)
+    assert [message for message in caplog.messages if "is back" in message] == [f"[rank 1 of 3] {lost.address} is back"]
+
+
+def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
+    servers = [serve("--num-workers", "1") for _ in range(2)]
+    iterator = iter(loader_of(Fields(1_000_000), [server.address for server in servers], reconnect_timeout=0.5))
+    next(iterator)
+    for server in servers:
+        server.signal(signal.SIGKILL)
+    with pytest.raises(ConnectionLostError) as caught:
+        list(iterator)
+    text = str(caught.value)
+    assert "none came back within 0.5 s (reconnect_timeout)" in text
+    assert all(f"{server.address}: " in text for server in servers)
+
+
+class BuiltLater(datasets.Processes):
+    """One of the nodes that are asked waits for the FIFO."""
+
+    def __init__(self, marker, fifo):
+        super().__init__()
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            wait_for(fifo)
+
+
+def sessions_of(dataset):
+    """The sessions that have delivered batches in a pass."""
+    return {session for _index, _pid, sessions in RPCDataloader(dataset) for session in sessions.tolist()}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_passes_begin_without_a_node_that_does_not_answer_and_it_joins_later(serve, tmp_path, fifo, caplog):
+    addresses = [serve("--num-workers", "1").address for _ in range(2)]
+    dataset = RPCDataset(addresses, BuiltLater, str(tmp_path / "marker"), fifo)
+    try:
+        assert "until it answers: it prepares dataset BuiltLater" in caplog.text
+        assert [len(sessions_of(dataset)) for _epoch in range(2)] == [1, 1]
+    finally:
+        open(fifo, "w").close()
+    wait_until(lambda: len(sessions_of(dataset)) == 2)
+
+
+# Batches that end every worker: one error for each, however late, and every other sample once
+
+
+class DeadlyStreams(IterableDataset):
+    """Some streams end their process at their third sample."""
+
+    def __init__(self, deadly, seconds):
+        self.deadly, self.seconds = deadly, seconds
+
+    def __iter__(self):
+        part = get_worker_info().id
+        for number in range(6):
+            if part in self.deadly and number == 2:
+                datasets.end_here("SIGKILL", self.seconds)
+            yield part * 10 + number
+
+
+def consume(loader):
+    """Samples that were delivered, and the errors in place of batches."""
+    samples, errors = [], []
+    iterator = iter(loader)
+    while True:
+        try:
+            samples += [int(sample) for sample in next(iterator)]
+        except StopIteration:
+            return samples, errors
+        except ConnectionLostError as exc:
+            errors.append(str(exc))
+            # A loader that is at its end raises the same error at every call.
+            assert len(errors) < 20
+
+
+# More than are ever under way at once, side by side: for some time, there is no answer at all.
+MANY = {9, *range(40, 40 + 8 * 10, 8)}
+
+
+@pytest.mark.parametrize(
+    ("deadly", "how", "reason", "times_late", "options"),
+    [
+        ({103}, "SIGKILL", "was killed by SIGKILL", 0, {"num_workers": 2}),
+        ({103}, "SIGSEGV", "was killed by SIGSEGV", 0, {"num_workers": 2, "persistent_workers": True}),
+        ({103}, "exit", "exited with status 7", 0, {"num_workers": 2}),
+        ({103}, "SIGKILL", "was killed by SIGKILL", 0, {"num_workers": 4, "in_order": False}),
+        ({103}, "SIGKILL", "was killed by SIGKILL", 1.2, {"num_workers": 2}),
+        ({103}, "SIGKILL", "was killed by SIGKILL", 1.2, {"num_workers": 4, "in_order": False}),
+        (MANY, "SIGKILL", "was killed by SIGKILL", 1.2, {"num_workers": 1}),
+        (MANY, "SIGKILL", "was killed by SIGKILL", 1.2, {"num_workers": 4}),
+    ],
+)
+def test_batch_that_kills_every_worker_is_one_error(workers, monkeypatch, deadly, how, reason, times_late, options):
+    shorten(monkeypatch, "late")
+    loader = RPCDataloader(datasets.Deadly(160, deadly, how, 0.1 * times_late), 8, workers=workers, **options)
+    for _epoch in range(1 + loader.persistent_workers):
+        samples, errors = consume(loader)
+        lost = {index // 8 for index in deadly}
+        assert sorted(samples) == [index for index in range(160) if index // 8 not in lost]
+        assert len(errors) == len(lost)
+        for text in errors:
+            assert re.match(r"batch \d+ \(indices \[[\d, ]+\]\) has ended 3 workers in a row: worker ", text)
+            assert text.count(reason) == 3
+            assert text.count(f"on {workers}") == 3
+
+
+@pytest.mark.parametrize(("deadly", "in_order", "times_late"), [({1}, True, 0), ({0, 1, 2, 3}, False, 1.2)])
+def test_streams_that_kill_their_workers_end_with_one_error_each(workers, monkeypatch, deadly, in_order, times_late):
+    shorten(monkeypatch, "late")
+    loader = RPCDataloader(DeadlyStreams(deadly, 0.1 * times_late), workers=workers, num_workers=4, in_order=in_order)
+    samples, errors = consume(loader)
+    assert sorted(samples) == [10 * part + number for part in range(4) for number in range(2 if part in deadly else 6)]
+    assert len(errors) == len(deadly)
+    state = loader.state_dict()
+    assert state["finished"]
+    assert [num_samples for num_samples, *_ in state["streams"]] == [2 if part in deadly else 6 for part in range(4)]
+
+
+def test_number_of_retries_can_be_chosen(workers, tmp_path):
+    dataset = datasets.Deadly(8, {5}, "SIGKILL", marker=str(tmp_path / "marker"))
+    with pytest.raises(ConnectionLostError, match="has ended 1 workers in a row"):
+        list(RPCDataloader(dataset, workers=workers, max_retries=1))
+    assert [int(batch) for batch in RPCDataloader(dataset, workers=workers, max_retries=1)] == list(range(8))
+
+
+# Batches that take too long
+
+
+class Hanging(Numbers):
+    """Some samples take for ever; the first time, or always."""
+
+    def __init__(self, folder, hanging=(), always=()):
+        super().__init__(40)
+        self.folder = folder
+        self.hanging = hanging
+        self.always = always
+
+    def __getitem__(self, index):
+        if index in self.always or (index in self.hanging and is_first(self.folder, index)):
+            hang_in_there()
+        return index
+
+
+def hang_in_there():
+    while True:
+        signal.pause()
+
+
+def is_first(folder, index):
+    try:
+        os.mkdir(os.path.join(folder, str(index)))
+    except FileExistsError:
+        return False
+    return True
+
+
+def test_batch_that_hangs_is_loaded_by_another_worker(workers, tmp_path, monkeypatch):
+    shorten(monkeypatch, "late")
+    loader = RPCDataloader(Hanging(str(tmp_path), hanging=[20]), workers=workers, num_workers=2)
+    assert [int(index) for index in loader] == [*range(40)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_worker_that_takes_too_long_is_ended_and_the_batch_given_to_another(workers, tmp_path, num_workers, caplog):
+    dataset = Hanging(str(tmp_path), hanging=[3])
+    loader = RPCDataloader(dataset, workers=workers, num_workers=num_workers, task_timeout=0.5)
+    assert [int(index) for index in loader] == [*range(40)]
+    wait_until(lambda: "in hang_in_there" in caplog.text, what="stack in the log")
+    text = "batch 3 (indices [3]) took longer than 0.5 s (task_timeout) on worker"
+    record = next(one for one in caplog.records if text in one.getMessage() and one.name == "rpcdataloader.loader")
+    assert record.threadName == "rpcdl-report", "neither the loop nor a receiver waits for the stack"
+
+
+def test_batch_that_always_takes_too_long_is_an_error_with_a_stack_and_the_others_come(workers, tmp_path):
+    loader = RPCDataloader(Hanging(str(tmp_path), always=[3]), workers=workers, num_workers=2, task_timeout=0.3)
+    iterator = iter(loader)
+    assert [int(next(iterator)) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RPCTimeoutError) as caught:
+        next(iterator)
+    text = str(caught.value)
+    assert text.startswith("batch 3 (indices [3]) has ended 3 workers in a row: ")
+    # Where the machine stalls, a worker may end for a batch whose answer is late, while it loads this one.
+    assert len(re.findall(r"was ended: batch \d+ \(indices \[\d+\]\) took longer than 0.3 s", text)) == 3
+    assert "was ended: batch 3 (indices [3]) took longer than 0.3 s" in text
+    assert "in hang_in_there" in text
+    assert [int(index) for index in iterator] == [*range(4, 40)]

@@ -1,0 +1,169 @@
+"""Node servers that register in a directory, and clients that find them there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.check.__main__ import main as check
+from rpcdataloader.client.client import close_client
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.wire.register import Entry
+from tests.conftest import wait_until
+from tests.support import datasets
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+
+class Servers(IterableDataset):
+    """Which node server it is iterated over on: an epoch ends when every worker has said so."""
+
+    def __iter__(self):
+        yield datasets.node_server()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "pool"
+
+
+@pytest.fixture
+def where(folder):
+    return f"@{folder}"
+
+
+@pytest.fixture
+def register(serve, folder):
+    """Start a server with two workers that registers; gives it and its file."""
+
+    def register(*options, **others):
+        before = set(files(folder))
+        server = serve("--num-workers", "2", "--register", str(folder), *options, **others)
+        (path,) = set(files(folder)) - before
+        return server, path
+
+    return register
+
+
+def files(folder):
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def servers_of(loader):
+    return {int(server) for server in loader}
+
+
+# --- the server
+
+
+def test_file_is_there_with_the_ready_line_and_says_the_same(register):
+    server, path = register()
+    said = Entry.decode(path.read_bytes())
+    assert (str(said.address), said.num_workers, said.pid) == (server.address, server.num_workers, server.pid)
+    assert said.host == socket.gethostname()
+
+
+def test_file_goes_when_the_drain_begins(register, fifo):
+    server, path = register()
+    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
+    with open(fifo, "w") as file:  # the call has begun
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: not path.exists())
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+
+
+def test_server_that_has_nothing_to_do_renews_its_file(register):
+    _server, path = register(before="node.RENEWAL_PERIOD = 0.05")
+    for _ in range(3):
+        os.utime(path, (1000.0, 1000.0))
+        wait_until(lambda: path.stat().st_mtime > 1000.0)
+
+
+# --- clients
+
+
+def test_dataset_over_a_directory_uses_all_servers_in_it(register, where, monkeypatch):
+    pids = {register()[0].pid, register()[0].pid}
+    dataset = RPCDataset(where, Servers)
+    assert f"workers='{where}'" in repr(dataset)
+    assert servers_of(RPCDataloader(dataset)) == pids
+    assert servers_of(RPCDataloader(Servers(), workers=where)) == pids
+    monkeypatch.setenv("RPCDATALOADER_WORKERS", where)
+    assert servers_of(RPCDataloader(RPCDataset(None, Servers))) == pids
+
+
+def test_epoch_begins_with_the_servers_that_are_there_by_then(register, where):
+    first, _path = register()
+    loader = RPCDataloader(RPCDataset(where, Servers))
+    assert servers_of(loader) == {first.pid}
+    second, _path = register()
+    assert servers_of(loader) == {first.pid, second.pid}
+    first.stop()
+    assert servers_of(loader) == {second.pid}
+
+
+def test_trainer_waits_for_the_first_server(register, where, folder, caplog):
+    results = []
+    trainer = threading.Thread(target=lambda: results.append(servers_of(RPCDataloader(RPCDataset(where, Servers)))))
+    trainer.start()
+    wait_until(lambda: f"waiting for a node server to be registered in {folder}" in caplog.text)
+    server, _path = register()
+    trainer.join()
+    assert results == [{server.pid}]
+
+
+def test_directory_without_servers_is_an_error_that_names_it(where, folder, monkeypatch, capsys):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.1")
+    close_client()
+    with pytest.raises(ConnectError, match=f"no node server is registered in {folder}, and none came within 0.1 s"):
+        RPCDataset(where, Servers)
+    assert check(["tests.behaviour.test_register:Servers", "--workers", where]) == 1
+    assert f"no node server is registered in {folder}" in capsys.readouterr().out
+
+
+def kill(server):
+    server.signal(signal.SIGKILL)
+    assert server.wait() == -signal.SIGKILL
+
+
+def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplog, monkeypatch):
+    dead, path = register()
+    alive, _path = register()
+    loader = RPCDataloader(RPCDataset(where, Servers))
+    assert servers_of(loader) == {dead.pid, alive.pid}
+    kill(dead)
+    assert path.exists()
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
+    assert servers_of(loader) == {alive.pid}
+    close_client()
+    assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {alive.pid}
+    warning = f"going on without {dead.address} until it comes: cannot connect to {dead.address}"
+    assert warning in caplog.text
+
+
+def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplog):
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("another secret of sixteen characters")
+    other, _path = register("--token-file", str(token))
+    server, _path = register()
+    assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
+    assert f"going on without {other.address} until it comes: the node server refused this connection: " in caplog.text
+
+
+@pytest.fixture(autouse=True)
+def log_level(caplog):
+    caplog.set_level(logging.WARNING, "rpcdataloader")

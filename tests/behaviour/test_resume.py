@@ -1,0 +1,629 @@
+"""A pass that was interrupted goes on as if it had not been: in a new process, with other workers, on other ranks."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.fetch.digests import digest
+from tests.support.comparison import assert_same
+from tests.support.datasets import Augmented, Failing, Numbers, Recorded, augment_batch, notes
+from tests.support.streams import Buffered, Drawn, Parts, Seekable
+
+SIZE = 20
+QUICK = settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # making a failure smaller may take minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+# The trainer
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def generators():
+    """Where the trainer's global generators are."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def restore(states) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+def through_torch(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(make, stops, num_epochs, where, keep=through_json):
+    """Batches of some epochs, in a process that is interrupted after so many batches of all, and goes on elsewhere.
+
+    Args:
+        make: Makes the loader in a new process; called with one of ``where``, in turn.
+        stops: Numbers of batches, ascending. With a half more, an epoch that ends there is told to the loop first.
+    """
+    seed(5)
+    places = itertools.cycle(where)
+    loader = make(next(places))
+    batches, stops, epoch = [], list(stops), 0
+    while epoch < num_epochs:
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            batches.append(batch)
+            if stops and len(batches) >= stops[0]:
+                break
+        else:
+            epoch += 1
+        if stops and len(batches) >= stops[0] - 0.5:
+            stops.pop(0)
+            saved, trainer = keep(loader.state_dict()), generators()
+            seed(99)
+            loader = make(next(places))
+            loader.load_state_dict(saved)
+            assert keep(loader.state_dict()) == saved
+            restore(trainer)
+    return batches
+
+
+# Samplers
+
+
+class Counted(BatchSampler):
+    """With a state of its own, in the way of many: how much it has given."""
+
+    def __init__(self):
+        super().__init__(range(SIZE), 3, False)
+        self.given = 0
+        self.first = 0
+        self.asked = []
+
+    def __iter__(self):
+        self.given, self.first = self.first, 0
+        for batch in itertools.islice(super().__iter__(), self.given, None):
+            self.given += 1
+            self.asked.append(batch)
+            yield batch
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.first = state["given"]
+
+
+class Buckets:
+    """Batches of any size, in an order of numpy's and python's generators."""
+
+    def __iter__(self):
+        order = list(np.random.permutation(7))
+        random.shuffle(order)
+        return iter([tuple(range(int(number) + 1)) for number in order])
+
+
+class Given:
+    """Says nothing about itself."""
+
+    def __init__(self, gives):
+        self.gives = gives
+
+    def __iter__(self):
+        return iter(self.gives)
+
+
+def own(number=4):
+    return torch.Generator().manual_seed(number)
+
+
+SAMPLERS = {
+    "in order": lambda: {"batch_size": 3},
+    "dropping the last": lambda: {"batch_size": 3, "drop_last": True},
+    "shuffled": lambda: {"batch_size": 3, "shuffle": True},
+    "shuffled by a generator": lambda: {"batch_size": 3, "shuffle": True, "generator": own()},
+    "without batches": lambda: {"batch_size": None, "shuffle": True},
+    "with replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SIZE), True, 33)},
+    "more than there is": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SIZE), num_samples=33)},
+    "two generators": lambda: {
+        "batch_size": 2,
+        "sampler": RandomSampler(range(SIZE), generator=own(1)),
+        "generator": own(2),
+    },
+    "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0, 2.0, 3.0], 17)},
+    "subset": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler(range(3, 14), own())},
+    "distributed": lambda: {"batch_size": 2, "sampler": DistributedSampler(Numbers(SIZE), 2, 1)},
+    "resumable": lambda: {"batch_size": 2, "sampler": ResumableDistributedSampler(range(SIZE), 2, 1)},
+    "resumable, dropping": lambda: {
+        "batch_size": 3,
+        "drop_last": True,
+        "sampler": ResumableDistributedSampler(range(SIZE), 3, 0, drop_last=True),
+    },
+    "list": lambda: {"batch_size": 3, "sampler": [5, 5, 2, 7, 1, 0, 9]},
+    "buckets": lambda: {"batch_sampler": Buckets()},
+    "counted": lambda: {"batch_sampler": Counted()},
+}
+
+
+@pytest.fixture(scope="module")
+def address(wide_servers):
+    return wide_servers[0].address
+
+
+def maker(address, options, dataset=Augmented, **more):
+    def make(where):
+        collate_fn = None if options().get("batch_size", 1) is None else augment_batch
+        given = {"collate_fn": collate_fn, **options(), **more}
+        if where == "inline":
+            return RPCDataloader(dataset(), workers="inline", **given)
+        return RPCDataloader(dataset(), workers=address, num_workers=where, **given)
+
+    return make
+
+
+PLACES = st.lists(st.sampled_from(["inline", 1, 2, 5]), min_size=1, max_size=3)
+STOPS = st.lists(st.integers(1, 30), max_size=3, unique=True).map(sorted)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@settings(QUICK, max_examples=2)
+@given(data=st.data())
+def test_rest_and_next_epochs_are_the_same_bit_for_bit(address, name, data):
+    persistent = data.draw(st.booleans())
+    keep = data.draw(st.sampled_from([through_json, through_torch]))
+    make = maker(address, SAMPLERS[name], persistent_workers=persistent)
+    expected = train(make, [], 2, ["inline"])
+    half = len(expected) // 2
+    assert half >= 2
+    stops = st.sampled_from([half, half + 0.5]) | st.integers(1, len(expected) - 1)
+    stops = sorted(data.draw(st.sets(stops, min_size=1, max_size=3)))
+    assert_same(train(make, stops, 2, data.draw(PLACES), keep), expected)
+
+
+@pytest.mark.parametrize("where", ["inline", 2])
+def test_pass_of_persistent_workers_goes_on_with_others(address, where):
+    def make(persistent):
+        return maker(address, SAMPLERS["shuffled"], persistent_workers=persistent)(where)
+
+    expected = train(make, [], 2, [True])
+    assert_same(train(make, [9], 2, [True, False]), expected)
+
+
+# Iterable-style datasets
+
+
+def list_of(samples):
+    return samples
+
+
+STREAMS = {"Parts": Parts, "Drawn": Drawn, "Buffered": Buffered, "Seekable": Seekable}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@settings(QUICK, max_examples=4)
+@given(data=st.data())
+def test_streams_go_on_where_they_were(wide_servers, kind, data):
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(any))
+    batch_size = data.draw(st.sampled_from([None, 1, 3]))
+    drop_last = batch_size is not None and data.draw(st.booleans())
+
+    def make(where):
+        places = {"workers": where} if where == "inline" else {"workers": where, "num_workers": len(sizes)}
+        return RPCDataloader(STREAMS[kind](sizes), batch_size, drop_last=drop_last, collate_fn=list_of, **places)
+
+    # One stream may be this process's own.
+    where = [server.address for server in wide_servers] + ["inline"] * (len(sizes) == 1)
+    expected = train(make, [], 2, where[-1:])
+    stops = st.integers(1, max(len(expected) - 1, 1)) | st.just(len(expected) // 2 + 0.5)
+    stops = sorted(data.draw(st.sets(stops, max_size=2)))
+    assert_same(train(make, stops, 2, where), expected)
+
+
+@pytest.mark.parametrize("kind", ["Parts", "Buffered", "Seekable"])
+def test_only_a_stream_without_a_state_is_read_again(address, tmp_path, kind):
+    logs = [str(tmp_path / name) for name in ("first", "second")]
+    first, second = (RPCDataloader(STREAMS[kind]([20, 20], log), None, num_workers=2, workers=address) for log in logs)
+    rest = list(itertools.islice(first, 10)) and first.state_dict()
+    second.load_state_dict(rest)
+    assert len(list(second)) == 30
+    # Of the 10 samples before, those in a shuffle buffer have been read, too.
+    assert len(notes(logs[1])) == {"Parts": 40, "Seekable": 30, "Buffered": 24}[kind]
+
+
+def test_streams_in_any_order_go_on(address):
+    def make():
+        return RPCDataloader(Parts([7, 2, 5]), None, in_order=False, num_workers=3, workers=address)
+
+    loader, rest = make(), make()
+    samples = list(itertools.islice(loader, 6))
+    rest.load_state_dict(through_json(loader.state_dict()))
+    samples += rest
+    expected = [100 * stream + number for stream, size in enumerate([7, 2, 5]) for number in range(size)]
+    assert sorted(samples) == expected
+
+
+# Ranks
+
+
+@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
+@settings(QUICK, max_examples=3)
+@given(sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=3))
+def test_other_ranks_go_on_with_what_nobody_has_seen(address, shuffle, drop_last, sizes):
+    """For each interruption: number of ranks, batch size, number of batches."""
+    size = 29
+
+    def make(rank, num_ranks, batch_size):
+        sampler = ResumableDistributedSampler(range(size), num_ranks, rank, shuffle, seed=1, drop_last=drop_last)
+        sampler.set_epoch(2)
+        where = {"workers": address} if rank == 1 else {"workers": "inline"}
+        return RPCDataloader(Augmented(size), batch_size, sampler=sampler, **where)
+
+    seed(4)
+    before = generators()
+    (whole,) = RPCDataloader(Augmented(size), size, workers="inline")
+    order = list(range(size))
+    if shuffle:
+        order = torch.randperm(size, generator=own(1 + 2)).tolist()
+    draws = whole["draws"].tolist()  # they belong to the place, whichever sample is there
+
+    saved, start, seen = None, 0, {}
+    for num_ranks, batch_size, num_batches in [*sizes, (2, 2, size)]:
+        states = []
+        for rank in range(num_ranks):
+            restore(before)
+            loader = make(rank, num_ranks, batch_size)
+            if saved is not None:
+                loader.load_state_dict(saved)
+            for number, batch in enumerate(itertools.islice(loader, num_batches)):
+                for k, sample in enumerate(zip(batch["index"].tolist(), batch["draws"].tolist(), strict=True)):
+                    place = start + (number * batch_size + k) * num_ranks + rank
+                    assert place not in seen
+                    seen[place] = sample
+            states.append(through_json(loader.state_dict()))
+        saved = states[-1]
+        assert all(state["start"]["order"] == saved["start"]["order"] for state in states)
+        start = saved["start"]["order"]["start"]
+        if saved["finished"]:
+            break
+    # Beyond the end is padding, or some samples before it are left out.
+    assert sorted(seen) == list(range(len(seen)))
+    assert -1 <= len(seen) - size <= 0 if drop_last else 0 <= len(seen) - size <= 3
+    for place in range(min(size, len(seen))):
+        assert seen[place] == (order[place], draws[place])
+
+
+# What is loaded, and what is left alone
+
+
+def test_nothing_is_loaded_twice_but_what_was_on_its_way(address, tmp_path):
+    logs = [str(tmp_path / name) for name in ("first", "second")]
+    first, second = (RPCDataloader(RPCDataset(address, Recorded, 40, log, 1), 4, num_workers=2) for log in logs)
+    iterator = iter(first)
+    for _ in range(5):
+        next(iterator)
+    second.load_state_dict(first.state_dict())
+    assert len(list(second)) == 5
+    loaded = [int(line.split()[0]) for line in notes(logs[1])]
+    assert sorted(loaded) == list(range(20, 40))
+
+
+def test_what_was_delivered_ahead_is_not_loaded_again(address):
+    # Which batches overtake others is chance, so the state is made up.
+    loader = RPCDataloader(Numbers(SIZE), 2, in_order=False, workers="inline")
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    state["ahead"] = {"2": [2, None, None], "9": [2, None, None]}
+    for where in "inline", address:
+        rest = RPCDataloader(Numbers(SIZE), 2, in_order=False, workers=where)
+        rest.load_state_dict(through_json(state))
+        batches = sorted(batch.tolist() for batch in rest)
+        assert batches == [[2 * number, 2 * number + 1] for number in (1, 3, 4, 5, 6, 7, 8)]
+        assert rest.state_dict()["num_batches"] == 10
+        assert rest.state_dict()["ahead"] == {}
+
+
+@settings(QUICK, max_examples=5)
+@given(stop=st.integers(0, 7))
+def test_any_order_delivers_everything_once(address, stop):
+    def make():
+        return RPCDataloader(Numbers(SIZE), 3, shuffle=True, in_order=False, workers=address, num_workers=3)
+
+    loader, rest = make(), make()
+    batches = list(itertools.islice(loader, stop))
+    rest.load_state_dict(through_json(loader.state_dict()))
+    batches += rest
+    assert sorted(torch.cat(batches).tolist()) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("where", ["inline", 2])
+def test_going_on_leaves_the_global_generators_alone(address, where):
+    make = maker(address, SAMPLERS["shuffled"])
+    loader = make(where)
+    for stop in (0, 2):
+        iterator = iter(loader)
+        for _ in range(stop):
+            next(iterator)
+        rest = make(where)
+        rest.load_state_dict(loader.state_dict())
+        seed(12)
+        before = generators()
+        assert len(list(rest)) == 7 - stop
+        assert_same(generators(), before)
+
+
+def test_interrupted_batch_is_not_delivered():
+    class Interrupted(Numbers):
+        def __getitem__(self, index):
+            if index == 4 and interrupts:
+                raise interrupts.pop()
+            return index
+
+    interrupts = [KeyboardInterrupt()]
+    loader = RPCDataloader(Interrupted(9), workers="inline")
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    rest = RPCDataloader(Interrupted(9), workers="inline")
+    rest.load_state_dict(loader.state_dict())
+    assert [int(number) for number in rest] == [4, 5, 6, 7, 8]
+
+
+def test_error_takes_the_place_of_its_batch(address):
+    for where in "inline", address:
+        loader = RPCDataloader(Failing(6, {2: (LookupError, "two")}), workers=where)
+        with pytest.raises(LookupError):
+            list(loader)
+        rest = RPCDataloader(Failing(6, {2: (LookupError, "two")}), workers=where)
+        rest.load_state_dict(loader.state_dict())
+        assert [int(number) for number in rest] == [3, 4, 5]
+
+
+def test_state_stays_as_it_was_when_the_loader_goes_on():
+    fails = [False, False]
+
+    def collate(samples):
+        if fails.pop():
+            raise LookupError
+        return samples
+
+    loader = RPCDataloader(Buffered([9]), 2, collate_fn=collate, workers="inline")
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    before = through_json(state)
+    next(iterator)
+    assert through_json(state) == before
+    rest = RPCDataloader(Buffered([9]), 2, collate_fn=collate, workers="inline")
+    for _ in range(2):
+        fails = [False] * 4 + [True]
+        rest.load_state_dict(state)
+        iterator = iter(rest)
+        with pytest.raises(LookupError):
+            next(iterator)
+        # The state of a stream is that after its last batch.
+        assert rest.state_dict()["streams"] == before["streams"]
+        assert len(list(iterator)) == 3
+        assert through_json(state) == before
+
+
+# What does not fit
+
+
+class Unseeded(Given):
+    """Draws another order in each process."""
+
+    def __iter__(self):
+        return iter(random.Random(os.urandom(8)).sample(self.gives, len(self.gives)))
+
+
+class UnseededStream(Parts):
+    def __iter__(self):
+        return iter(random.Random(os.urandom(8)).sample(range(self.sizes[0]), self.sizes[0]))
+
+
+@pytest.mark.parametrize("where", ["inline", 1])
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_order_that_is_drawn_anew_is_refused(address, where, is_stream, in_order):
+    def make():
+        places = {"workers": where} if where == "inline" else {"workers": address, "num_workers": where}
+        if is_stream:
+            return RPCDataloader(UnseededStream([90]), 4, in_order=in_order, **places)
+        return RPCDataloader(Numbers(90), 4, sampler=Unseeded(range(90)), in_order=in_order, **places)
+
+    loader = make()
+    list(itertools.islice(loader, 3))
+    state = through_json(loader.state_dict())
+    rest = make()
+    rest.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"gives other (indices|samples) now than those that were delivered: .*seed"):
+        next(iter(rest))
+    # A user may want to go on, and states of earlier versions have no digest.
+    rest = make()
+    rest.load_state_dict(without(state, "digest"))
+    assert sum(map(len, rest)) == 90 - 3 * 4
+
+
+def test_other_batch_is_refused_where_one_was_delivered_ahead():
+    state = saved_by(Numbers(SIZE), batch_sampler=Given([[0], [1], [2], [3]]), in_order=False, stop=1)
+    state["ahead"] = {"2": [1, digest([2]), None]}
+    for batches, rest in ([[0], [1], [2], [3]], [1, 3]), ([[0], [1], [3], [2]], None):
+        loader = RPCDataloader(Numbers(SIZE), batch_sampler=Given(batches), in_order=False, workers="inline")
+        loader.load_state_dict(through_json(state))
+        if rest is not None:
+            assert [int(number) for number in loader] == rest
+            continue
+        with pytest.raises(ValueError, match="gives other indices now"):
+            list(loader)
+
+
+def without(state, *keys):
+    return {key: value for key, value in state.items() if key not in keys}
+
+
+def saved_by(*args, stop=2, **options):
+    loader = RPCDataloader(*args, **{"workers": "inline", **options})
+    list(itertools.islice(loader, stop))
+    return loader.state_dict()
+
+
+def test_loader_without_workers_has_no_state():
+    loader = RPCDataloader(Numbers())
+    advice = "give num_workers=1 or more, or workers='inline' to load in this process"
+    with pytest.raises(LocalProtocolError, match=f"this loader has no workers, .* cannot resume: {advice}"):
+        loader.state_dict()
+    with pytest.raises(LocalProtocolError, match=f"this loader has no workers, .* cannot resume: {advice}"):
+        loader.load_state_dict(saved_by(Numbers()))
+
+
+def ours(size=SIZE):
+    return ResumableDistributedSampler(range(size), 1, 0)
+
+
+def distributed(size=SIZE, num_ranks=1, **options):
+    return DistributedSampler(range(size), num_ranks, 0, **options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "message"),
+    [
+        # What is no state, or is of another kind of loader
+        (lambda: 1, {}, "or a list of what it returned on all ranks, but is a int"),
+        (lambda: None, {}, "must be what state_dict() returned, or a list"),
+        (lambda: [1], {}, "but is a int"),
+        (list, {}, "empty list: give the states of all ranks"),
+        (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
+        (lambda: {"version": 1}, {}, "its version is 1, not 2"),
+        ({"dataset": Parts([9])}, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
+        ({}, {"dataset": Parts([9])}, "ValueError: the state is of a loader with a map-style"),
+        # Of other samplers
+        ({"generator": own()}, {}, "draw from 1 generators of their own, but here there are 0"),
+        (
+            {"sampler": ours()},
+            {},
+            "BatchSampler over ResumableDistributedSampler on rank 0 of 1, and here",
+        ),
+        (
+            {},
+            {"sampler": ours()},
+            "of BatchSampler over SequentialSampler on rank 0 of 1, and here is Batch",
+        ),
+        ({"batch_sampler": Counted()}, {}, "epoch of Counted over range on rank 0 of 1, and here is Bat"),
+        # Of other values
+        (
+            {"sampler": ours()},
+            {"sampler": ours(19)},
+            "ValueError: this state belongs to a dataset of 20 samples, but",
+        ),
+        ({"stop": 9}, {"dataset": Numbers(5)}, "epoch of SequentialSampler(length=20), and here is"),
+        ({"batch_size": 3}, {"batch_size": 4}, "BatchSampler(batch_size=4): go on with the same batch size"),
+        ({"sampler": distributed(seed=1)}, {"sampler": distributed(seed=2)}, "go on with the same seed"),
+        ({"sampler": distributed()}, {"sampler": distributed(shuffle=False)}, "go on with the same shuffle"),
+        ({"sampler": distributed(20, 4)}, {"sampler": distributed(19, 4)}, "go on with the same length"),
+        (
+            {"sampler": RandomSampler(range(20), True, 20)},
+            {"sampler": RandomSampler(range(20), False, 20)},
+            "go on with the same replacement",
+        ),
+        (
+            {"sampler": WeightedRandomSampler([1, 2], 9)},
+            {"sampler": WeightedRandomSampler([1, 2], 8)},
+            "go on with the same num samples",
+        ),
+        (
+            {"sampler": SubsetRandomSampler(range(9))},
+            {"sampler": SubsetRandomSampler(range(8))},
+            "go on with the same length",
+        ),
+        # Of samplers that say nothing about themselves
+        ({"batch_sampler": [[1], [2]] * 2}, {"batch_sampler": [[1]]}, "list(length=4), and here"),
+        ({"batch_sampler": Given([[0]] * 9)}, {"batch_sampler": Given([[0]])}, "sampler has only 1 now"),
+        (
+            {"batch_size": None, "sampler": Given([0] * 9)},
+            {"batch_size": None, "sampler": Given([0])},
+            "only 1 now",
+        ),
+        ({"sampler": Given([0] * 9), "stop": 3}, {"sampler": Given([0])}, "had delivered 3 batches, but th"),
+        (
+            {"batch_sampler": Given([[0]] * 9)},
+            {"batch_sampler": Given([[0, 1]] * 9)},
+            "had delivered 2 samples in 2 batches, but the sampler gives 4 in as many now",
+        ),
+    ],
+)
+def test_state_that_does_not_fit_is_refused(address, saved, here, message):
+    state = saved_by(**{"dataset": Numbers(), **saved}) if isinstance(saved, dict) else saved()
+    for where in "inline", address:
+        loader = RPCDataloader(**{"dataset": Numbers(), **here}, workers=where)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            load_and_begin(loader, state)
+        assert message in f"{caught.type.__name__}: {caught.value}"
+
+
+def load_and_begin(loader, state):
+    loader.load_state_dict(state)
+    iter(loader)
+
+
+@pytest.mark.parametrize("kind", [Parts, Buffered, Seekable])
+def test_shorter_or_other_iterable_dataset_is_refused(address, kind):
+    state = saved_by(kind([9]), None, stop=7)
+    where = {"workers": address, "num_workers": 1}
+    other = Seekable([3]) if kind is Parts else Parts([9])
+    for options in {"workers": "inline"}, where:
+        loader = RPCDataloader(Parts([3]) if kind is Parts else other, None, **options)
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"delivered more samples than this|has no load_state_dict"):
+            next(iter(loader))
+
+
+def test_state_of_several_streams_needs_workers(address):
+    loader = RPCDataloader(Parts([5, 5]), num_workers=2, workers=address)
+    next(iter(loader))
+    other = RPCDataloader(Parts([5, 5]), workers="inline")
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="the state is of 2 workers"):
+        iter(other)
+
+
+def test_state_is_kept_when_the_pass_cannot_begin(address):
+    dataset = Numbers(6)
+    loader = RPCDataloader(dataset, workers=address)
+    loader.load_state_dict(saved_by(Numbers(6), stop=4))
+    dataset.size = 2
+    with pytest.raises(ValueError, match="go on with the same length"):
+        iter(loader)
+    dataset.size = 6
+    assert [int(number) for number in loader] == [4, 5]

@@ -1,0 +1,330 @@
+"""Pairs of jobs, the one that saves and the one that goes on: each sample exactly once, or a ValueError.
+
+Ranks are simulated by ``partition=``, one after the other in this process, and all load the state of rank 0 unless a
+row says that each has its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from rpcdataloader import ResumableDistributedSampler, RPCDataloader
+from tests.support.datasets import Numbers
+
+SIZE = 48  # all numbers of ranks, times all batch sizes, divide it
+NUMBERS = Counter(range(SIZE))
+
+
+class ByRank:
+    """A sampler that divides by itself, with other names for it."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self):
+        return iter(
+            torch.randperm(SIZE, generator=torch.Generator().manual_seed(3))[self.rank :: self.world_size].tolist()
+        )
+
+
+class Hidden:
+    """One that divides, and does not say so."""
+
+    def __init__(self, rank, world_size):
+        self.part = range(rank, SIZE, world_size)
+
+    def __iter__(self):
+        return iter(self.part)
+
+
+class Pairs(BatchSampler):
+    """Puts samples into batches in an order of its own, as those by length do."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter(batches[::2] + batches[1::2])
+
+
+def shard(rank, world_size, batch_size, **options):
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    sampler = RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1))
+    return data_loader.BatchSamplerShard(BatchSampler(sampler, batch_size, False), world_size, rank, **options)
+
+
+def sampling(kind, rank, world_size, batch_size):
+    """Arguments of a loader."""
+    dataset = range(SIZE)
+    match kind:
+        case "distributed":
+            return {"batch_size": batch_size, "sampler": DistributedSampler(dataset, world_size, rank)}
+        case "resumable":
+            return {"batch_size": batch_size, "sampler": ResumableDistributedSampler(dataset, world_size, rank)}
+        case "own batches, distributed":
+            return {"batch_sampler": Pairs(DistributedSampler(dataset, world_size, rank), batch_size, False)}
+        case "own batches, resumable":
+            return {"batch_sampler": Pairs(ResumableDistributedSampler(dataset, world_size, rank), batch_size, False)}
+        case "Accelerate":
+            return {"batch_sampler": shard(rank, world_size, batch_size)}
+        case "Accelerate, split":
+            return {"batch_sampler": shard(rank, world_size, 4 * batch_size, split_batches=True)}
+        case "own":
+            return {"batch_size": batch_size, "sampler": ByRank(rank, world_size)}
+        case "hidden":
+            return {"batch_size": batch_size, "sampler": Hidden(rank, world_size)}
+        case "list":
+            return {"batch_size": batch_size, "sampler": list(range(rank, SIZE, world_size))}
+        case "shuffled":
+            return {"batch_size": batch_size, "shuffle": True}
+        case "in order":
+            return {"batch_size": batch_size}
+        case "weighted":
+            return {
+                "batch_size": batch_size,
+                "sampler": WeightedRandomSampler(torch.ones(SIZE), SIZE, replacement=False),
+            }
+        case "single":
+            return {"batch_size": None, "shuffle": True}
+    raise ValueError(kind)
+
+
+DIVIDED = [
+    "distributed", "resumable", "own batches, distributed", "own batches, resumable", "Accelerate", "Accelerate, split",
+    "own",
+]  # fmt: skip
+SILENT = ["hidden", "list"]  # parts of which only the list is known to be the same on all ranks, but for its length
+WHOLE = ["shuffled", "in order", "weighted", "single"]  # each rank has all samples
+
+# Job: kind of sampler, number of ranks, batch size.
+JOBS = [(kind, *job) for kind in DIVIDED + SILENT for job in ((1, 4), (2, 4), (2, 2), (4, 2))]
+JOBS += [(kind, *job) for kind in WHOLE for job in ((1, 4), (1, 2), (2, 4))]
+
+
+def load(job, rank, where="inline"):
+    """The loader of a rank, in a process of its own: with other numbers in the generators than any other."""
+    kind, world_size, batch_size = job
+    options = sampling(kind, rank, world_size, batch_size)
+    return RPCDataloader(Numbers(SIZE), **options, workers=where, partition=(rank, world_size))
+
+
+def begin(job, num_batches=2, *, tell_end=False, where="inline"):
+    """Samples and state of each rank."""
+    seen, states = [], []
+    for rank in range(job[1]):
+        # Ranks that draw the parts of one order have the same seed.
+        torch.manual_seed(5 + rank if job[0] in WHOLE else 5)
+        loader = load(job, rank, where)
+        iterator = iter(loader)
+        seen.append(numbers_in(itertools.islice(iterator, num_batches)))
+        if tell_end:
+            assert next(iterator, None) is None
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    return seen, states
+
+
+def go_on(job, states):
+    """What each rank has left, and what it has in the next epoch."""
+    torch.manual_seed(99)
+    loaders = [load(job, rank) for rank in range(job[1])]
+    for loader, state in zip(loaders, states, strict=True):
+        loader.load_state_dict(state)
+    return [numbers_in(loader) for loader in loaders], [numbers_in(loader) for loader in loaders]
+
+
+def numbers_in(batches):
+    return [int(number) for batch in batches for number in torch.as_tensor(batch).flatten()]
+
+
+def flat(parts):
+    return itertools.chain.from_iterable(parts)
+
+
+def is_exact(saved, resumed):
+    """What can be continued."""
+    (kind, ranks, _size), (other_kind, other_ranks, _other_size) = saved, resumed
+    if other_kind == "resumable" and kind in ("distributed", "resumable"):
+        return True
+    if kind == other_kind and kind == "single":
+        return ranks == other_ranks
+    return saved == resumed
+
+
+def check_pair(saved, resumed, seen, states, own):
+    kind, ranks, _batch_size = saved
+    shown = f"{saved} to {resumed}, {'own states' if own else 'state of rank 0'}"
+    try:
+        rest, after = go_on(resumed, states if own else [states[0]] * resumed[1])
+    except ValueError as error:
+        text = str(error)
+        must_hold = is_exact(saved, resumed) and (own or kind not in [*WHOLE, "hidden"])
+        assert not must_hold, f"{shown}: {text}"
+        assert "go on with" in text or "save a state on each rank" in text, text
+        if ranks != resumed[1]:
+            assert f" of {ranks}" in text, text
+            assert "ResumableDistributedSampler" in text, text
+        return
+    assert is_exact(saved, resumed), shown
+    check_rest(kind, seen, rest, after)
+
+
+def check_rest(kind, seen, rest, after):
+    if kind in WHOLE:
+        assert all(Counter(begun + left) == NUMBERS for begun, left in zip(seen, rest, strict=True))
+        assert all(Counter(numbers) == NUMBERS for numbers in after)
+    else:
+        assert Counter([*flat(seen), *flat(rest)]) == NUMBERS
+        assert Counter(flat(after)) == NUMBERS
+
+
+@pytest.mark.parametrize("saved", JOBS, ids=str)
+def test_middle_of_an_epoch_goes_on_exactly_or_is_refused(saved):
+    seen, states = begin(saved)
+    for resumed in JOBS:
+        if is_worth_trying(saved, resumed):
+            for own in [False, True] if saved[1] == resumed[1] else [False]:
+                check_pair(saved, resumed, seen, states, own)
+
+
+def is_worth_trying(saved, resumed):
+    """All jobs of the same kind, and of the two kinds that go on with each other's states; of others, one or two."""
+    kinds = {saved[0], resumed[0]}
+    return len(kinds) == 1 or kinds == {"distributed", "resumable"} or (saved[1:] == (2, 4) and resumed[2] == 4)
+
+
+ENDS = [
+    (kind, ranks, 12)
+    for kind in ("distributed", "resumable", "own batches, resumable", "own", "hidden", "shuffled")
+    for ranks in (1, 2)
+] + [("single", 1, 12)]
+
+
+@pytest.mark.parametrize("saved", ENDS, ids=str)
+def test_end_and_beginning_of_an_epoch_go_on_with_anything(saved, shared_server):
+    kind, ranks, batch_size = saved
+    num_batches = SIZE // (1 if kind == "single" else batch_size) // (1 if kind in WHOLE else ranks)
+    told = begin(saved, num_batches, tell_end=True)[1]
+    untold = begin(saved, num_batches, where=shared_server.address)[1]
+    first = begin(saved, 0)[1]
+    choose = random.Random(str(saved)).choice  # half of all pairs for each, the same in each run
+    for resumed in ENDS:
+        rest, after = go_on(resumed, choose([told, first])[:1] * resumed[1])
+        check_rest(resumed[0], [[]] * resumed[1], rest, after)
+        # Workers have reached the end before the loop was told.
+        rest, after = go_on(resumed, untold if saved == resumed else untold[:1] * resumed[1])
+        assert not any(rest)
+        check_rest(resumed[0], [[]] * resumed[1], after, after)
+
+
+# What all ranks have delivered
+
+
+class Slow(Numbers):
+    """Its first batch comes after the next ones."""
+
+    def __getitem__(self, index):
+        if index in (0, 1):
+            raise LookupError(index)
+        return index
+
+
+@pytest.mark.parametrize("kind", ["distributed", "resumable"])
+def test_ranks_that_are_not_in_step_need_their_own_states(kind):
+    for options in {"in_order": False}, {"on_error": "skip"}:
+        states = []
+        for rank in range(2):
+            dataset = Slow(SIZE) if "on_error" in options else Numbers(SIZE)
+            sampler = DistributedSampler if kind == "distributed" else ResumableDistributedSampler
+            sampler = sampler(dataset, 2, rank, shuffle=False)
+            loader = RPCDataloader(dataset, 1, sampler=sampler, workers="inline", partition=(rank, 2), **options)
+            next(iter(loader))
+            states.append(loader.state_dict())
+            loader.load_state_dict(states[-1])
+            next(iter(loader))
+        loader.load_state_dict(states[0])
+        with pytest.raises(ValueError, match=r"rank 0 of 2, and here is rank 1 of 2: .* save a state on each rank"):
+            iter(loader)
+
+
+# Values
+
+
+# Epochs
+
+
+class Counting:
+    """Another order in each pass, by a count of its own."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(SIZE, generator=generator).tolist())
+
+
+@pytest.mark.parametrize("kind", ["distributed", "resumable", "own batches, resumable"])
+def test_epoch_of_the_saved_pass_goes_on_whichever_the_script_names(kind):
+    def make():
+        loader = load((kind, 1, 4), 0)
+        return loader, getattr(loader.sampler, "set_epoch", None) or loader.batch_sampler.sampler.set_epoch
+
+    loader, set_epoch = make()
+    set_epoch(3)
+    seen = numbers_in(itertools.islice(loader, 2))
+    for epochs in [], [4]:
+        rest, set_epoch = make()
+        rest.load_state_dict(loader.state_dict())
+        for epoch in epochs:
+            set_epoch(epoch)
+        assert Counter(seen + numbers_in(rest)) == NUMBERS
+
+
+def test_sampler_that_counts_its_passes_is_refused_at_another_count():
+    loader = RPCDataloader(Numbers(SIZE), 4, sampler=Counting(), workers="inline")
+    list(loader)
+    seen = numbers_in(itertools.islice(loader, 2))
+    other = RPCDataloader(Numbers(SIZE), 4, sampler=Counting(), workers="inline")
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"Counting\(epoch=1\), and here is Counting\(epoch=0\): go on with the same"):
+        iter(other)
+    other.sampler.epoch = 1
+    assert Counter(seen + numbers_in(other)) == NUMBERS
+
+
+# Iterable-style datasets
+
+
+class Split(IterableDataset):
+    """Splits by the variables of the environment, and by worker."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        return iter(range(rank * num_workers + worker_id, SIZE, world_size * num_workers))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_as_many_streams_go_on_whatever_number_of_workers_is_asked_for(server, before, after, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    loader, rest = (RPCDataloader(Split(), 4, workers=server.address, num_workers=number) for number in (before, after))
+    seen = numbers_in(itertools.islice(loader, 3))
+    rest.load_state_dict(loader.state_dict())
+    assert Counter(seen + numbers_in(rest)) == NUMBERS
+    assert Counter(numbers_in(rest)) == NUMBERS

@@ -1,0 +1,277 @@
+"""Calls: what goes in, what comes out, how long it may take, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.futures import Future
+
+from rpcdataloader import RPCDataset, rpc_async
+from rpcdataloader.client.client import close_client, get_client
+from rpcdataloader.errors import (
+    ConnectionLostError,
+    RemoteTraceback,
+    RPCTimeoutError,
+    SerializationError,
+)
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.frames import MessageType
+from tests.conftest import AT_ONCE, TIMEOUT_SCALE, wait_until
+from tests.support import tasks
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+def open_gate(fifo):
+    """Let a worker that reads the FIFO go on."""
+    Path(fifo).write_bytes(b"")
+
+
+# --- calling
+
+
+def test_call_returns_a_torch_future_at_once(shared_server, fifo):
+    future = rpc_async(shared_server.address, tasks.read_all, (fifo,))
+    assert isinstance(future, Future)
+    assert not future.done()
+    chained = future.then(lambda done: done.wait() * 2)
+    Path(fifo).write_bytes(b"ab")
+    assert future.wait() == b"ab"
+    assert chained.wait() == b"abab"
+
+
+def test_arguments_are_passed_by_position_and_by_name(shared_server):
+    assert rpc_async(shared_server.address, tasks.add).wait() == 0
+    assert rpc_async(shared_server.address, tasks.add, [1, 2]).wait() == 3
+    assert rpc_async(shared_server.address, tasks.add, (1, 2), {"scale": 10}).wait() == 30
+    assert rpc_async(shared_server.address, tasks.add, kwargs={"scale": 10}).wait() == 0
+
+
+def test_many_calls_share_one_connection_and_one_worker(shared_server):
+    address = shared_server.address
+    before = _num_sockets()
+    futures = [rpc_async(address, tasks.whereabouts) for _ in range(100)]
+    [(worker, session)] = {future.wait() for future in futures}
+    assert {worker, session} <= set(shared_server.processes())
+    assert _num_sockets() - before == 2  # the session's and the worker's
+
+
+def _num_sockets():
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    return sum(target.startswith("socket:") for target in targets)
+
+
+def test_calls_run_in_their_order(call, shared_server):
+    for number in range(100):
+        rpc_async(shared_server.address, tasks.append, (number,))
+    assert call(tasks.read_log) == list(range(100))
+
+
+def test_callbacks_may_wait_for_calls_and_for_other_callbacks(shared_server, fifo):
+    def add_one(done):
+        return rpc_async(shared_server.address, tasks.add, (done.wait(), 1), timeout=10 * TIMEOUT_SCALE).wait()
+
+    def add_three(done):
+        return add_one(rpc_async(shared_server.address, tasks.add, (done.wait(), 1)).then(add_one))
+
+    future = rpc_async(shared_server.address, tasks.read_all, (fifo,)).then(lambda _done: 1).then(add_three)
+    open_gate(fifo)
+    assert future.wait() == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"host": "localhost"}, ValueError, "localhost"),
+        ({"func": 3}, TypeError, "func must be callable, but is a int"),
+        ({"timeout": 0}, ValueError, "timeout must be above 0 seconds or None, but is 0"),
+        ({"timeout": -1.5}, ValueError, "-1.5"),
+        ({"timeout": float("nan")}, ValueError, "nan"),
+        ({"args": 5}, TypeError, "args must be a list or tuple of arguments, but is a int"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, error, text):
+    with pytest.raises(error, match=text):
+        rpc_async(**{"host": "localhost:1", "func": len, **arguments})
+
+
+# --- functions, classes and results that travel by value
+
+
+def test_lambdas_and_closures_are_functions_arguments_and_results(call):
+    factor = 3
+
+    def scale(value):
+        return factor * value
+
+    assert call(scale, 2) == 6
+    assert call(lambda function, value: function(value), scale, 5) == 15
+    assert call(lambda: scale)(2) == 6
+    assert call(lambda: lambda value: value + 1)(1) == 2
+
+
+# --- exceptions
+
+
+def test_exceptions_show_where_they_were_raised(call):
+    worker, _session = call(tasks.whereabouts)
+    with pytest.raises(tasks.Picky) as caught:
+        call(tasks.raise_picky)
+    cause = caught.value.__cause__
+    assert type(cause) is RemoteTraceback
+    text = str(cause)
+    assert f"worker 1 (pid {worker}) on {socket.gethostname()}" in text
+    assert 'tasks.py", line' in text
+    assert "in raise_picky" in text
+    assert 'raise Picky("decoder", 7)' in text
+
+
+def test_unpicklable_arguments_are_an_error_that_names_their_path(call):
+    worker, _session = call(tasks.whereabouts)
+    reader = tasks.Box(reader=tasks.Box(lock=threading.Lock()))
+    with pytest.raises(
+        SerializationError, match=r"^args\[1\]\.reader\.lock is a _thread\.lock, which cannot be pickled"
+    ):
+        call(tasks.add, 1, reader)
+    with pytest.raises(SerializationError, match=r"^kwargs\['scale'\]\['x'\] is a _thread\.lock"):
+        call(tasks.add, kwargs={"scale": {"x": threading.Lock()}})
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match=r"^func\.<closure>\.lock is a _thread\.lock"):
+        call(lambda: lock)
+    assert call(tasks.whereabouts)[0] == worker
+
+
+def test_modules_that_only_one_side_has_are_an_error_that_says_so(call, monkeypatch):
+    worker, _session = call(tasks.whereabouts)
+    monkeypatch.delitem(sys.modules, "only_at_the_trainer", raising=False)
+    thing = tasks.define_module("only_at_the_trainer")
+    with pytest.raises(SerializationError, match=r"only_at_the_trainer.*importable") as caught:
+        call(tasks.identity, thing)
+    assert f"worker 1 (pid {worker})" in str(caught.value.__cause__)
+    with pytest.raises(SerializationError, match=r"only_at_the_worker.*importable"):
+        call(tasks.define_module, "only_at_the_worker")
+    assert call(tasks.whereabouts)[0] == worker
+
+
+# --- time
+
+
+def fails_after(seconds, call):
+    """Whether the future of a call fails by its time limit, and not before."""
+    start = time.monotonic()
+    with pytest.raises(RPCTimeoutError) as caught:
+        call().wait()
+    assert isinstance(caught.value, TimeoutError)
+    assert f"within {seconds:g} s" in str(caught.value)
+    assert time.monotonic() - start >= seconds
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [0.25, 1.1])
+def test_fractional_timeouts_bound_the_call(shared_server, call, fifo, seconds):
+    worker, _session = call(tasks.whereabouts)
+    text = fails_after(seconds, lambda: rpc_async(shared_server.address, tasks.read_all, (fifo,), timeout=seconds))
+    assert text.startswith(f"read_all on worker 1 (pid {worker}) on {shared_server.address}")
+    open_gate(fifo)
+    assert call(tasks.whereabouts)[0] == worker
+
+
+def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, call, fifo, monkeypatch):
+    sent = []
+    begin = Channel.begin
+    monkeypatch.setattr(Channel, "begin", lambda self, *args: (begin(self, *args), sent.append(args[0].type))[0])
+    address = shared_server.address
+    call(tasks.whereabouts)  # what is given up before there is a connection is never sent
+    first = rpc_async(address, tasks.read_all, (fifo,))
+    fails_after(0.3, lambda: rpc_async(address, tasks.append, ("late",), timeout=0.3))
+    wait_until(lambda: MessageType.CANCEL in sent)
+    open_gate(fifo)
+    assert first.wait() == b""
+    assert call(tasks.read_log) == []
+
+
+def test_timeout_bounds_connecting_to_a_server_that_never_answers():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        text = fails_after(0.4, lambda: rpc_async(address, len, ("abc",), timeout=0.4))
+        assert "still connecting" in text
+        # What waits for the answer is let go: nothing else could wake it before its own limit.
+        listener.accept()[0].close()
+
+
+# --- the end of workers and servers
+
+
+def test_worker_that_exits_fails_its_calls_and_the_next_gets_another(call, shared_server):
+    worker, _session = call(tasks.whereabouts)
+    dying = rpc_async(shared_server.address, os._exit, (3,))
+    behind = rpc_async(shared_server.address, tasks.add)
+    for future in (dying, behind):
+        with pytest.raises(ConnectionLostError, match=rf"worker 1 \(pid {worker}\) on .* exited with status 3"):
+            future.wait()
+    assert call(tasks.whereabouts)[0] != worker
+
+
+def test_close_ends_sessions_that_drain(serve, fifo):
+    server = serve("--num-workers", "1")
+    future = rpc_async(server.address, tasks.read_all, (fifo,))
+    node = get_client().node(Address.parse(server.address))
+    draining = node.session()
+    with open(fifo, "wb"):
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: node.session() is not draining, what="news of the drain")
+        start = time.monotonic()
+        close_client()  # the draining session, and the one that waits for a successor
+        assert time.monotonic() - start < AT_ONCE
+        with pytest.raises(ConnectionLostError):
+            future.wait()
+    assert server.wait() == 0
+
+
+def test_killed_server_fails_its_calls_at_once_and_the_next_call_finds_its_successor(serve, fifo):
+    server = serve("--num-workers", "1")
+    future = rpc_async(server.address, tasks.read_all, (fifo,))
+    with open(fifo, "wb"):
+        start = time.monotonic()
+        server.signal(signal.SIGKILL)
+        with pytest.raises(ConnectionLostError, match=f"{server.address}"):
+            future.wait()
+        assert time.monotonic() - start < AT_ONCE
+    assert server.wait() == -signal.SIGKILL
+    assert serve("--port", server.address.rpartition(":")[2]).address == server.address
+    assert rpc_async(server.address, tasks.add, (1, 2)).wait() == 3
+
+
+# --- beside datasets
+
+
+def test_call_waits_while_its_session_builds_a_dataset(shared_server, fifo, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(TIMEOUT_SCALE))
+    datasets, seconds = [], 1.5 * TIMEOUT_SCALE
+    building = threading.Thread(
+        target=lambda: datasets.append(RPCDataset([shared_server.address], tasks.read_all, fifo))
+    )
+    building.start()
+    with open(fifo, "wb") as gate:  # the constructor runs
+        future = rpc_async(shared_server.address, tasks.add, (1, 2))
+        # Whoever connects waits for it, beyond the time that is given to a server that is not there.
+        text = fails_after(seconds, lambda: rpc_async(shared_server.address, tasks.add, timeout=seconds))
+        assert "still connecting" in text
+        assert not future.done()
+        gate.write(b"abc")
+    assert future.wait() == 3
+    building.join()
+    assert len(datasets[0]) == 3

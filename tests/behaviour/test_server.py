@@ -1,0 +1,579 @@
+"""A node server, its sessions and its workers: who lives how long, who holds what, and who is told of what."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.client import client as pool
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, stat_of, wait_until
+from tests.support.tampering import dial, read_to_the_end
+from tests.support.zygote import FORK_POOLS
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+# A client in a process of its own: prints who works for it, then does as it is told.
+CLIENT = """
+import os, sys, time
+from rpcdataloader import rpc_async
+print(*rpc_async(sys.argv[1], lambda: (os.getpid(), os.getppid())).wait(), flush=True)
+"""
+IDLE = CLIENT + "time.sleep(600)"
+
+
+def call(server, func, *args, **options):
+    """Run a function on a server and wait for its result."""
+    return rpc_async(server.address, func, args, **options).wait()
+
+
+def whereabouts():
+    return os.getpid(), os.getppid()
+
+
+@pytest.fixture
+def start_client(zygote):
+    """Start clients in processes of their own; gives the script, and the processes of its worker and session."""
+    scripts = []
+
+    def start(source, server):
+        script = zygote.start(source, server.address)
+        scripts.append(script)
+        wait_until(lambda: output_of(script).endswith("\n"), 20, "the client's first call")
+        worker, session = map(int, script.output.split())
+        return script, worker, session
+
+    yield start
+    for script in scripts:
+        with contextlib.suppress(ProcessLookupError):
+            script.kill()
+        script.wait()
+
+
+def output_of(script):
+    try:
+        return script.output
+    except FileNotFoundError:
+        return ""
+
+
+def num_descriptors(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def connections_of(pid):
+    """Numbers of the TCP connections that a process holds."""
+    table = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    tcp = {fields[9] for fields in map(str.split, table) if fields[3] == "01"}
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")):
+                found.add(match[1])
+    return found & tcp
+
+
+# --- processes
+
+
+def test_every_client_has_a_session_with_its_worker(serve, start_client):
+    server = serve()
+    worker, session = call(server, whereabouts)
+    _script, other_worker, other_session = start_client(IDLE, server)
+    assert len({worker, session, other_worker, other_session}) == 4
+    # Gates may still be there that have handed their connection over.
+    wait_until(lambda: sorted(server.processes()) == sorted([worker, session, other_worker, other_session]))
+    assert {session, other_session} == {pid for pid in server.processes() if descendants(pid)}
+    pool.close_client()
+    wait_until(lambda: sorted(server.processes()) == sorted([other_worker, other_session]))
+
+
+def test_nobody_holds_a_connection_of_somebody_else(serve, start_client):
+    """Or the death of one client would go unnoticed while another one lives."""
+    server = serve()
+
+    def holders():
+        found = {}
+        for pid in [server.pid, *server.processes()]:
+            with contextlib.suppress(FileNotFoundError):  # a gate that has gone
+                for connection in connections_of(pid):
+                    found.setdefault(connection, set()).add(pid)
+        return sorted(sorted(pids) for pids in found.values() if pids != {server.pid})
+
+    with dial(server.address):  # a stranger, who is the server's alone
+        clients = [start_client(IDLE, server)[1:] for _ in range(3)]
+        clients.append(call(server, whereabouts))
+        expected = [{worker} for worker, _ in clients] + [{server.pid, session} for _, session in clients]
+        wait_until(lambda: holders() == sorted(map(sorted, expected)))
+
+
+def test_what_user_code_forks_or_starts_does_not_hold_a_connection(serve):
+    """A worker that is killed, and a process that it has forked, and one that it has started, live on."""
+
+    def leave_behind():
+        import subprocess
+
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        # Not close_fds=True, which subprocess has as its default and C libraries do not.
+        return os.getpid(), [pid, subprocess.Popen(["sleep", "600"], close_fds=False).pid]
+
+    server = serve()
+    worker, left = call(server, leave_behind)
+    waiting = rpc_async(server.address, time.sleep, (600,))
+    try:
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(ConnectionLostError, match="killed by SIGKILL"):
+            waiting.wait()
+        assert all(map(is_running, left))
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_death_of_a_worker_is_logged_with_its_reason_and_the_next_call_works(serve):
+    server = serve()
+    pid = call(server, os.getpid)
+    with pytest.raises(ConnectionLostError, match=r"killed by SIGSEGV \(a crash in compiled code\)"):
+        call(server, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    assert call(server, os.getpid) != pid
+    name = f"client {socket.gethostname()}:{os.getpid()}"
+    line = f"WARNING rpcdataloader.server[{server.pid}] worker 1 of {name} was killed by SIGSEGV (a crash in"
+    wait_until(lambda: line in server.log)
+
+
+def test_death_of_a_session_is_logged_and_ends_its_workers(serve):
+    server = serve()
+    worker, session = call(server, whereabouts)
+    waiting = rpc_async(server.address, time.sleep, (600,))
+    os.kill(session, signal.SIGKILL)
+    with pytest.raises(ConnectionLostError):
+        waiting.wait()
+    wait_until(lambda: not is_running(worker))
+    wait_until(lambda: "was killed by SIGKILL (perhaps out of memory)" in server.log)
+    assert call(server, os.getppid) != session
+
+
+def test_everything_dies_with_a_node_server_that_is_killed(serve):
+    server = serve()
+    worker, session = call(server, whereabouts)
+    waiting = rpc_async(server.address, time.sleep, (600,))
+    server.signal(signal.SIGKILL)
+    wait_until(lambda: not is_running(worker) and not is_running(session))
+    with pytest.raises(ConnectionLostError):
+        waiting.wait()
+
+
+# --- the end
+
+
+def read_text(path):
+    return Path(path).read_text()
+
+
+def test_drain_lets_running_calls_finish_and_takes_no_new_session(serve, start_client, fifo):
+    server = serve()
+    _script, worker, session = start_client(IDLE, server)
+    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
+    with open(fifo, "w") as file:  # the call has begun
+        server.signal(signal.SIGTERM)
+        # A client with nothing to do goes at once, and nobody is let in.
+        wait_until(lambda: not is_running(worker) and not is_running(session))
+        with pytest.raises(ConnectionRefusedError):
+            dial(server.address)
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+    assert "draining: 2 sessions, at most 30 s" in server.log
+    assert "WARNING" not in server.log
+
+
+def test_drain_ends_after_its_grace(serve, fifo):
+    server = serve("--grace", "0.2")
+    running = rpc_async(server.address, read_text, (fifo,))
+    with open(fifo, "w"):
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+    with pytest.raises(ConnectionLostError):
+        running.wait()
+    assert "ended 1 sessions that were still busy after 0.2 s" in server.log
+    assert "was ended: still busy 0.2 s after it was told to drain" in server.log
+    assert "memory" not in server.log
+
+
+def test_second_signal_ends_at_once(serve, fifo):
+    server = serve()
+    running = rpc_async(server.address, read_text, (fifo,))
+    with open(fifo, "w"):
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.log)
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+    with pytest.raises(ConnectionLostError):
+        running.wait()
+
+
+def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
+    """The word waits for it."""
+
+    class Slow:
+        def __init__(self, path):
+            Path(path).read_text()
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return index
+
+    server = serve()
+    with ThreadPoolExecutor(1) as thread:
+        building = thread.submit(RPCDataset, [server.address], Slow, fifo)
+        with open(fifo, "w"):
+            server.signal(signal.SIGTERM)
+            wait_until(lambda: "draining" in server.log)
+        assert len(building.result(20 * TIMEOUT_SCALE)) == 1
+    assert server.wait() == 0
+
+
+def test_signal_for_everybody_reaches_the_server_alone(serve, fifo):
+    """As Ctrl-C in a terminal, srun and systemd send it: workers and sessions ignore that, and finish what they do."""
+    server = serve(before="os.setpgid(0, 0)")
+    running = rpc_async(server.address, read_text, (fifo,))
+    with open(fifo, "w") as file:
+        for pid in server.processes():
+            with contextlib.suppress(ProcessLookupError):  # a gate that has gone
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGINT)
+        os.killpg(server.pid, signal.SIGINT)
+        wait_until(lambda: "draining" in server.log)
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+
+
+# --- who gets a worker
+
+
+def test_full_server_is_waited_for(serve, start_client, caplog):
+    server = serve("--num-workers", "1", "--max-connections", "1")
+    script, _worker, _session = start_client(IDLE, server)
+    waiting = rpc_async(server.address, os.getpid)
+    wait_until(lambda: f"waiting for {server.address}, which is busy: all 1 connections are in use" in caplog.text)
+    script.kill()
+    assert waiting.wait() > 0
+    assert server.log.count("gets no further worker: all 1 connections are in use (--max-connections)") == 1
+
+
+def test_full_server_is_not_waited_for_longer_than_the_connect_timeout(serve, start_client, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(1.5 * TIMEOUT_SCALE))
+    server = serve("--num-workers", "1", "--max-connections", "1")
+    start_client(IDLE, server)
+    with pytest.raises(ConnectError, match=f"{server.address} is busy: all 1 connections are in use"):
+        call(server, os.getpid)
+
+
+# --- output
+
+
+def test_output_of_a_session_is_in_the_log_and_its_warnings_reach_the_client(serve, caplog):
+    class Talkative:
+        def __init__(self):
+            os.write(1, b"building\n")
+            warnings.warn("the index is old", stacklevel=1)
+            logging.getLogger("user.data").warning("the index is large")
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return index
+
+    server = serve()
+    dataset = RPCDataset([server.address], Talkative)
+    assert len(dataset) == 1
+    wait_until(lambda: re.search(rf"^\[\S+ client \S+:{os.getpid()}\] building$", server.log, re.MULTILINE))
+    wait_until(lambda: "UserWarning: the index is old" in server.log)
+    wait_until(lambda: f"{server.address}: user.data: the index is large" in caplog.text)
+
+
+def test_warnings_and_log_records_reach_the_client(serve, caplog):
+    def warn():
+        warnings.warn("old format", DeprecationWarning, stacklevel=1)
+        logging.getLogger("user.data").info("not this")
+        for _ in range(100):
+            logging.getLogger("user.data").error("file a.jpg is broken")
+        for number in range(1000):
+            logging.getLogger("user.data").warning("sample %d", number)
+
+    server = serve(before="import warnings; warnings.simplefilter('always')")
+    caplog.set_level(logging.WARNING, "rpcdataloader.worker")
+    call(server, warn)
+    texts = lambda: [record.getMessage() for record in caplog.records if record.name == "rpcdataloader.worker"]  # noqa: E731
+    wait_until(lambda: len(texts()) >= 20)
+    call(server, os.getpid)
+    assert len(texts()) == 20  # of what a worker says within ten seconds, each text once
+    assert re.search(rf"py.warnings: {re.escape(__file__)}:\d+: DeprecationWarning: old format", texts()[0])
+    assert texts()[1].endswith("user.data: file a.jpg is broken")
+    assert f"worker 1 (pid {call(server, os.getpid)}) on {server.address}" in texts()[0]
+    wait_until(lambda: server.log.count("sample") == 0 or "sample 999" in server.log)
+
+
+def test_standard_input_of_a_worker_is_empty(serve):
+    server = serve()
+    assert call(server, lambda: os.popen("cat").read()) == ""
+    assert call(server, lambda: sys.stdin.read()) == ""
+
+
+def test_full_disk_under_the_log_ends_nobody(serve):
+    server = serve(before="os.dup2(os.open('/dev/full', os.O_WRONLY), 2)")
+    call(server, lambda: print("lost"))  # noqa: T201
+    assert call(server, os.getpid) > 0
+
+
+# --- strangers and floods
+
+
+def test_connections_in_a_row_leave_nothing_behind(serve):
+    server = serve("--num-workers", "1")
+    # Not after the first call: the server closes what belonged to a process a little later than that has ended.
+    before = num_descriptors(server.pid)
+    call(server, os.getpid)
+    pool.close_client()
+    for data in [b"", b"GET / HTTP/1.1\r\n\r\n", b"RPCDLDR\x01", Preamble(bytes([1] * 16)).encode()] * 25:
+        dial(server.address, data).close()
+    wait_until(lambda: not server.processes(), 20)
+    wait_until(lambda: num_descriptors(server.pid) == before)
+    wait_until(lambda: not zombies_of(server.pid))
+    assert call(server, os.getpid) > 0
+
+
+def zombies_of(pid):
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and stat_of(int(entry))[:2] == ["Z", str(pid)]:
+            found.append(int(entry))
+    return found
+
+
+def test_log_of_refused_connections_has_a_limit(serve):
+    server = serve(before="logs.REFUSALS_PERIOD = 1000")
+    for _ in range(60):
+        with dial(server.address, b"x" * PREAMBLE_SIZE) as sock:
+            assert read_to_the_end(sock) == b""
+    wait_until(lambda: not server.processes())
+    assert server.log.count("] refused 127.0.0.1:") == 20
+
+
+def test_silent_strangers_cost_no_process(serve):
+    server = serve()
+    _session_id, session = session_of(server)
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(dial(server.address))
+        worker = call(server, os.getpid)
+        assert set(server.processes()) == {session, worker}
+
+
+def test_worker_at_rest_has_two_threads(serve):
+    server = serve()
+    pid = call(server, os.getpid)
+    assert len(os.listdir(f"/proc/{pid}/task")) == 2
+
+
+def test_server_without_descriptors_waits_and_goes_on(serve):
+    server = serve(
+        before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); node.EXHAUSTED_PAUSE = 0.3"
+    )
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(dial(server.address))
+        told = r"cannot accept a connection now: .*Too many open files"
+        wait_until(lambda: len(re.findall(told, server.log)) >= 3)
+        assert time.monotonic() - start > 0.6, "it does not spin meanwhile"
+    assert call(server, os.getpid) > 0
+
+
+def session_of(server):
+    """This client's session on a server: its id, and its process."""
+    welcome = pool.get_client().node(Address.parse(server.address)).session().wait()
+    return bytes.fromhex(welcome.session), welcome.pid
+
+
+def test_session_that_stands_still_stops_nobody_else(serve, start_client):
+    """Its queue fills with connections, and those that hand them over wait; the node server does not."""
+    short_queues = """
+import socket
+make_pair = events.Link.pair
+def make_short_pair():
+    ends = make_pair()
+    for end in ends:
+        end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return ends
+events.Link.pair = make_short_pair
+node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05
+"""
+    server = serve(before=short_queues)
+    session_id, session = session_of(server)
+    assert call(server, os.getpid) > 0
+    os.kill(session, signal.SIGSTOP)
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(dial(server.address, Preamble(session_id).encode()))
+        wait_until(lambda: "too many unauthenticated connections" in server.log)
+        _script, worker, other = start_client(IDLE, server)
+        assert {worker, other} <= set(server.processes())
+    os.kill(session, signal.SIGCONT)
+    assert call(server, os.getppid) == session
+
+
+# --- the embedded pool
+
+
+class SignalMasks(Dataset):
+    """Which signals a worker, its session and its node server block."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        server = int(stat_of(os.getppid())[1])
+        pids = os.getpid(), os.getppid(), server
+        return [re.search(r"SigBlk:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1] for pid in pids]
+
+
+def test_embedded_pool_hears_signals_whoever_starts_it(clean_client):  # noqa: ARG001
+    found = []
+
+    def start():
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        found.extend(RPCDataloader(SignalMasks(), batch_size=None, num_workers=1))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert found == [["0" * 16] * 3]
+
+
+EMBEDDED = """
+import os, signal, sys, time
+from rpcdataloader import RPCDataloader
+from rpcdataloader.client import client as pool
+import torch
+loader = RPCDataloader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2)
+assert torch.cat([x for x, in loader]).tolist() == list(range(8))
+local = pool.get_client()._local
+print(local._process.pid, os.path.dirname(local.address.path), flush=True)
+"""
+ENDS = {
+    "normally": "",
+    "by os._exit": "os._exit(3)",
+    "by SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "by SIGKILL while a fork of it lives on": """
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+}
+
+
+@pytest.fixture
+def long_tmpdir(tmp_path):
+    folder = tmp_path / ("t" * 100) / ("m" * 100)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
+    # What a library has asked for before the fork is remembered.
+    start = f"""
+import os, tempfile
+os.environ["TMPDIR"] = {str(long_tmpdir)!r}
+tempfile.tempdir = None
+{EMBEDDED}"""
+    # One pool is a real one; for the others, importing torch would be most of the work.
+    scripts = {
+        end: zygote.start(("" if end == "normally" else FORK_POOLS) + start + source) for end, source in ENDS.items()
+    }
+    for end, script in scripts.items():
+        ended = script.wait(60)
+        num_lines = 2 if "fork" in end else 1
+        wait_until(lambda script=script, n=num_lines: script.output.count("\n") == n, what=end + ended.errors)
+        server, folder, *forks = script.output.split()
+        assert folder.startswith(str(long_tmpdir))
+        wait_until(lambda server=server: not is_running(int(server)), what=end)
+        wait_until(lambda folder=folder: not os.path.exists(folder), what=end)
+        for pid in map(int, forks):
+            assert is_running(pid)
+            os.kill(pid, signal.SIGKILL)
+    assert os.listdir(long_tmpdir) == []
+
+
+GOES_ON_AFTER_CTRL_C = """
+os.setpgid(0, 0)
+try:
+    os.killpg(0, signal.SIGINT)
+    time.sleep(600)
+except KeyboardInterrupt:
+    pass
+assert torch.cat([x for x, in loader]).tolist() == list(range(8))
+assert os.getsid(local._process.pid) == local._process.pid
+print("went on")
+"""
+
+MODES = """
+import stat
+path = local.address.path
+print(oct(stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode)), oct(stat.S_IMODE(os.stat(path).st_mode)))
+"""
+
+
+@pytest.fixture(scope="module")
+def trainer(zygote, tmp_path_factory):
+    """The one of the next tests: its pool imports torch, which takes as long as many tests."""
+    folder = tmp_path_factory.mktemp("trainer")
+    (folder / "json.py").write_text("raise LookupError('the wrong json')")
+    change = f"import os; os.chdir({str(folder)!r})\n"
+    return zygote.start(change + EMBEDDED + GOES_ON_AFTER_CTRL_C + MODES).wait(60)
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_trainer_and_not_its_pool(trainer):
+    """It signals the whole group; the trainer may save its work and go on."""
+    assert trainer.output.splitlines()[1:2] == ["went on"], trainer.errors
+
+
+def test_embedded_pool_is_private(trainer):
+    assert trainer.output.splitlines()[2:] == ["0o700 0o600"], trainer.errors
+
+
+def test_embedded_pool_imports_nothing_from_the_current_folder(trainer):
+    """A script that is started from elsewhere does not either, so such a name is no mistake of its author."""
+    assert (trainer.status, trainer.errors) == (0, "")
+
+
+def test_embedded_pool_that_does_not_start_is_an_error_and_leaves_nothing(monkeypatch, long_tmpdir):
+    monkeypatch.setenv("TMPDIR", str(long_tmpdir))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConnectError, match=r"the embedded pool did not start \(exit status 1\)"):
+        RPCDataset("local:1", SignalMasks)
+    assert os.listdir(long_tmpdir) == []

@@ -1,0 +1,399 @@
+"""Batches of workers on the trainer's own machine: in memory that both see, and whole whatever happens to either."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from rpcdataloader import RPCDataloader
+from rpcdataloader.errors import ConnectionLostError, RPCError
+from tests.conftest import leased_bytes, wait_until
+from tests.support.crew import wait_for_crew, workers_of
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+MIB = 1 << 20
+SAMPLE_BYTES = MIB // 4
+BATCH_SIZE = 4
+
+
+class Images(Dataset):
+    """Sample i is full of i."""
+
+    def __init__(self, size=24, sample_bytes=SAMPLE_BYTES, deadly=None):
+        self.size, self.sample_bytes, self.deadly = size, sample_bytes, deadly
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if self.deadly is not None and index == 13 and not os.path.exists(self.deadly):
+            Path(self.deadly).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((self.sample_bytes,), index % 256, dtype=torch.uint8)
+
+
+class Keeper:
+    """A collate function that keeps each batch, and sees what others do to it."""
+
+    def __init__(self):
+        self.last, self.copy = None, None
+
+    def __call__(self, samples):
+        if self.last is not None and not torch.equal(self.last, self.copy):
+            raise ValueError("the trainer has changed the worker's batch")
+        self.last = default_collate(samples)
+        self.copy = self.last.clone()
+        return self.last
+
+
+def as_dict(samples):
+    return {"images": default_collate(samples), "array": np.stack([sample.numpy() for sample in samples])}
+
+
+@pytest.fixture
+def workers(unix_server):
+    return unix_server.address
+
+
+def expected(number, size=BATCH_SIZE):
+    return [(number * size + i) % 256 for i in range(size)]
+
+
+def first_bytes(batch):
+    values = batch[:, 0].tolist()
+    assert values == batch[:, -1].tolist() == batch[:, 1000].tolist()
+    return values
+
+
+def is_shared(memory):
+    """Whether a tensor or an array lies in a worker's memory."""
+    address = memory.data_ptr() if isinstance(memory, torch.Tensor) else memory.ctypes.data
+    for start, end in re.findall(r"^(\w+)-(\w+) .*memfd:rpcdataloader", Path("/proc/self/maps").read_text(), re.M):
+        if int(start, 16) <= address < int(end, 16):
+            return True
+    return False
+
+
+def num_mappings():
+    return Path("/proc/self/maps").read_text().count("memfd:rpcdataloader")
+
+
+def test_large_batches_are_in_memory_of_the_worker(workers):
+    batches = list(RPCDataloader(Images(), BATCH_SIZE, workers=workers))
+    assert [first_bytes(batch) for batch in batches] == [expected(number) for number in range(6)]
+    # The first one of each worker may have been made before the trainer had mapped its memory.
+    assert sum(map(is_shared, batches)) >= 2
+    assert not any(map(is_shared, RPCDataloader(Images(sample_bytes=100), BATCH_SIZE, workers=workers)))
+
+
+def test_what_a_users_function_makes_is_in_memory_of_the_worker(workers):
+    batches = list(RPCDataloader(Images(), BATCH_SIZE, workers=workers, collate_fn=as_dict))
+    for number, batch in enumerate(batches):
+        assert first_bytes(batch["images"]) == first_bytes(batch["array"]) == expected(number)
+        assert batch["images"].is_contiguous()
+        assert batch["array"].flags.writeable
+    assert sum(is_shared(batch["images"]) and is_shared(batch["array"]) for batch in batches) >= 2
+
+
+def test_changes_in_place_are_the_trainers_alone(workers):
+    for _epoch in range(2):
+        loader = RPCDataloader(Images(40), BATCH_SIZE, workers=workers, collate_fn=Keeper(), persistent_workers=True)
+        for number, batch in enumerate(loader):
+            assert first_bytes(batch) == expected(number)
+            batch.fill_(99)
+
+
+def test_batches_outlive_their_workers(workers):
+    iterator = iter(RPCDataloader(Images(40), BATCH_SIZE, workers=workers))
+    wait_for_crew(iterator, 2)  # one that has not started has the number 0, which stands for this process's group
+    kept = [next(iterator) for _ in range(4)]
+    for worker in workers_of(iterator):
+        os.kill(worker.pid, signal.SIGKILL)
+    kept += iterator
+    assert [first_bytes(batch) for batch in kept] == [expected(number) for number in range(10)]
+    del iterator, worker
+    gc.collect()
+    assert any(map(is_shared, kept))
+    kept[0].fill_(1)
+    assert [first_bytes(batch) for batch in kept[1:]] == [expected(number) for number in range(1, 10)]
+    del kept
+    gc.collect()
+    wait_until(lambda: num_mappings() == 0, what="the end of the mappings")
+
+
+@pytest.mark.parametrize("sample_bytes", [1, 1 << 14, 1 << 16, SAMPLE_BYTES])
+def test_worker_killed_in_the_middle_of_a_batch(workers, tmp_path, sample_bytes):
+    loader = RPCDataloader(Images(40, sample_bytes, deadly=str(tmp_path / "died")), BATCH_SIZE, workers=workers)
+    kept = list(loader)
+    assert (tmp_path / "died").exists()
+    assert [batch[:, -1].tolist() for batch in kept] == [expected(number) for number in range(10)]
+
+
+class Expanded(Dataset):
+    """One byte of memory for a sample of gigabytes."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.tensor([index + 1], dtype=torch.uint8).expand(3 << 30)
+
+
+@pytest.mark.slow
+def test_batch_of_gigabytes(workers):
+    for number, batch in enumerate(RPCDataloader(Expanded(), 1, workers=workers, num_workers=1, prefetch_factor=1)):
+        assert batch.shape == (1, 3 << 30)
+        assert batch[0, :: 1 << 20].unique().tolist() == [number + 1]
+        del batch
+
+
+def twice(samples):
+    batch = default_collate(samples)
+    return [batch, batch, batch[:2]]
+
+
+def test_one_tensor_twice_in_a_batch(workers):
+    for number, (one, other, part) in enumerate(RPCDataloader(Images(), BATCH_SIZE, workers=workers, collate_fn=twice)):
+        assert one is other
+        part.fill_(9)
+        assert first_bytes(one) == expected(number)
+        one.fill_(8)
+        assert part.unique().tolist() == [9]
+
+
+def test_connection_to_a_hostile_worker_ends_with_an_error_that_names_the_lie(serve, tmp_path, caplog):
+    lie = "from rpcdataloader.wire import shared\nblock = shared.SharedBlock\n"
+    lie += "shared.SharedBlock = lambda _mapping, offset, size: block(9, offset, size)"
+    server = serve("--host", f"unix:{tmp_path}/socket", before=lie)
+    told = []
+    try:  # other workers take its place, up to a limit
+        list(RPCDataloader(Images(200), BATCH_SIZE, workers=server.address))
+    except RPCError as exc:
+        told.append(str(exc))
+    assert "a block of shared memory 9, which it never gave" in "".join([*told, caplog.text])
+
+
+TRAINING = """
+import sys, time
+from rpcdataloader import RPCDataloader
+from tests.behaviour.test_shared_memory import Images, is_shared
+
+if __name__ == "__main__":
+    kept = []
+    for batch in RPCDataloader(Images(400), 4, workers=sys.argv[1]):
+        if not kept and not is_shared(batch):  # the first ones come before the mapping is confirmed
+            continue
+        kept.append(batch)
+        if len(kept) == 10:
+            print(is_shared(kept[-1]), flush=True)
+        if len(kept) > 10:
+            time.sleep(0.01)
+"""
+
+
+def test_nothing_stays_after_a_trainer_was_killed(zygote, serve, tmp_path):
+    server = serve("--host", f"unix:{tmp_path}/socket", "--num-workers", "2")
+    trainer = zygote.start(TRAINING, server.address)
+    wait_until(lambda: "\n" in trainer.output or trainer.errors, what="ten batches")
+    assert (trainer.output, trainer.errors) == ("True\n", "")
+    assert any(map(maps_shared_memory, server.processes()))
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not server.processes(), what="the end of its workers")
+    assert not maps_shared_memory(server.pid)
+
+
+def maps_shared_memory(pid):
+    try:
+        return "memfd:rpcdataloader" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("size", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_thousands_of_kept_batches_with_few_descriptors(serve, tmp_path, size):
+    """The soft limit of descriptors is 256, and each batch is a block of its own, of 64 KiB."""
+    less = "from rpcdataloader.wire import shared\nshared.MIN_SHARED_BYTES = 1 << 16"
+    server = serve("--host", f"unix:{tmp_path}/socket", before=less)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        kept = list(RPCDataloader(Images(size, 1 << 16), 1, workers=server.address))
+        assert sum(map(is_shared, kept[-10:])) == 10
+        assert num_mappings() < 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [first_bytes(batch) for batch in kept] == [expected(number, 1) for number in range(size)]
+
+
+def test_batches_dropped_in_other_threads(workers):
+    places = [[] for _ in range(4)]
+    for number, batch in enumerate(RPCDataloader(Images(160), BATCH_SIZE, workers=workers)):
+        assert first_bytes(batch) == expected(number)
+        places[number % 4].append(batch)
+        if number % 8 == 7:
+            del batch
+            threads = [threading.Thread(target=place.clear) for place in places]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_of_the_trainer_keeps_the_batches_that_it_inherits(workers):
+    context = multiprocessing.get_context("fork")
+    iterator = iter(RPCDataloader(Images(200), BATCH_SIZE, workers=workers))
+    kept = [next(iterator) for _ in range(8)]
+    ours, theirs = context.Pipe()
+
+    def check():
+        theirs.recv()
+        theirs.send([bytes(batch.numpy()[:, 7]) for batch in kept])
+
+    child = context.Process(target=check)
+    child.start()
+    kept.clear()
+    for number, batch in enumerate(iterator, 8):
+        assert first_bytes(batch) == expected(number)
+    ours.send("the memory would have been used again")
+    assert ours.recv() == [bytes(expected(number)) for number in range(8)]
+    child.join()
+    assert child.exitcode == 0
+    for end in (ours, theirs, child):
+        end.close()
+
+
+@pytest.mark.parametrize(
+    ("persistent_workers", "num_epochs"), [(False, 30), (True, 100), pytest.param(True, 1000, marks=pytest.mark.slow)]
+)
+def test_epochs_leave_nothing(workers, persistent_workers, num_epochs):
+    """Mappings, descriptors and memory of a trainer, and of workers that it keeps, do not grow."""
+    loader = RPCDataloader(Images(40), BATCH_SIZE, workers=workers, persistent_workers=persistent_workers)
+    for epoch in range(num_epochs):
+        iterator = iter(loader)
+        assert sum(len(batch) for batch in iterator) == 40
+        if epoch == 10:
+            before = num_mappings(), num_descriptors(), private_bytes()
+    assert private_bytes() < before[2] + 30 * MIB
+    if persistent_workers:
+        for worker in workers_of(iterator):
+            assert shared_bytes(worker.pid) < 12 * MIB  # those in flight, and some that are free
+    wait_until(
+        lambda: num_mappings() <= max(2, before[0]) and num_descriptors() <= before[1],
+        what="as many mappings and descriptors as after ten epochs",
+    )
+    wait_until(lambda: leased_bytes_of_client() == 0, what="the end of all batches")
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def private_bytes():
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def shared_bytes(pid):
+    """The memory behind a worker's mappings, as the kernel counts it."""
+    found = re.findall(r"memfd:rpcdataloader.*?^Rss: +(\d+)", Path(f"/proc/{pid}/smaps").read_text(), re.M | re.S)
+    assert found
+    return 1024 * sum(map(int, found))
+
+
+def leased_bytes_of_client():
+    from rpcdataloader.client.client import get_client
+
+    gc.collect()
+    return leased_bytes(get_client().allocator)
+
+
+@pytest.fixture
+def memory_group():
+    """A new memory cgroup: its folder, and the name of its limit."""
+    groups = Path("/proc/self/cgroup").read_text()
+    own = dict(re.findall(r"^\d+:([\w,]*):(.*)$", groups, re.M))
+    root = Path("/sys/fs/cgroup")
+    old = root / "memory" / own["memory"].strip("/") if "memory" in own else None
+    folder = (old or root / own.get("", "/").strip("/")) / f"rpcdl-test-{os.getpid()}"
+    limit = "memory.limit_in_bytes" if old else "memory.max"
+    if len(Path("/proc/swaps").read_text().splitlines()) > 1:
+        pytest.skip("this machine swaps")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a cgroup: {error}")
+    if not (folder / limit).exists():
+        folder.rmdir()
+        pytest.skip("this cgroup cannot limit memory")
+    yield folder, limit
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            (folder.parent / "cgroup.procs").write_text(pid)
+    wait_until(lambda: not (folder / "cgroup.procs").read_text(), what="the end of the processes of the cgroup")
+    folder.rmdir()
+
+
+@pytest.mark.slow
+def test_workers_at_the_limit_of_their_memory_cgroup(serve, tmp_path, memory_group):
+    """The kernel kills them, and what starts others. The loop hears of it, and what it has taken stays whole."""
+    folder, limit = memory_group
+    server = serve("--host", f"unix:{tmp_path}/socket")
+    loader = RPCDataloader(Images(4000), BATCH_SIZE, workers=server.address, reconnect_timeout=1)
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(10)]
+    for pid in [server.pid, *server.processes()]:
+        with contextlib.suppress(ProcessLookupError):
+            (folder / "cgroup.procs").write_text(str(pid))
+    (folder / limit).write_text(str(200 * MIB))
+    with pytest.raises(ConnectionLostError):
+        kept.extend(iterator)
+    assert sum(map(is_shared, kept)) > 50
+    assert [first_bytes(batch) for batch in kept] == [expected(number) for number in range(len(kept))]
+
+
+def test_without_shared_memory_batches_are_sent(serve, tmp_path):
+    """As where a sandbox forbids memfd_create."""
+    refuse = (
+        "from rpcdataloader.wire import shared\ndef refuse(_size): raise PermissionError\nshared.create_memory = refuse"
+    )
+    server = serve("--host", f"unix:{tmp_path}/socket", before=refuse)
+    batches = list(RPCDataloader(Images(), BATCH_SIZE, workers=server.address))
+    assert [first_bytes(batch) for batch in batches] == [expected(number) for number in range(6)]
+    assert not any(map(is_shared, batches))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_size_of_dev_shm_does_not_matter(tmp_path):
+    program = tmp_path / "training.py"
+    program.write_text(DEV_SHM)
+    command = f"mount -t tmpfs -o ro,size=4k tmpfs /dev/shm && exec {sys.executable} {program}"
+    ended = subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "24 True\n", "")
+
+
+DEV_SHM = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from rpcdataloader import RPCDataloader
+from tests.behaviour.test_shared_memory import Images, is_shared
+
+if __name__ == "__main__":
+    batches = list(RPCDataloader(Images(), 4, workers="local:1"))
+    print(sum(map(len, batches)), is_shared(batches[-1]))
+"""

@@ -1,0 +1,584 @@
+"""What node servers are doing, asked from outside: ``python -m rpcdataloader.status``."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset, __version__, rpc_async
+from rpcdataloader.client.client import get_client
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError
+from rpcdataloader.status.__main__ import Nodes, main
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import local_identity, open_channel
+from rpcdataloader.wire.connecting import short_path
+from rpcdataloader.wire.credentials import Credentials, load_credentials
+from rpcdataloader.wire.frames import MessageType, Sealer, encode
+from rpcdataloader.wire.handshake import STATUS_ID, Preamble
+from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.register import MAX_SILENCE
+from rpcdataloader.wire.status import StatusRequest
+from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from rpcdataloader.wire.transport import Deadline
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.support.tampering import dial, read_to_the_end
+from tests.support.zygote import FORK_POOLS
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+PROMPTLY = 20 * TIMEOUT_SCALE
+NUM_SAMPLES, BATCH_SIZE, BAD = 96, 4, 50
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        if index == BAD:
+            raise LookupError("a damaged file")
+        return torch.zeros(1000)
+
+
+def read_text(path):
+    return Path(path).read_text()
+
+
+def sleep():
+    time.sleep(600)
+
+
+def fail(error):
+    raise error
+
+
+# --- helpers
+
+
+def ask_for_status(*arguments):
+    """On a machine that is busy with other tests, an answer takes its time."""
+    return main(["--timeout", str(PROMPTLY), *arguments])
+
+
+@pytest.fixture
+def look(capsys):
+    """Look once; gives the exit status and the JSON document."""
+
+    def look(*arguments):
+        status = ask_for_status(*arguments, "--json")
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return status, json.loads(captured.out)
+
+    return look
+
+
+@pytest.fixture
+def look_at(look):
+    """The one node server at an address that is ready."""
+
+    def look_at(server, *arguments):
+        status, document = look(server.address, *arguments)
+        (node,) = document["nodes"]
+        assert (status, node["state"]) == (0, "ready"), node
+        return node
+
+    return look_at
+
+
+@pytest.fixture
+def asker():
+    return Nodes(["localhost:1"], None, PROMPTLY)
+
+
+def ask(asker, server):
+    (answer,) = asker.ask([Address.parse(server.address)], stacks=False)
+    return answer
+
+
+def workers_of(node):
+    return [worker for client in node["clients"] for worker in client["workers"]]
+
+
+def session_on(server):
+    return get_client().node(Address.parse(server.address)).session()
+
+
+# --- what is told
+
+
+def test_counts_after_an_epoch_are_exact(serve, look_at):
+    server = serve("--num-workers", "2")
+    loader = RPCDataloader(
+        RPCDataset([server.address], Samples), batch_size=BATCH_SIZE, persistent_workers=True, on_error="skip"
+    )
+    assert sum(len(batch) for batch in loader) == NUM_SAMPLES - 1
+    node = look_at(server)
+    assert (node["tasks"], node["errors"]) == (NUM_SAMPLES // BATCH_SIZE, 0)
+    assert node["sent_bytes"] > NUM_SAMPLES * 4000 - 4000
+    (client,) = node["clients"]
+    workers = workers_of(node)
+    for name in "tasks", "calls", "errors", "sent_bytes", "received_bytes":
+        assert node[name] == client[name] == sum(worker[name] for worker in workers)
+    assert {worker["pid"] for worker in workers} <= set(server.processes())
+    assert [worker["number"] for worker in workers] == sorted(worker["number"] for worker in workers)
+    assert client["session_pid"] in server.processes()
+    assert all(worker["memory_bytes"] > 10**6 and worker["cpu_seconds"] >= 0 for worker in workers)
+    for _ in loader:
+        pass
+    assert look_at(server)["tasks"] == 2 * (NUM_SAMPLES // BATCH_SIZE)
+
+
+CLIENT = """
+import os, sys, time
+os.environ.update(RANK="3", WORLD_SIZE="4", SLURM_JOB_ID="4711")
+from rpcdataloader import rpc_async
+rpc_async(sys.argv[1], os.getpid).wait()
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_clients_are_named_with_host_process_rank_and_job(serve, zygote, look_at):
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    script = zygote.start(CLIENT, server.address)
+    try:
+        wait_until(lambda: len(look_at(server)["clients"]) == 2 and len(workers_of(look_at(server))) == 2, 20)
+        ours, other = look_at(server)["clients"]
+    finally:
+        script.kill()
+        script.wait()
+    host = socket.gethostname()
+    assert look_at(server)["version"] == __version__
+    assert (ours["host"], ours["pid"], ours["rank"], ours["job"]) == (host, os.getpid(), None, "")
+    assert (other["host"], other["pid"], other["rank"], other["job"]) == (host, script.pid, 3, "4711")
+    # The killed client is gone, and what it has done is not.
+    wait_until(lambda: len(look_at(server)["clients"]) == 1)
+    node = look_at(server)
+    assert (node["calls"], node["ended_workers"]) == (2, 1)
+
+
+def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
+    server = serve()
+    pid = rpc_async(server.address, os.getpid).wait()
+    call = rpc_async(server.address, read_text, (fifo,))
+
+    def worker():
+        (worker,) = workers_of(look_at(server))
+        return worker
+
+    with open(fifo, "w"):  # it has begun
+        wait_until(lambda: worker()["process_state"] == "S")
+        before = worker()
+        assert (before["pid"], before["state"], before["process_state"]) == (pid, "running", "S")
+        assert before["queued"] == 0
+        assert worker()["state_seconds"] > before["state_seconds"]
+    call.wait()
+    wait_until(lambda: worker()["state"] == "idle")
+    assert (worker()["queued"], worker()["calls"]) == (0, 2)
+
+
+def test_last_error_of_a_client_is_told(serve, look_at, capsys):
+    class Awkward(Exception):
+        def __str__(self):
+            return "a damaged\nfile"
+
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    (client,) = look_at(server)["clients"]
+    assert (client["last_error"], client["last_error_seconds"]) == (None, None)
+    for error in ValueError("first"), Awkward():
+        with pytest.raises(type(error)):
+            rpc_async(server.address, fail, (error,)).wait()
+    (client,) = look_at(server)["clients"]
+    assert client["last_error"].endswith("Awkward: a damaged file")
+    assert 0 <= client["last_error_seconds"] < PROMPTLY
+    # It is known when its worker has ended, too.
+    (worker,) = client["workers"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    wait_until(lambda: not workers_of(look_at(server)))
+    assert ask_for_status(server.address) == 0
+    name = f"client {socket.gethostname()}:{os.getpid()}"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"{name}: 2 errors, the last one ")
+    assert last.endswith("Awkward: a damaged file")
+
+
+# --- what training loops wait for
+
+
+def loops_of(node):
+    return [loop for client in node["clients"] for loop in client["loops"]]
+
+
+def test_report_of_a_stranger_or_of_nonsense_does_not_disturb(serve, look_at):
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    session = session_on(server)
+    for payload in b"nonsense", b"x" * 100_000, b'{"loops": [{"bound": 1e999}]}', b"":
+        session.connection.tell(MessageType.REPORT, payload)
+        assert session.call(os.getpid).wait() in server.processes()  # it comes after the report
+        assert loops_of(look_at(server)) == []
+
+
+# --- who is there, and who is not
+
+
+def test_several_servers_by_list_register_and_environment(serve, tmp_path, look, monkeypatch):
+    pool = tmp_path / "pool"
+    first = serve("--register", str(pool))
+    second = serve("--host", f"unix:{tmp_path}/socket")
+    addresses = [first.address, second.address]
+    for arguments in addresses, [",".join(addresses)], [f"@{pool}", second.address], [f"@{pool}", *addresses]:
+        status, document = look(*arguments)
+        assert (status, [node["address"] for node in document["nodes"]]) == (0, addresses)
+        assert [node["pid"] for node in document["nodes"]] == [first.pid, second.pid]
+    monkeypatch.setenv("RPCDATALOADER_WORKERS", f"@{pool}")
+    status, document = look()
+    assert (status, [node["address"] for node in document["nodes"]]) == (0, [first.address])
+
+
+def test_unreachable_server(serve, capsys):
+    server = serve()
+    gone = serve()
+    gone.stop()
+    assert ask_for_status(server.address, gone.address) == 1
+    text = capsys.readouterr().out
+    assert any(line.split()[:2] == [server.address, "ready"] for line in text.splitlines())
+    assert "all: 1 of 2 ready" in text
+    assert f"{gone.address}  unreachable: cannot connect to {gone.address}: connection refused" in text
+
+
+def test_server_that_says_nothing_is_not_waited_for_long(look):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        start = time.monotonic()
+        status, document = look(address, "--timeout", "0.2")
+    assert time.monotonic() - start < PROMPTLY
+    (node,) = document["nodes"]
+    assert (status, node["state"]) == (1, "unreachable")
+    assert "did not" in node["error"]
+
+
+def test_wrong_token(serve, look, tmp_path, monkeypatch):
+    server = serve()
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("not the secret of the test suite")
+    with monkeypatch.context() as patch:
+        patch.setenv("RPCDATALOADER_TOKEN_FILE", str(token))
+        status, document = look(server.address)
+    (node,) = document["nodes"]
+    assert (status, node["state"]) == (2, "refused")
+    assert "do not hold the same secret" in node["error"]
+    assert str(token) in node["error"]
+    assert set(node) == {"address", "state", "error", "interval_seconds"}
+    wait_until(lambda: "] refused " in server.log)
+    _status, document = look(server.address)
+    assert document["nodes"][0]["refused_connections"] == 1
+
+
+def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
+    pool = tmp_path / "pool"
+    status, document = look(f"@{pool}")
+    assert (status, document["nodes"]) == (1, [])
+    server = serve("--register", str(pool))
+    killed = serve("--register", str(pool))
+    (path,) = (path for path in pool.iterdir() if f"-{killed.pid}-" in path.name)
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    status, document = look(f"@{pool}")
+    assert status == 1
+    assert [node["state"] for node in document["nodes"]] == ["ready", "unreachable"]
+    # As clients see it, a file that nobody renews counts for nothing in the end.
+    then = path.stat().st_mtime - MAX_SILENCE - 60
+    os.utime(path, (then, then))
+    status, document = look(f"@{pool}")
+    assert (status, [node["pid"] for node in document["nodes"]]) == (0, [server.pid])
+    assert document["ignored_files"] == [{"path": str(path), "reason": "its server is silent"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "name a node server, or set RPCDATALOADER_WORKERS"),
+        (["node01"], "node01"),
+        (["local:2"], "local:2 belongs to one training process"),
+        (["inline"], "inline belongs to one training process"),
+        (["a:1", "--watch", "0"], "expected a number of seconds above 0 and below 9.22e+09, got 0"),
+        (["a:1", "--watch", "inf"], "expected a number of seconds above 0 and below 9.22e+09, got inf"),
+        (["a:1", "--timeout", "1e12"], "expected a number of seconds above 0 and below 9.22e+09, got 1e12"),
+        (["a:1", "--timeout", "nan"], "expected a number of seconds above 0 and below 9.22e+09, got nan"),
+        (["a:1", "--watch", "often"], "often"),
+    ],
+)
+def test_wrong_usage(arguments, error, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_full_server_answers(serve, look_at):
+    server = serve("--max-connections", "1")
+    rpc_async(server.address, os.getpid).wait()
+    node = look_at(server)
+    assert (node["max_connections"], len(workers_of(node))) == (1, 1)
+    assert "refused" not in server.log
+
+
+def test_over_tls(serve, certificates, monkeypatch, look, look_at):
+    names = {CERT_VARIABLE: "node.pem", KEY_VARIABLE: "node.key", CA_VARIABLE: "ca.pem"}
+    files = [
+        f"--tls-{kind}={certificates}/{name}" for kind, name in zip(("cert", "key", "ca"), names.values(), strict=True)
+    ]
+    server = serve(*files, "--advertise", "localhost")
+    status, document = look(server.address)
+    assert (status, document["nodes"][0]["state"]) == (2, "refused")
+    assert CERT_VARIABLE in document["nodes"][0]["error"]
+    for variable, name in names.items():
+        monkeypatch.setenv(variable, f"{certificates}/{name}")
+    rpc_async(server.address, os.getpid).wait()
+    node = look_at(server)
+    assert node["calls"] == 1
+    assert node["sent_bytes"] > 0
+    monkeypatch.delenv(CA_VARIABLE)
+    with pytest.raises(SystemExit) as caught:
+        ask_for_status(server.address)
+    assert caught.value.code == 2
+
+
+# --- stacks
+
+
+def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
+    server = serve()
+    pid = rpc_async(server.address, os.getpid).wait()
+    hanging = rpc_async(server.address, sleep, timeout=None)
+    script = zygote.start(CLIENT, server.address)
+    try:
+        wait_until(lambda: len(workers_of(look_at(server))) == 2, 20)
+        for where in "in sleep", "in _wait":
+            wait_until(lambda where=where: where in str(workers_of(look_at(server, "--stacks"))), what=where)
+        stacks = {worker["pid"]: worker["stack"] for worker in workers_of(look_at(server, "--stacks"))}
+        assert len(stacks) == 2
+        assert "in sleep" in stacks.pop(pid)
+        assert "in _wait" in stacks.popitem()[1]
+        # The log has none of this.
+        assert "most recent call first" not in server.log
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: any(worker["process_state"] == "T" for worker in workers_of(look_at(server))))
+        stopped, other = workers_of(look_at(server, "--stacks"))
+        assert (stopped["pid"], stopped["state"]) == (pid, "running")
+        assert "no Python stack: it is stopped" in stopped["stack"]
+        assert "in _wait" in other["stack"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        script.kill()
+        script.wait()
+    with pytest.raises(ConnectionLostError):
+        hanging.wait()
+
+
+# --- again and again
+
+
+def start_watching(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "rpcdataloader.status", *arguments, "--timeout", str(PROMPTLY)], text=True, **options
+    )
+
+
+def test_watch_tells_rates_of_the_interval_and_leaves_quietly(serve):
+    server = serve()
+    with start_watching(
+        server.address, "--watch", "0.05", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as watching:
+        first = json.loads(watching.stdout.readline())["nodes"][0]
+        for _ in range(10):
+            rpc_async(server.address, os.getpid).wait()
+        looks = [json.loads(watching.stdout.readline())["nodes"][0]]
+        while looks[-1]["calls"] < 10:
+            looks.append(json.loads(watching.stdout.readline())["nodes"][0])
+        watching.send_signal(signal.SIGINT)
+        _output, errors = watching.communicate(timeout=PROMPTLY)
+    assert first["interval_seconds"] is None
+    times = [first["uptime_seconds"], *(look["uptime_seconds"] for look in looks)]
+    assert [look["interval_seconds"] for look in looks] == [
+        pytest.approx(later - earlier) for earlier, later in itertools.pairwise(times)
+    ]
+    sent = sum(look["sent_bytes_per_second"] * look["interval_seconds"] for look in looks)
+    assert sent == pytest.approx(looks[-1]["sent_bytes"] - first["sent_bytes"])
+    assert (watching.returncode, errors) == (0, "")
+
+
+@contextlib.contextmanager
+def watched(*arguments, lines):
+    """A terminal of so many lines in which ``--watch`` runs; gives its process and a function to read on until a text.
+
+    What was read is in the attribute ``text`` of the function.
+    """
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", lines, 80, 0, 0))
+    with open(terminal, "rb", buffering=0) as screen, start_watching(*arguments, stdout=inside) as watching:
+        os.close(inside)
+
+        def read_until(done):
+            while not done(read_until.text):
+                read_until.text += screen.read(65536).decode()
+
+        read_until.text = ""
+        try:
+            yield watching, read_until
+        finally:
+            watching.kill()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_watch_draws_on_the_alternate_screen_and_leaves_it(serve, number, status):
+    server = serve()
+    with watched(server.address, "--watch", "0.05", lines=24) as (watching, read_until):
+        read_until(lambda text: text.count("all: 1 of 1 ready") >= 3)
+        watching.send_signal(number)
+        read_until(lambda text: "\x1b[?1049l" in text)
+        assert watching.wait(PROMPTLY) == status
+    text = read_until.text
+    assert text.startswith("\x1b[?1049h")
+    assert (text.count("\x1b[?1049h"), text.count("\x1b[?1049l")) == (1, 1)
+    assert text.rstrip().endswith("\x1b[?1049l")
+    assert text.count("\x1b[H") >= 3
+    # What the user had in the terminal stays, and so does what can be scrolled back to.
+    assert not set(re.findall("\x1b\\[[23]J", text))
+    # Long lines are not wrapped, or the top would scroll away; afterwards they are.
+    assert text.index("\x1b[?7l") < text.index("all:") < text.index("\x1b[?7h")
+
+
+def test_probe_imports_no_torch(serve):
+    server = serve()
+    script = (
+        "import sys; from rpcdataloader.status.__main__ import main; status = main(sys.argv[1:]);"
+        "print({'torch', 'numpy', 'cloudpickle'} & sys.modules.keys()); sys.exit(status)"
+    )
+    arguments = [sys.executable, "-c", script, server.address, "--stacks", "--timeout", str(PROMPTLY)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=PROMPTLY, check=False)
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "set()"), ended.stderr
+
+
+TRAINER = """
+import tempfile, time
+from rpcdataloader import RPCDataloader
+from rpcdataloader.client import client
+
+class Samples:
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return index
+
+client.PERIOD = 0.1
+tempfile.tempdir = None
+for _batch in RPCDataloader(Samples(), workers="local:2", num_workers=2):
+    pass
+"""
+
+
+def test_local_finds_the_embedded_pools_of_this_user_with_their_loops(zygote, look, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    trainer = zygote.start(f'import os; os.environ["TMPDIR"] = {str(tmp_path)!r}\n{FORK_POOLS}{TRAINER}')
+
+    def find():
+        status, document = look("--local")
+        assert (status, len(document["nodes"])) in {(0, 1), (1, 0)}  # a pool that starts is not shown
+        return [client for client in document["clients"] if client["loops"]]
+
+    wait_until(find, PROMPTLY, "the loop")
+    ((client,), (folder,)) = find(), tmp_path.iterdir()
+    assert (client["pid"], client["num_workers"], client["loops"][0]["dataset"]) == (trainer.pid, 2, "Samples")
+    others = [tmp_path / f"{folder.name}-{name}" for name in ("of-a-killed-trainer", "of-another-user")]
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            other.mkdir()
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            with short_path(str(other / "socket")) as path:
+                sock.bind(path)
+        if os.geteuid() == 0:
+            sock.listen()
+            os.chown(other, 12345, 12345)
+        assert [each["pid"] for each in find()] == [trainer.pid]
+    for other in others:
+        shutil.rmtree(other)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not os.listdir(tmp_path), what="the end of the pool")
+    assert look("--local")[1]["nodes"] == []
+
+
+# --- strangers
+
+
+def answer_to(server, *pieces):
+    """What a peer gets who sends these bytes and no more."""
+    with dial(server.address, b"".join(pieces)) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        return read_to_the_end(sock)
+
+
+def test_stranger_gets_nothing(serve):
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    preamble = Preamble(STATUS_ID).encode()
+    request = StatusRequest(stacks=True).encode()
+    for sealer in None, Sealer(bytes(32)):
+        answer = answer_to(server, preamble, *encode(sealer, MessageType.STATS, payload=request))
+        assert b"clients" not in answer
+        assert len(answer) < 1000
+        assert answer == b"" or answer[4] == MessageType.REFUSED
+    assert answer_to(server, preamble) == b""
+    wrong = Credentials(b"not the secret of the test suite", "a test")
+    with pytest.raises(AuthenticationError, match="do not hold the same secret"):
+        open_channel(Address.parse(server.address), wrong, local_identity("client"), STATUS_ID, Deadline(PROMPTLY))
+
+
+@pytest.mark.parametrize("kind", ["call", "call that looks like a question", "nonsense"])
+def test_status_connection_runs_nothing(serve, tmp_path, kind):
+    """Who knows the secret may run everything, but not here, where nothing keeps it from the node server's memory."""
+    server = serve()
+    channel = open_channel(
+        Address.parse(server.address), load_credentials(), local_identity("client"), STATUS_ID, Deadline(PROMPTLY)
+    )
+    with contextlib.closing(channel.transport):
+        if kind == "call":
+            marker = tmp_path / "was here"
+            payload = dumps(tuple(Call(marker.touch, (), {}))).payload
+            channel.send(MessageType.CALL, 1, payload)
+        elif kind == "nonsense":
+            channel.send(MessageType.STATS, 1, b"nonsense")
+        else:
+            channel.send(MessageType.CALL, 1, b"{}")
+        channel.transport.limit(Deadline(PROMPTLY))
+        with contextlib.suppress(ConnectionLostError):
+            assert channel.recv() is None
+    wait_until(lambda: "the status connection of client" in server.log)
+    assert not (tmp_path / "was here").exists()

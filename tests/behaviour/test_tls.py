@@ -1,0 +1,277 @@
+"""TLS between clients and node servers: the same batches, and a clear refusal of whatever does not fit together."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from pathlib import Path
+from shutil import which
+
+import pytest
+import torch
+
+from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
+from rpcdataloader.client import client as pool
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.frames import MessageType, encode
+from rpcdataloader.wire.handshake import Preamble
+from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.support.quick import quick_server
+from tests.support.tampering import Bomb, dial, num_loaded, recv_frame
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+# A refusal is an answer, and not a limit of time.
+PROMPTLY = 8 * TIMEOUT_SCALE
+
+BYTES = 300_000
+
+
+class Images(torch.utils.data.Dataset):
+    """Batches of many records, and small fields beside them."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.full((BYTES,), index, dtype=torch.uint8), index, torch.rand(3)
+
+
+def options(folder, name="node", ca="ca"):
+    return [f"--tls-cert={folder}/{name}.pem", f"--tls-key={folder}/{name}.key", f"--tls-ca={folder}/{ca}.pem"]
+
+
+def use(monkeypatch, folder, name="node", ca="ca"):
+    """Let this process's client use these files."""
+    monkeypatch.setenv(CERT_VARIABLE, f"{folder}/{name}.pem")
+    monkeypatch.setenv(KEY_VARIABLE, f"{folder}/{name}.key")
+    monkeypatch.setenv(CA_VARIABLE, f"{folder}/{ca}.pem")
+
+
+@pytest.fixture(scope="module")
+def server(zygote, certificates):
+    with quick_server(zygote, "--num-workers", "2", *options(certificates)) as server:
+        yield server
+        assert "ERROR" not in server.log
+        assert "Traceback" not in server.log
+
+
+@pytest.fixture(scope="module")
+def plain_server(zygote):
+    with quick_server(zygote, "--num-workers", "2") as server:
+        yield server
+
+
+def batches(workers):
+    dataset = RPCDataset(workers, Images)
+    torch.manual_seed(1)
+    loader = RPCDataloader(dataset, batch_size=4, shuffle=True, num_workers=2)
+    return list(loader)
+
+
+def test_loader_delivers_the_same_batches(server, plain_server, certificates, monkeypatch):
+    expected = batches(plain_server.address)
+    pool.close_client()
+    use(monkeypatch, certificates)
+    received = batches(server.address)
+    assert len(expected) == len(received) == 6
+    for one, other in zip(expected, received, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert "over TLS" in server.log
+
+
+def test_embedded_pool_does_without(certificates, monkeypatch):
+    use(monkeypatch, certificates)
+    assert len(batches(None)) == 6
+
+
+# --- refusals
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Where bombs leave their trace."""
+    return tmp_path / "trace"
+
+
+def refusal_of(address, trace):
+    """What the client raises, at once and not in the end; nothing has been unpickled anywhere."""
+    start = time.monotonic()
+    with pytest.raises(AuthenticationError) as raised:
+        rpc_async(address, print, args=(Bomb(trace),)).wait()
+    assert time.monotonic() - start < PROMPTLY
+    assert num_loaded(trace) == 0
+    assert type(raised.value) is AuthenticationError
+    assert str(raised.value).startswith(address)
+    return str(raised.value)
+
+
+def logged(server, text):
+    wait_until(lambda: re.search(text, server.log), what=f"{text} in {server.log}")
+
+
+def test_client_without_tls_is_told_what_the_server_wants(server, trace):
+    said = refusal_of(server.address, trace)
+    assert f"the client does not speak it; set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client" in said
+    assert "secret" not in said
+    logged(server, "refused 127.*: this node server requires TLS")
+
+
+def test_server_without_tls_is_refused(plain_server, certificates, monkeypatch, trace):
+    use(monkeypatch, certificates)
+    said = refusal_of(plain_server.address, trace)
+    assert "failed: wrong version number (here: certificate " in said
+    assert "secret" not in said
+    logged(plain_server, "refused 127.*: the client speaks TLS and this node server does not")
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "said", "heard"),
+    [
+        ("node", "stranger", "unable to get local issuer certificate .*/ca.pem", "unknown ca"),
+        ("stranger", "node", "unknown ca .*/stranger.pem", "unable to get local issuer certificate"),
+        ("node", "expired", "certificate has expired", "certificate expired .*/expired.pem"),
+        ("expired", "node", "certificate expired .*/expired.pem", "certificate has expired"),
+        ("node", "elsewhere", "not valid for '127.0.0.1'", "bad certificate .*/elsewhere.pem"),
+    ],
+)
+def test_certificate_that_is_not_accepted(zygote, certificates, monkeypatch, trace, client, server, said, heard):
+    with quick_server(zygote, *options(certificates, server)) as node:
+        use(monkeypatch, certificates, client)
+        assert re.search(said, refusal_of(node.address, trace))
+        logged(node, f"WARNING .* refused .*{heard}")
+        assert "fingerprint" not in node.log  # the secret is not what is wrong
+        assert "Traceback" not in node.log
+
+
+def test_client_that_shows_no_certificate(server, certificates):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(certificates / "ca.pem")
+    with (
+        dial(server.address, Preamble(tls=True).encode()) as sock,
+        context.wrap_socket(sock, server_hostname="localhost") as secure,
+        pytest.raises(ssl.SSLError, match="certificate required"),
+    ):
+        secure.recv(1)
+    logged(server, r"refused .*TLS failed: peer did not return a certificate")
+
+
+def test_pickle_after_a_preamble_without_tls_is_not_loaded(server, trace):
+    bomb = pickle.dumps(Bomb(trace))
+    for tls in (False, True):
+        with dial(server.address, Preamble(tls=tls).encode()) as sock:
+            sock.sendall(b"".join(encode(None, MessageType.CALL, 1, bomb)))
+            sock.shutdown(socket.SHUT_WR)
+            if not tls:
+                assert recv_frame(sock).type == MessageType.REFUSED
+            while sock.recv(65536):
+                pass
+    logged(server, r"refused .*TLS failed: ")
+    assert num_loaded(trace) == 0
+
+
+def test_renewed_certificates_serve_new_connections(zygote, certificates, monkeypatch, tmp_path, trace):
+    """A server runs for longer than a certificate may be valid."""
+    for name in ("expired.pem", "expired.key", "ca.pem"):
+        shutil.copy(certificates / name, tmp_path / name.replace("expired", "mine"))
+    use(monkeypatch, certificates)
+    with quick_server(zygote, *options(tmp_path, "mine")) as server:
+        assert "has expired" in refusal_of(server.address, trace)
+        shutil.copy(certificates / "node.pem", tmp_path / "mine.pem")
+        assert "failed: wrong version number" in refusal_of(server.address, trace)
+        logged(server, "refused .*the TLS certificate .*/mine.pem and the key .*/mine.key cannot be used: .*mismatch")
+        shutil.copy(certificates / "node.key", tmp_path / "mine.key")
+        session = pool.get_client().node(Address.parse(server.address)).session()
+        assert session.wait().pid in server.processes()
+        # A worker, too, reads them: forked by a session that has seen the good ones.
+        shutil.copy(certificates / "expired.pem", tmp_path / "mine.pem")
+        shutil.copy(certificates / "expired.key", tmp_path / "mine.key")
+        with pytest.raises(AuthenticationError, match="has expired"):
+            rpc_async(server.address, os.getppid).wait()
+
+
+def test_session_ends_when_somebody_changes_what_it_gets(server, certificates, monkeypatch):
+    """A proxy that flips one bit of the encrypted bytes, late in the connection."""
+    use(monkeypatch, certificates)
+    host, _, port = server.address.rpartition(":")
+    harm = threading.Event()
+
+    def forward(source, target, direction):
+        try:
+            while data := bytearray(source.recv(65536)):
+                if direction == "reply" and harm.is_set():
+                    data[-1] ^= 1
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    threads = []
+
+    def serve():
+        while True:
+            try:
+                ours, _ = listener.accept()
+            except OSError:
+                return
+            theirs = socket.create_connection((host, int(port)))
+            sockets.extend((ours, theirs))
+            for arguments in ((ours, theirs, "request"), (theirs, ours, "reply")):
+                threads.append(threading.Thread(target=forward, args=arguments))
+                threads[-1].start()
+
+    sockets = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads.append(threading.Thread(target=serve))
+        threads[0].start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert rpc_async(address, os.getpid).wait() > 0
+        harm.set()
+        with pytest.raises((ConnectionLostError, RemoteProtocolError), match="altered on its way"):
+            rpc_async(address, os.getpid).wait()
+        pool.close_client()
+        listener.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+    for sock in sockets:
+        sock.close()
+
+
+# --- settings
+
+
+def test_launch_says_what_is_wrong_before_it_starts_anything(certificates, capsys):
+    with pytest.raises(SystemExit):
+        launch.main(["--port", "0", f"--tls-cert={certificates}/node.pem"])
+    assert "--tls-cert given without --tls-key and --tls-ca: TLS needs all three" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        launch.main(["--host", "unix:/tmp/pool", *options(certificates)])
+    assert "a Unix socket needs no TLS: leave out the --tls options" in capsys.readouterr().err
+
+
+# --- the page
+
+
+def test_commands_of_the_page_make_certificates_that_work(zygote, tmp_path, monkeypatch):
+    version = subprocess.run(["openssl", "version"], capture_output=True, text=True).stdout if which("openssl") else ""
+    if not re.match(r"OpenSSL ([3-9]|\d\d)", version):
+        pytest.skip("the page is about the openssl command of version 3, which is not here")
+    page = (ROOT / "docs/security.md").read_text()
+    commands = re.findall(r"^\$ (openssl (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    assert len(commands) == 3
+    script = "set -e; " + "; ".join(commands).replace("node01.cluster", "localhost").replace("10.0.0.1", "127.0.0.1")
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    use(monkeypatch, tmp_path)
+    with quick_server(zygote, *options(tmp_path)) as server:
+        assert rpc_async(server.address, os.getppid).wait() in server.processes()

@@ -1,0 +1,135 @@
+"""``loader.trace()``: files that viewers open, whatever becomes of the script."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+
+import pytest
+
+from rpcdataloader import RPCDataloader
+from tests.conftest import wait_until
+from tests.support.datasets import Numbers
+from tests.support.traces import interval_of, load, of_kind, tracks_of
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def make(shared_server):
+    """Loaders with two workers."""
+
+    def make(size=20, **options):
+        return RPCDataloader(
+            Numbers(size), batch_size=None, workers=shared_server.address, **{"num_workers": 2, **options}
+        )
+
+    return make
+
+
+def numbers_of(events):
+    return [int(event["args"]["of"].split()[1].rstrip(",")) for event in of_kind(events, "X", "next")]
+
+
+def test_every_batch_is_followed_on_the_tracks_of_its_worker_and_of_the_consumer(make, shared_server, tmp_path):
+    loader = make()
+    with loader.trace(tmp_path / "trace.json"):
+        assert len(list(loader)) == 20
+    events = load(tmp_path / "trace.json")
+    assert numbers_of(events) == list(range(20))
+    tracks = tracks_of(events)
+    consumers = {track for track, (process, _) in tracks.items() if process == f"trainer (pid {os.getpid()})"}
+    assert len(consumers) == 1
+    workers = {names for track, names in tracks.items() if track not in consumers}
+    assert {process for process, _ in workers} == {shared_server.address}
+    assert {name.split(" (")[0] for _, name in workers} <= {"worker 1", "worker 2"}  # one may come too late
+    assert {(event["pid"], event["tid"]) for event in of_kind(events, "X", "task")} == tracks.keys() - consumers
+    # Each arrow leads from the sampler to the worker to the loop, which is later.
+    draws, tasks, deliveries = (of_kind(events, "X", name) for name in ("draw", "task", "next"))
+    for draw, task, delivery in zip(draws, tasks, deliveries, strict=True):
+        assert draw["ts"] < task["ts"] < interval_of(delivery)[1]
+    assert len(of_kind(events, "t")) == 20
+
+
+def test_passes_inside_of_the_block_are_traced_and_others_are_not(make, tmp_path):
+    loader = make(persistent_workers=True)
+    list(loader)
+    with loader.trace(tmp_path / "trace.json"):
+        for _ in range(2):
+            list(loader)
+    list(loader)
+    assert len(of_kind(load(tmp_path / "trace.json"), "X", "next")) == 40
+
+
+def warnings_of(caplog):
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [warning for warning in warnings if " without the loader. " not in warning]  # of a busy machine
+
+
+@pytest.mark.parametrize("name", ["missing/trace.json", "."])
+def test_file_that_cannot_be_written_is_one_warning_and_the_pass_goes_on(make, tmp_path, caplog, name):
+    loader = make()
+    with loader.trace(tmp_path / name):
+        assert len(list(loader)) == 20
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"cannot write the trace {tmp_path / name}, and the training goes on without it: [Errno ")
+
+
+def test_each_rank_writes_a_file_of_its_own(make, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    loader = make(partition=None)
+    with loader.trace(tmp_path / "trace.json"):
+        list(loader)
+    (warning,) = warnings_of(caplog)
+    assert re.search(r"all 4 ranks .* as in trace-\{rank\}.json", warning)
+    assert not list(tmp_path.iterdir())
+    with loader.trace(tmp_path / "trace-{rank}.json"):
+        list(loader)
+    events = load(tmp_path / "trace-1.json")
+    assert any(process.startswith("[rank 1 of 4] trainer") for process, _ in tracks_of(events).values())
+
+
+SCRIPT_ON_A_FULL_DISK = """
+import resource, sys
+from rpcdataloader import RPCDataloader
+from tests.support.datasets import Numbers
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+loader = RPCDataloader(Numbers(20), batch_size=None, workers=sys.argv[1], num_workers=2)
+with loader.trace(sys.argv[2]):
+    print(len(list(loader)), "batches")
+"""
+
+
+def test_full_disk_ends_the_trace_and_not_the_training(zygote, shared_server, tmp_path):
+    path = tmp_path / "trace.json"
+    script = zygote.start(SCRIPT_ON_A_FULL_DISK, shared_server.address, path).wait()
+    assert script.status == 0
+    assert "20 batches" in script.output
+    assert script.errors.count(f"the trace {path} ends here, and the training goes on: [Errno ") == 1
+    found = numbers_of(load(path))
+    assert found == list(range(len(found)))
+
+
+SCRIPT = """
+import sys, time
+from rpcdataloader import RPCDataloader
+from tests.support.datasets import Numbers
+loader = RPCDataloader(Numbers(), batch_size=None, workers=sys.argv[1], num_workers=1)
+with loader.trace(sys.argv[2]):
+    for batch in loader:
+        print(batch.item(), flush=True)
+        time.sleep(0.05)
+"""
+
+
+def test_file_of_a_script_that_is_killed_loads(zygote, shared_server, tmp_path):
+    path = tmp_path / "trace.json"
+    script = zygote.start(SCRIPT, shared_server.address, path)
+    wait_until(lambda: script.output.count("\n") > 5, 30)
+    script.kill()
+    assert script.wait().status == -signal.SIGKILL
+    assert not path.read_text().endswith("]\n")
+    assert len(numbers_of(load(path))) >= 5

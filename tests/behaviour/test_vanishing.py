@@ -1,0 +1,390 @@
+"""Hosts that vanish without a word, and trainers that stop for a while: the first are noticed, the others waited for.
+
+The tests have networks of their own. Most of them let keep-alive be as fast as the kernel allows (its unit is a
+second); those marked slow wait for the real time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.wire import transport
+from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
+from tests.support.network import Cable, Host, Network, why_not
+from tests.support.quick import QuickServer, quick_server
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Keep-alive, and how long the loss of a host may take to be noticed with it."""
+
+    idle: int
+    interval: int
+    probes: int
+    look: float
+
+    @property
+    def limit(self) -> float:
+        return self.idle + self.interval * self.probes + self.look
+
+    @property
+    def statements(self) -> str:
+        """What sets it up in another process."""
+        return "\n".join(
+            [
+                "from rpcdataloader.wire import transport",
+                f"transport.KEEPALIVE_IDLE, transport.KEEPALIVE_INTERVAL = {self.idle}, {self.interval}",
+                f"transport.KEEPALIVE_PROBES, transport.CUT_OFF_PERIOD = {self.probes}, {self.look}",
+            ]
+        )
+
+
+REAL = Pace(
+    transport.KEEPALIVE_IDLE, transport.KEEPALIVE_INTERVAL, transport.KEEPALIVE_PROBES, transport.CUT_OFF_PERIOD
+)
+FAST = Pace(1, 1, 2, 0.2)
+
+# Seconds that a machine with a dozen nodes on it may take beyond that.
+SLACK = 30.0
+
+
+@pytest.fixture(params=[FAST, pytest.param(REAL, marks=pytest.mark.slow)], ids=["fast", "real"])
+def pace(request, monkeypatch):
+    monkeypatch.setattr(transport, "KEEPALIVE_IDLE", request.param.idle)
+    monkeypatch.setattr(transport, "KEEPALIVE_INTERVAL", request.param.interval)
+    monkeypatch.setattr(transport, "KEEPALIVE_PROBES", request.param.probes)
+    monkeypatch.setattr(transport, "CUT_OFF_PERIOD", request.param.look)
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def networks():
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def network(networks, zygote):  # noqa: ARG001  # the zygote stays outside
+    network = Network()
+    try:
+        with network.trainer.entered():
+            yield network
+    finally:
+        network.close()
+
+
+@dataclass
+class Node:
+    """A node server on a host of its own."""
+
+    server: QuickServer
+    host: Host
+    cable: Cable
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    def lose_power(self) -> None:
+        """Nothing of it is left, and nobody is told."""
+        self.cable.cut()
+        for pid in (self.server.pid, *self.server.processes()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def start_node(network, zygote, pace):
+    """Start a node server with so many workers on a host of its own, or on that of another one that has ended."""
+    with contextlib.ExitStack() as stack:
+
+        def start(num_workers=1, port=0, like=None):
+            host, cable = (like.host, like.cable) if like else network.add()
+            before = f"{host.move_in}\n{pace.statements}"
+            options = ("--host", cable.address, "--port", str(port), "--num-workers", str(num_workers))
+            return Node(stack.enter_context(quick_server(zygote, *options, before=before)), host, cable)
+
+        yield start
+
+
+class Large(Dataset):
+    # More than the kernel keeps for a connection.
+    """Batches that take a while to travel."""
+
+    def __init__(self, size_bytes=2**28):
+        self.size_bytes = size_bytes
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.zeros(self.size_bytes, dtype=torch.uint8)
+
+
+class Fifos(Dataset):
+    """Samples that are there when somebody writes into a named pipe."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        with open(self.path) as file:
+            file.read()
+        return index
+
+
+class Numbers(Dataset):
+    """Samples that tell which node server they come from."""
+
+    def __init__(self, length=100):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        with open(f"/proc/{os.getppid()}/stat") as file:
+            return index, int(file.read().rpartition(")")[2].split()[1])
+
+
+def read(path):
+    with open(path) as file:
+        return file.read()
+
+
+def pid_of_this():
+    return os.getpid()
+
+
+# What a trainer waits for. Each is prepared while its node is there, and gives what is done when that has vanished.
+
+
+def batch_that_is_computed(node, fifo):
+    iterator = iter(RPCDataloader(Fifos(fifo), workers=node.address, reconnect_timeout=0))
+    writer = os.open(fifo, os.O_WRONLY)  # somebody reads there: a worker is at work
+
+    def finish():
+        try:
+            next(iterator)
+        finally:
+            os.close(writer)
+
+    return finish
+
+
+def batch_that_is_received(node, _fifo):
+    before = node.cable.received_bytes
+    iterator = iter(RPCDataloader(Large(), workers=node.address, num_workers=1, reconnect_timeout=0))
+    wait_until(lambda: node.cable.received_bytes - before > 2**24, 30, "a part of the batch")
+    node.cable.cut()
+    assert node.cable.received_bytes - before < 2**28
+    return lambda: next(iterator)
+
+
+def call_that_is_at_work(node, fifo):
+    future = rpc_async(node.address, read, (fifo,))
+    writer = os.open(fifo, os.O_WRONLY)
+
+    def finish():
+        try:
+            future.wait()
+        finally:
+            os.close(writer)
+
+    return finish
+
+
+def call_that_is_not_delivered(node, _fifo):
+    rpc_async(node.address, pid_of_this).wait()
+    return lambda: rpc_async(node.address, pid_of_this).wait()
+
+
+def large_call_that_is_not_delivered(node, _fifo):
+    rpc_async(node.address, pid_of_this).wait()
+    return lambda: rpc_async(node.address, len, (torch.zeros(2**22),)).wait()
+
+
+def call_whose_worker_dies(node, _fifo):
+    """On the node, that is; its session tells the client, and so has something unacknowledged under way."""
+    pid = rpc_async(node.address, pid_of_this).wait()
+
+    def finish():
+        os.kill(pid, signal.SIGKILL)
+        rpc_async(node.address, pid_of_this).wait()
+
+    return finish
+
+
+def first_batch(node, _fifo):
+    """The worker for it cannot be reached any more."""
+    dataset = RPCDataset(node.address, Numbers)
+    return lambda: next(iter(RPCDataloader(dataset, reconnect_timeout=0)))
+
+
+def change(node, _fifo):
+    """Goes to the session itself, whose connection the others rely upon."""
+    dataset = RPCDataset(node.address, Numbers)
+    return lambda: dataset.call_all(len)
+
+
+def large_build(node, _fifo):
+    RPCDataset(node.address, Numbers)
+    return lambda: RPCDataset(node.address, len, torch.zeros(2**22))
+
+
+WAITS = [
+    batch_that_is_computed,
+    call_that_is_at_work,
+    call_that_is_not_delivered,
+    large_call_that_is_not_delivered,
+    call_whose_worker_dies,
+    first_batch,
+    change,
+    large_build,
+    batch_that_is_received,  # last, as it begins when a part has come
+]
+
+
+def error_of(finish):
+    try:
+        finish()
+    except Exception as exc:
+        return exc
+    return None
+
+
+def test_host_that_vanishes_is_noticed_during_any_wait(start_node, pace, tmp_path):
+    nodes, finishes = {}, {}
+    for wait in WAITS:
+        fifo = str(tmp_path / wait.__name__)
+        os.mkfifo(fifo)
+        nodes[wait.__name__] = start_node()
+        finishes[wait.__name__] = wait(nodes[wait.__name__], fifo)
+    sessions = {name: node.server.processes() for name, node in nodes.items()}
+    with ThreadPoolExecutor(len(WAITS)) as threads:
+        start = time.monotonic()
+        for node in list(nodes.values())[:-1]:
+            node.cable.cut()
+        futures = {name: threads.submit(error_of, finish) for name, finish in finishes.items()}
+        try:
+            wait_until(lambda: all(future.done() for future in futures.values()), pace.limit + SLACK, "all waits")
+        finally:
+            left = [name for name, future in futures.items() if not future.done()]
+            if left:  # threads that failed to notice
+                close_client()
+    ended = {name: future.result() for name, future in futures.items()}
+    # Who has not been connected yet may be told so by the limit of connecting.
+    assert all(isinstance(error, (ConnectError, ConnectionLostError)) for error in ended.values()), (ended, left)
+    for name, pids in sessions.items():
+        rest = start + pace.limit + SLACK - time.monotonic()
+        wait_until(lambda pids=pids: not any(map(is_running, pids)), max(rest, 1.0), f"end of {name} on its node")
+
+
+class Consumer:
+    """Takes batches, and remembers what it saw."""
+
+    def __init__(self, iterator):
+        self.iterator = iterator
+        self.indices = []
+
+    def take_until(self, condition, seconds, what):
+        """Take batches until ``condition`` of the server processes that the latest come from."""
+        end = time.monotonic() + seconds * TIMEOUT_SCALE
+        latest = deque(maxlen=20)
+        while len(latest) < 20 or not condition(set(latest)):
+            assert time.monotonic() < end, f"not within {seconds} s: {what}"
+            index, pid = map(int, next(self.iterator))
+            self.indices.append(index)
+            latest.append(pid)
+
+
+def test_epoch_goes_on_elsewhere_and_takes_hosts_in_again_that_come_back(start_node, pace, caplog):
+    cut, off, other = [start_node() for _ in range(3)]
+    dataset = RPCDataset([node.address for node in (cut, off, other)], Numbers, 100_000)
+    consumer = Consumer(iter(RPCDataloader(dataset)))
+    everybody = {node.server.pid for node in (cut, off, other)}
+    consumer.take_until(lambda pids: pids == everybody, 10, "batches of all nodes")
+    below = cut.server.processes()
+    start = time.monotonic()
+    cut.cable.cut()
+    off.lose_power()
+    consumer.take_until(
+        lambda _pids: caplog.text.count("going on with") == 2, pace.limit + SLACK, "the loss of two nodes"
+    )
+    rest = start + pace.limit + SLACK - time.monotonic()
+    wait_until(lambda: not any(map(is_running, below)), max(rest, 1.0), "end of a session")
+    port = int(off.address.rpartition(":")[2])
+    again = start_node(port=port, like=off)
+    off.cable.mend()
+    cut.cable.mend()
+    everybody = {node.server.pid for node in (cut, again, other)}
+    # The kernel knocks again with pauses that double.
+    consumer.take_until(lambda pids: pids == everybody, 10, "the return of two nodes")
+    assert consumer.indices == [*range(len(consumer.indices))]
+    assert caplog.text.count("is back") == 2
+
+
+STOPPED = """
+import sys, torch
+from torch.utils.data import Dataset
+from rpcdataloader import RPCDataloader
+
+class Large(Dataset):
+    # More than the kernel keeps for a connection.
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return torch.full([2**26], index, dtype=torch.uint8)
+
+for number, batch in enumerate(RPCDataloader(Large(), workers=sys.argv[1])):
+    assert batch.shape == (1, 2**26) and bool((batch == number).all())
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.slow  # moves gigabytes, and has to meet the trainer in the middle of a batch
+def test_trainer_that_is_stopped_or_computes_for_long_loses_nothing(network, start_node, zygote, pace, caplog):
+    node = start_node(num_workers=2)
+    iterator = iter(RPCDataloader(Numbers(), workers=node.address))
+    assert int(next(iterator)[0]) == 0
+    trainer = zygote.start(f"{network.trainer.move_in}\n{pace.statements}\n{STOPPED}", node.address)
+    wait_until(lambda: "0" in trainer.output, 30, "the first batch")
+    os.kill(trainer.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: closed_windows(node.host) > 0, 10, "a closed window")
+        processes = node.server.processes()
+        time.sleep(pace.limit)  # what it is that must do no harm
+        assert node.server.processes() == processes
+    finally:
+        os.kill(trainer.pid, signal.SIGCONT)
+    ended = trainer.wait()
+    # It may say how long it has waited, and nothing else.
+    assert (ended.status, [line for line in ended.errors.splitlines() if " waiting (" not in line]) == (0, [])
+    assert ended.output.split() == [str(number) for number in range(60)]
+    assert [int(index) for index, _pid in iterator] == [*range(1, 100)]
+    assert not caplog.messages
+
+
+def closed_windows(host):
+    """How many connections have data for a peer that has no room."""
+    # Of the timers, 4 is for those.
+    return sum(fields[5].startswith("04") for fields in host.sockets())

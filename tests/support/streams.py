@@ -1,0 +1,132 @@
+"""Iterable-style datasets for tests: how many samples each worker has is given, and a sample says where it is from."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tests.support.datasets import note
+
+
+def stream_number() -> int:
+    """Of this worker; without one, the first."""
+    info: Any = get_worker_info()
+    return 0 if info is None else info.id
+
+
+class Parts(IterableDataset[Any]):
+    """``sizes[k]`` samples for worker k: ``100 * k + number``. Noted in ``log`` when they are made."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        self.sizes = list(sizes)
+        self.log = log
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.sizes[stream_number()]):
+            yield self.make(number)
+
+    def make(self, number: int) -> Any:
+        if self.log is not None:
+            note(self.log, stream_number(), number)
+        return 100 * stream_number() + number
+
+
+class Informed(Parts):
+    """What the worker info says, and from which process."""
+
+    def make(self, _number: int) -> Any:
+        info: Any = get_worker_info()
+        return info.id, info.num_workers, info.seed, info.dataset is self, os.getpid()
+
+
+class Drawn(Parts):
+    """Shuffled when it begins, and with random numbers in each sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(self.sizes[stream_number()]).tolist()
+        return ((stream_number(), number, random.random(), np.random.rand(), torch.rand(())) for number in order)
+
+
+class Buffered(Parts):
+    """Has a state: what is in its shuffle buffer, and how much it has read. The state is the object it works with."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.state: dict[str, Any] = {}
+        self.loaded = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.loaded:
+            self.state = {"buffer": [], "read": 0}
+        self.loaded = False
+        state, size = self.state, self.sizes[stream_number()]
+        while state["read"] < size or state["buffer"]:
+            while state["read"] < size and len(state["buffer"]) < 4:
+                state["buffer"].append(self.make(state["read"]))
+                state["read"] += 1
+            yield state["buffer"].pop(random.randrange(len(state["buffer"])))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state, self.loaded = state, True
+
+
+class Steps:
+    """An iterator."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.number = 0
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> Any:
+        if self.number == self.parts.sizes[stream_number()]:
+            raise StopIteration
+        self.number += 1
+        return self.parts.make(self.number - 1)
+
+
+class Cursor(Steps):
+    """With a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+class Stumbling(Steps):
+    """With a bad record in the middle."""
+
+    def __next__(self) -> Any:
+        sample = super().__next__()
+        if sample % 100 == 2:
+            raise LookupError("a bad record")
+        return sample
+
+
+class Seekable(Parts):
+    """Its iterator has a state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return Cursor(self)
+
+
+class Broken(Parts):
+    """Worker 1 cannot begin; worker 2 has a bad record as its third, and goes on behind it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if stream_number() == 1:
+            raise PermissionError("the folder of worker 1 cannot be read")
+        return Stumbling(self) if stream_number() == 2 else super().__iter__()
