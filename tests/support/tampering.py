@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rpcdataloader.wire.frames import HEADER_SIZE
+from rpcdataloader.wire.frames import HEADER_SIZE, MessageType
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE
 from tests.conftest import TIMEOUT_SCALE
 
@@ -74,7 +74,8 @@ def recv_frame(sock: socket.socket) -> Frame:
     """The next message, or EOFError."""
     header = recv_exactly(sock, HEADER_SIZE)
     payload_size, num_blocks = struct.unpack_from("<QI", header, 16)
-    body = recv_exactly(sock, 8 * num_blocks + payload_size)
+    digest_size = 32 if num_blocks and header[4] in (MessageType.CALL, MessageType.BUILD) else 0
+    body = recv_exactly(sock, 8 * num_blocks + digest_size + payload_size)
     sizes = struct.unpack_from(f"<{num_blocks}Q", body)
     return Frame(header, body, recv_exactly(sock, sum(sizes)))
 
