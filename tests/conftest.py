@@ -51,6 +51,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if is_plain and config.getoption("numprocesses", 0) is None:
         config.option.numprocesses = min(len(os.sched_getaffinity(0)) + 1, 8)
         config.option.dist = "loadfile"
+        config.option.loadscopereorder = False
 
 
 def wait_until(
