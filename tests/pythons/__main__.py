@@ -30,8 +30,7 @@ INTEGRATION = [
     f"tests/behaviour/test_{name}.py"
     for name in ("rpc", "batches", "iterable", "exceptions", "resume", "main_script", "py_modules", "forward_output")
 ]
-# It starts programs that import torch.
-WITHOUT_TORCH = ["-p", "tests.pythons.without_torch", "--ignore", "tests/unit/wire/test_definitions.py"]
+WITHOUT_TORCH = ["-p", "tests.pythons.without_torch"]
 
 
 def find(version: str) -> str | None:
