@@ -79,12 +79,12 @@ class Names(Lookup):
 class LocalPools(Lookup):
     """The embedded pools of this user's training processes on this machine."""
 
-    def __init__(self) -> None:
-        self.problems: dict[str, str] = {}
-
     pause = 2.0
     condition = "under way"
     advice = "does the training process have the same TMPDIR?"
+
+    def __init__(self) -> None:
+        self.problems: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalPools, ()

@@ -7,6 +7,7 @@ remembers what the node offered, so that its shares of workers stay the same whi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -142,7 +143,9 @@ class LocalServer:
             raise ConnectError("an embedded pool needs fork; name remote workers, or use workers='inline'")
         self._folder = tempfile.mkdtemp(prefix=POOL_PREFIX)
         self.address = Address(path=os.path.join(self._folder, "socket"), name="local")
-        remember_credentials(self.address, INSECURE)
+        # Of its own, so that the end of this server does not forget those of another.
+        self._credentials = dataclasses.replace(INSECURE, source=f"insecure, of {self._folder}")
+        remember_credentials(self.address, self._credentials)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._stopped = self._is_ready = False
@@ -193,7 +196,7 @@ class LocalServer:
         """End it with all of its processes; idempotent."""
         with self._lock:
             self._stopped = True
-            forget_credentials(INSECURE)
+            forget_credentials(self._credentials)
             self._end()
 
     def _end(self) -> None:
@@ -212,7 +215,7 @@ class LocalServer:
         """After a fork, in the child: let the server end with the parent."""
         self._lock = threading.Lock()
         self._stopped = True
-        forget_credentials(INSECURE)
+        forget_credentials(self._credentials)
         if self._process is not None:
             self._close_pipes()
             # The parent's child: nothing to wait for, nothing to warn of.

@@ -272,6 +272,7 @@ class Recorder:
         """Record that ``next`` returns a batch; in the consumer's thread.
 
         Args:
+            now: Time of the return.
             waited: Seconds in ``next``; 0 if the device was at work all the time.
             blocked: Seconds of ``waited`` that the consumer slept.
             ready: Seconds of ``blocked`` and of sleeps before, in which a later batch was already here.
