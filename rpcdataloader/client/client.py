@@ -16,9 +16,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from rpcdataloader.client.asking import ASK_TIMEOUT, ask_all
 from rpcdataloader.client.background import Alarm, Callers, Janitor
-from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.discovery import ASK_TIMEOUT, Local, Remote, ask_all
 from rpcdataloader.client.node import LocalServer, Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition

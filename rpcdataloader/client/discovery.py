@@ -1,4 +1,7 @@
-"""From the user's ``workers=`` to the places of the workers. Reads the environment, starts nothing."""
+"""Node servers without a session: where the user's ``workers=`` finds them, and what they say of themselves.
+
+Starts nothing, and imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,20 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.connecting import is_listening
-from rpcdataloader.wire.credentials import INSECURE, remember_credentials
+from rpcdataloader.wire.credentials import INSECURE, Credentials, client_credentials, remember_credentials
+from rpcdataloader.wire.frames import MessageType
+from rpcdataloader.wire.handshake import STATUS_ID
 from rpcdataloader.wire.register import Lookup, Register
+from rpcdataloader.wire.status import NodeStatus, StatusRequest
+from rpcdataloader.wire.tls import TlsCredentials, client_tls
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -44,55 +53,43 @@ class Names(Lookup):
         name: Host, and the port of all of them.
     """
 
-    pause = 2.0
+    advice = "does it exist, and are the node servers ready?"
 
     def __init__(self, name: Address) -> None:
-        self._name = name
+        super().__init__(name.host, name)
+        self._address = name
         self.condition = f"behind the name {name.host}"
-        self.advice = "does it exist, and are the node servers ready?"
-        self.problems: dict[str, str] = {}
-        self._found: dict[Address, str] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Names, (self._name,)
 
     def __str__(self) -> str:
-        return f"dns://{self._name}"
+        return f"dns://{self._address}"
 
-    def look(self) -> dict[Address, str]:
-        """The current servers, in the order of their addresses."""
+    def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
+        """In the order of their addresses."""
+        host, port = self._address.host, self._address.port
         try:
-            infos = socket.getaddrinfo(self._name.host, self._name.port, type=socket.SOCK_STREAM)
-        except OSError as exc:  # a resolver's error says nothing about the servers
-            self.problems = {self._name.host: exc.strerror or str(exc)}
-            if exc.errno in _NOTHING:
-                self._found = {}
-            logger.debug("cannot resolve %s: %s", self._name.host, exc)
-            return self._found
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except socket.gaierror as exc:
+            if exc.errno not in _NOTHING:
+                raise
+            return {}, {host: exc.strerror or str(exc)}
         # With addresses of both families, each server has one of each.
         hosts = {str(info[4][0]) for info in infos if info[0] == infos[0][0]}
-        self.problems = {}
-        self._found = {Address(host, self._name.port): "" for host in sorted(hosts, key=ipaddress.ip_address)}
-        return self._found
+        return {Address(each, port): "" for each in sorted(hosts, key=ipaddress.ip_address)}, {}
 
 
 class LocalPools(Lookup):
     """The embedded pools of this user's training processes on this machine."""
 
-    pause = 2.0
     condition = "under way"
     advice = "does the training process have the same TMPDIR?"
 
     def __init__(self) -> None:
-        self.problems: dict[str, str] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LocalPools, ()
+        super().__init__("embedded pools")
 
     def __str__(self) -> str:
-        return "embedded pools"
+        return self._name
 
-    def look(self) -> dict[Address, str]:
+    def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
         """Those that take connections: a pool may still start, or have been killed together with its trainer."""
         found = {}
         for folder in sorted(glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{POOL_PREFIX}*"))):
@@ -101,7 +98,7 @@ class LocalPools(Lookup):
                 if os.lstat(folder).st_uid == os.geteuid() and is_listening(address.path):
                     remember_credentials(address, INSECURE)
                     found[address] = ""
-        return found
+        return found, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +215,41 @@ def _parse(part: str | Lookup) -> Address | Lookup | Local | Inline:
             raise ValueError(f"{text!r} names no host; write dns://host:port")
         return Names(name)
     return Address.parse(text)
+
+
+# Seconds for the answer of each of several node servers.
+ASK_TIMEOUT = 3.0
+
+
+def ask_all(
+    addresses: Iterable[Address], find_credentials: Callable[[Address], Credentials] = client_credentials
+) -> Iterator[NodeStatus]:
+    """Ask node servers for their status, one after the other; leaves out those that do not answer."""
+    for address in addresses:
+        try:
+            yield ask_status(address, find_credentials(address), client_tls(), Deadline(ASK_TIMEOUT))[0]
+        except (TimeoutError, RPCError, ValueError) as exc:
+            logger.debug("%s does not tell its status: %s", address, exc)
+
+
+def ask_status(
+    address: Address, credentials: Credentials, tls: TlsCredentials | None, deadline: Deadline, *, stacks: bool = False
+) -> tuple[NodeStatus, str]:
+    """Return a node server's status, and the version of its package.
+
+    Raises:
+        TimeoutError: No answer came before the deadline.
+        RPCError: There is no node server, or it does not answer.
+        ValueError: A variable of the environment is malformed.
+    """
+    tls = None if address.is_unix else tls
+    channel = open_channel(address, credentials, local_identity("client"), STATUS_ID, deadline, tls=tls)
+    with contextlib.closing(channel.transport):
+        channel.transport.limit(deadline)
+        channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())
+        message = channel.recv()
+    if message is None:
+        raise ConnectionLostError(f"{address} closed the connection without an answer")
+    if message.type != MessageType.STATS:
+        raise RemoteProtocolError(f"{address} answered with message type {message.type} instead of its status")
+    return NodeStatus.decode(message.payload), channel.peer.rpcdataloader

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
-from rpcdataloader.client.asking import ASK_TIMEOUT
+from rpcdataloader.client.discovery import ASK_TIMEOUT
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.pools.wants import Size, ask_wanted
 from rpcdataloader.wire.address import Address
@@ -107,16 +107,14 @@ class PoolWorkers(Lookup, Iterable[str]):
     Iterating over it gives the current addresses.
     """
 
-    def __init__(self, read: Callable[[], Sequence[str]], credentials: Credentials, anywhere: Any = None) -> None:
-        self._read = read
-        self._credentials = credentials
-        self._anywhere = anywhere or read
-        self._found: dict[Address, str] = {}
-        self.problems: dict[str, str] = {}
-
-    pause = 1.0
     condition = "in the pool"
     advice = "is the block of the pool still under way?"
+    pause = 1.0
+
+    def __init__(self, read: Callable[[], Sequence[str]], credentials: Credentials, anywhere: Any = None) -> None:
+        super().__init__("the pool", anywhere or read, credentials)
+        self._read = read
+        self._credentials = credentials
 
     @property
     def token(self) -> str:
@@ -124,29 +122,20 @@ class PoolWorkers(Lookup, Iterable[str]):
         return self._credentials.secret.decode()
 
     def open(self) -> PoolWorkers:
-        return self
+        return PoolWorkers(self._read, self._credentials, self._arguments[0])
 
-    def look(self) -> dict[Address, str]:
-        """The current node servers, in the order in which they came."""
-        try:
-            found = [Address.parse(text) for text in self._read()]
-        except Exception as exc:  # any exception of the engine
-            self.problems = {"the pool": str(exc)}
-            return self._found
+    def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
+        """In the order in which they came."""
+        found = [Address.parse(text) for text in self._read()]
         for address in found:
             remember_credentials(address, self._credentials)
-        self.problems = {}
-        self._found = dict.fromkeys(found, "")
-        return self._found
+        return dict.fromkeys(found, ""), {}
 
     def __iter__(self) -> Iterator[str]:
         return iter([str(address) for address in self.look()])
 
     def __str__(self) -> str:
         return ",".join(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PoolWorkers, (self._anywhere, self._credentials)
 
 
 class Pool:

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-from rpcdataloader.client.asking import ask_all
+from rpcdataloader.client.discovery import ask_all
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.status import count_wanted

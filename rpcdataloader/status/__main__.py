@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from rpcdataloader.client.asking import ask_status
-from rpcdataloader.client.discovery import Inline, Local, LocalPools, find_workers
+from rpcdataloader.client.discovery import Inline, Local, LocalPools, ask_status, find_workers
 from rpcdataloader.errors import AuthenticationError, RemoteProtocolError, RPCError
 from rpcdataloader.status.report import Answer, Tree, make_document
 from rpcdataloader.status.text import as_text

@@ -187,40 +187,59 @@ PATIENCE = 3
 class Lookup(ABC):
     """A place where node servers come and go, as this process has seen them so far. Thread-safe.
 
-    Lookups are equal if they are made with the same arguments.
+    Lookups are equal if they are made with the same arguments. A copy has seen nothing yet.
+
+    Args:
+        name: Name in :attr:`problems` for the place itself.
+        arguments: Arguments of the subclass's constructor.
 
     Attributes:
-        pause: Seconds between two looks.
         condition: State that a server must reach to be found, in words, such as ``registered in /pool``.
         advice: Hint for a user who finds no servers.
-        problems: Reasons why entries were not used at the last look, by their names.
+        pause: Seconds between two looks.
+        problems: Reasons why the place, or entries there, were not used at the last look, by their names.
     """
 
-    pause: float
     condition: str
     advice: str
-    problems: dict[str, str]
+    pause = 2.0
 
-    @abstractmethod
+    def __init__(self, name: str, *arguments: Any) -> None:
+        self._name, self._arguments = name, arguments
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._found: dict[Address, str] = {}
+        self.problems: dict[str, str] = {}
+
     def look(self) -> dict[Address, str]:
-        """The current servers, in an order that is the same for every client.
+        """The current servers, in an order that is the same for every client; those of before if the look fails.
 
         The text of an address changes when another server takes it; it is empty where that cannot be told.
         """
+        with self._lock:
+            try:
+                self._found, self.problems = self._look()
+            except Exception as exc:  # of a file system, a resolver, or an engine: it says nothing about the servers
+                self.problems = {self._name: getattr(exc, "strerror", None) or str(exc)}
+                client_logger.debug("cannot look for servers %s: %s", self.condition, exc)
+            return self._found
 
     @abstractmethod
+    def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
+        """The current servers, and the problems. Called with the lock held."""
+
+    def open(self) -> Lookup:
+        """The same lookup, for one use in this process."""
+        return copy.copy(self)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """The class and its arguments: a copy has seen nothing yet."""
+        return type(self), self._arguments
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Lookup) and self.__reduce__() == other.__reduce__()
 
     def __hash__(self) -> int:
         return hash(self.__reduce__())
-
-    def open(self) -> Lookup:
-        """The same lookup, for one use in this process."""
-        return copy.copy(self)
 
 
 @dataclass(slots=True)
@@ -243,38 +262,27 @@ class Register(Lookup):
     pause = 1.0
 
     def __init__(self, directory: str) -> None:
+        super().__init__(directory, directory)
         self.directory = directory
         self.condition = f"registered in {directory}"
         self.advice = f"start some with: python -m rpcdataloader.launch --register {directory}"
-        self.problems: dict[str, str] = {}
-        self._lock = threading.Lock()
         # Guarded by the lock:
         self._last_look = time.monotonic()
         self._files: dict[str, _File] | None = None  # before the first look
-        self._found: dict[Address, str] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Register, (self.directory,)
 
     def __str__(self) -> str:
         return f"@{self.directory}"
 
-    def look(self) -> dict[Address, str]:
-        """The current servers, in the order in which they registered, with the names of their files."""
-        with self._lock:
-            # Without the look itself: a file server that hangs stops all renewals.
-            elapsed = time.monotonic() - self._last_look
-            try:
-                self._found = self._look(elapsed)
-            except OSError as exc:
-                # A problem of the file system says nothing about the servers.
-                self.problems = {self.directory: exc.strerror or str(exc)}
-                client_logger.debug("cannot read %s: %s", self.directory, exc)
+    def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
+        """In the order in which they registered, with the names of their files."""
+        # Without the look itself: a file server that hangs stops all renewals.
+        elapsed = time.monotonic() - self._last_look
+        try:
+            return self._judge(self._list(), elapsed)
+        finally:
             self._last_look = time.monotonic()
-            return self._found
 
-    def _look(self, elapsed: float) -> dict[Address, str]:
-        statuses = self._list()
+    def _judge(self, statuses: dict[str, os.stat_result], elapsed: float) -> tuple[dict[Address, str], dict[str, str]]:
         known, self._files = self._files, {}
         problems: dict[str, str] = {}
         usable: dict[str, Entry] = {}
@@ -305,8 +313,7 @@ class Register(Lookup):
             if (older := found.pop(usable[name].address, None)) is not None:
                 problems[older] = f"{name} is newer and has the same address"
             found[usable[name].address] = name
-        self.problems = problems
-        return found
+        return found, problems
 
     def _list(self) -> dict[str, os.stat_result]:
         statuses = {}

@@ -16,8 +16,8 @@ import torch
 
 from rpcdataloader import Diagnosis, RPCDataloader
 from rpcdataloader.client import client
-from rpcdataloader.client.asking import ask_all
 from rpcdataloader.client.client import get_client
+from rpcdataloader.client.discovery import ask_all
 from rpcdataloader.diagnosis.words import WORDS
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader import driver, telling
