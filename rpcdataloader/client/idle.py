@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from rpcdataloader.client.worker import RemoteWorker
 
 logger = logging.getLogger("rpcdataloader.client")
-
-# Seconds for the processes of workers that were given up to end.
-ROOM_TIMEOUT = 5.0
 
 
 class Idler(Protocol):
@@ -54,7 +50,6 @@ class IdleWorkers:
         # Guarded by the lock:
         self._loaders: weakref.WeakSet[Leavable] = weakref.WeakSet()
         self._idlers: dict[weakref.ref[Idler], None] = {}  # oldest first
-        self._freed: dict[str, tuple[int, float]] = {}  # places that are still to be taken, and until when, by node
 
     def watch(self, loader: Leavable) -> None:
         """A pass with persistent workers has begun, which may be left in the middle."""
@@ -73,27 +68,32 @@ class IdleWorkers:
             self._idlers.pop(weakref.ref(idler), None)
             return not idler.is_given_up
 
-    def give_up(self, asking: RemoteWorker) -> bool:
-        """Give up a place on the node of ``asking``, which has none left; False if no other loader is idle.
+    def make_room(self, asking: RemoteWorker, num_exited: int) -> bool:
+        """Give up a place on the node of ``asking``, which was busy, unless one is about to be free anyway.
 
-        All workers of a loader go together, the oldest first, and then those of passes that the user has left. The
-        place is free within :data:`ROOM_TIMEOUT`.
+        All workers of a loader go together, the oldest first, and then those of passes that the user has left.
+
+        Args:
+            num_exited: Attribute of the session, from before its node was asked.
+
+        Returns:
+            False if no place will be free: no worker leaves, and no other loader is idle.
         """
         session = asking.session
-        now, found = time.monotonic(), None
         with self._lock:
-            count, until = self._freed.pop(session.name, (0, now))
-            if not count or until <= now:
-                count, until, found = 0, now + ROOM_TIMEOUT, self._pop(asking)
-                if found is not None:
-                    count = sum(worker.session is session for worker in found.workers)
-                    found.is_given_up = True
-            if count > 1:
-                self._freed[session.name] = count - 1, until
-        if found is not None:
-            logger.info("%s is busy: %d idle persistent workers are given up for another loader", session.name, count)
-            found.close()
-        return count > 0
+            if session.num_exited != num_exited or session.is_a_worker_leaving:
+                return True
+            if (found := self._pop(asking)) is None:
+                return False
+            found.is_given_up = True
+            leaving = [worker for worker in found.workers if worker.session is session]
+            for worker in leaving:
+                worker.draining = True  # before the next one asks here
+        logger.info(
+            "%s is busy: %d idle persistent workers are given up for another loader", session.name, len(leaving)
+        )
+        found.close()
+        return True
 
     def _pop(self, asking: RemoteWorker) -> Idler | None:
         found = [reference() for reference in self._idlers] + [loader._left() for loader in list(self._loaders)]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.idle import ROOM_TIMEOUT
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.client.worker import (
     ClientSettings,
@@ -40,6 +39,10 @@ _NO_SESSION = bytes(16)
 # of the worker and hears of it from the kernel; only a session that is busy building takes that long.
 FATE_TIMEOUT = 2.0
 
+# Seconds for the end of a worker that was closed before it was admitted: if it had a place, no report says when that is
+# free.
+UNREPORTED_TIMEOUT = 5.0
+
 # Seconds for a killed worker to end.
 END_TIMEOUT = 0.5
 
@@ -52,6 +55,7 @@ class RemoteSession:
 
     Attributes:
         is_quiet: True if waiting for it needs no log message.
+        num_exited: Number of its workers that were reported as exited, whose places are free.
         workers: Its workers that have not ended.
     """
 
@@ -65,8 +69,8 @@ class RemoteSession:
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._present: dict[int, RemoteWorker] = {}  # admitted, and not reported as exited
-        # Until when a worker may have a place that was closed before it was admitted: its end is reported to nobody.
-        self._leaving_until = 0.0
+        self._unreported_until = 0.0  # the end of that of a worker which was closed before it was admitted
+        self.num_exited = 0
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
@@ -104,7 +108,7 @@ class RemoteSession:
         """Whether a worker of it ends, whose place on the node is free as soon as its process has ended."""
         with self._condition:
             is_ending = not all(worker.is_usable for worker in self._present.values())
-        return is_ending or time.monotonic() < self._leaving_until
+        return is_ending or time.monotonic() < self._unreported_until
 
     def wait(self, is_wanted: Callable[[], bool] = lambda: True) -> Welcome:
         """Wait until the session is ready.
@@ -234,7 +238,7 @@ class RemoteSession:
 
     def left_early(self) -> None:
         """A worker was closed before it was admitted."""
-        self._leaving_until = time.monotonic() + ROOM_TIMEOUT
+        self._unreported_until = time.monotonic() + UNREPORTED_TIMEOUT
 
     def open_worker(self, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True) -> RemoteWorker:
         """Ask for a worker; ``owner`` is told when it is ready or lost.
@@ -302,6 +306,7 @@ class RemoteSession:
             exited = Exited.decode(message.payload)
             with self._condition:
                 self._exited[exited.worker] = exited
+                self.num_exited += 1
                 self._present.pop(exited.worker, None)
                 self._condition.notify_all()
         elif message.type == MessageType.GOAWAY:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.background import Alarm, Printer, Sender
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.idle import ROOM_TIMEOUT, IdleWorkers, describe_holders
+from rpcdataloader.client.idle import IdleWorkers, describe_holders
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
@@ -298,30 +298,25 @@ class RemoteWorker:
     def _open(self) -> Channel:
         welcome = self.session.wait()
         room: Deadline | None = None
-        coming = Deadline(0)  # until a place is free that was given up
         pause, has_warned = 0.05, False
         while True:
-            is_leaving = self.session.is_a_worker_leaving  # before the node is asked, which hears of its end first
+            num_exited = self.session.num_exited  # before the node is asked, which hears of an end first
             limit = self._wait = Deadline(self._settings.connect_timeout)
             if self.connection.has_ended:
                 limit.cancel()
             try:
                 channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
             except BusyError as exc:
-                if not is_leaving and not coming.remaining() and self._settings.idle.give_up(self):
-                    coming = Deadline(ROOM_TIMEOUT)
-                if is_coming := bool(coming.remaining()):
-                    self._wait = coming
-                else:
-                    self._wait = room = room or Deadline(self._settings.connect_timeout)
+                is_wanted = not self.connection.has_ended
+                is_coming = is_wanted and self._settings.idle.make_room(self, num_exited)
+                self._wait = room = room or Deadline(self._settings.connect_timeout)
                 reason = str(exc)
                 if holders := describe_holders(list(self.session.workers)):
                     reason += f"; this process holds {holders}"
-                is_wanted = not self.connection.has_ended and (is_coming or is_leaving or self._keep_waiting())
-                if not is_wanted or not (self._wait.pause(pause) or is_coming):
+                if not (is_wanted and (is_coming or self._keep_waiting()) and self._wait.pause(pause)):
                     self.was_refused = True
                     raise ConnectError(f"{self.session.name} is busy: {reason}") from None
-                if not (is_coming or is_leaving or has_warned):
+                if not (is_coming or has_warned):
                     has_warned = True
                     logger.warning("waiting for %s, which is busy: %s", self.session.name, reason)
                 pause = min(2 * pause, 1.0)
