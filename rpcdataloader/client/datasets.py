@@ -24,8 +24,7 @@ from rpcdataloader.client.digest import digest
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
-from rpcdataloader.host.changes import Change, catch_up, without_overwritten
-from rpcdataloader.host.generators import get_states
+from rpcdataloader.host.state import Change, catch_up, get_states, without_overwritten
 from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
 from rpcdataloader.wire.frames import MessageType, digest_blocks
 from rpcdataloader.wire.messages import Call

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import secrets
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rpcdataloader.pools.pool import NodeActor, Order, Pool, import_engine, make_order
+from rpcdataloader.pools.pool import NodeActor, Order, Pool
+from rpcdataloader.wire.credentials import Credentials
 
 
 def ray_pool(
@@ -275,3 +278,29 @@ class _DaskNode:
         self._engine.taken.discard(self._worker)
         self._engine.client.cancel([self._future, *self._holds], force=True)
         self._actor = self._question = None
+
+
+def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[], str]) -> Order:
+    """Describe each node server, with a secret made for this pool alone.
+
+    Raises:
+        ValueError: An option is invalid.
+    """
+    if cpus_per_node < 1:
+        raise ValueError(f"cpus_per_node must be at least 1, but is {cpus_per_node}")
+    if isinstance(launch, str):
+        raise ValueError(f"launch must be a list of options, such as ['--preload', 'numpy'], but is {launch!r}")
+    credentials = Credentials(secrets.token_urlsafe(32).encode(), "the pool")
+    return Order(credentials, cpus_per_node, tuple(launch), find_host)
+
+
+def import_engine(name: str, extra: str) -> ModuleType:
+    """Import an engine's package.
+
+    Raises:
+        ImportError: The package is missing; the message names the extra to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as exc:
+        raise ImportError(f"{extra}_pool needs {name}: pip install 'rpcdataloader[{extra}]' ({exc})") from exc

@@ -6,28 +6,28 @@ machine of the cluster, an actor of the engine has the node server beside it.
 
 from __future__ import annotations
 
-import importlib
 import logging
+import math
 import os
 import re
-import secrets
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol
 
-from rpcdataloader.client.discovery import ASK_TIMEOUT
+from rpcdataloader.client.discovery import ASK_TIMEOUT, ask_all
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.pools.wants import Size, ask_wanted
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
 from rpcdataloader.wire.register import Lookup
+from rpcdataloader.wire.status import count_wanted
 
 logger = logging.getLogger("rpcdataloader.pools")
 
@@ -42,6 +42,9 @@ DRAIN_TIMEOUT = 40.0
 
 # Seconds between two questions about what the training loops want.
 ASK_PAUSE = 3.0
+
+# Seconds for which node servers are kept that were needed: longer than the time between two reports of a loop.
+SHRINK_AFTER = 15.0
 
 # Seconds between two signs of life. Servers wait 60 s for one.
 HEARTBEAT = 10.0
@@ -136,6 +139,34 @@ class PoolWorkers(Lookup, Iterable[str]):
 
     def __str__(self) -> str:
         return ",".join(self)
+
+
+class Size:
+    """The number of node servers: the most that were needed in the last :data:`SHRINK_AFTER` seconds. Pure.
+
+    Args:
+        least, most: Limits of the number.
+        num_workers: Number of workers of each.
+    """
+
+    def __init__(self, least: int, most: int, num_workers: int) -> None:
+        self.number = least
+        self._least, self._most, self._num_workers = least, most, num_workers
+        self._needed: deque[tuple[float, int]] = deque()  # with the time
+
+    def decide(self, now: float, wanted: int) -> int:
+        """Return the number of node servers for a number of wanted workers; 0 for an unknown one changes nothing."""
+        needed = min(max(math.ceil(wanted / self._num_workers), self._least), self._most) if wanted else self.number
+        self._needed.append((now, needed))
+        while self._needed[0][0] < now - SHRINK_AFTER:
+            self._needed.popleft()
+        self.number = max(number for _time, number in self._needed)
+        return self.number
+
+
+def ask_wanted(addresses: Iterable[str], credentials: Credentials) -> int:
+    """Ask node servers how many workers the loops of all clients want together; 0 if none is known."""
+    return count_wanted(ask_all(map(Address.parse, addresses), lambda _address: credentials))
 
 
 class Pool:
@@ -310,32 +341,6 @@ def _is_there(node: Node) -> bool:
     except Exception:
         return False
     return True
-
-
-def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[], str]) -> Order:
-    """Describe each node server, with a secret made for this pool alone.
-
-    Raises:
-        ValueError: An option is invalid.
-    """
-    if cpus_per_node < 1:
-        raise ValueError(f"cpus_per_node must be at least 1, but is {cpus_per_node}")
-    if isinstance(launch, str):
-        raise ValueError(f"launch must be a list of options, such as ['--preload', 'numpy'], but is {launch!r}")
-    credentials = Credentials(secrets.token_urlsafe(32).encode(), "the pool")
-    return Order(credentials, cpus_per_node, tuple(launch), find_host)
-
-
-def import_engine(name: str, extra: str) -> ModuleType:
-    """Import an engine's package.
-
-    Raises:
-        ImportError: The package is missing; the message names the extra to install.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as exc:
-        raise ImportError(f"{extra}_pool needs {name}: pip install 'rpcdataloader[{extra}]' ({exc})") from exc
 
 
 class NodeActor:

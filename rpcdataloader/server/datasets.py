@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.host.generators import set_states
+from rpcdataloader.host.state import set_states
 from rpcdataloader.server.processes import memory_of_its_own, num_threads, open_connections, open_files
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from rpcdataloader.client.discovery import Inline, Local, LocalPools, ask_status, find_workers
 from rpcdataloader.errors import AuthenticationError, RemoteProtocolError, RPCError
-from rpcdataloader.status.report import Answer, Tree, make_document
-from rpcdataloader.status.text import as_text
+from rpcdataloader.status.report import Answer, Tree, as_text, make_document
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.register import Lookup, Register

@@ -24,7 +24,7 @@ CLOCKS: dict[str, tuple[str, float]] = {
     "reports": ("rpcdataloader.client.client.PERIOD", 0.2),
     # Between two looks of a pool at what loops want, until it gives back, and between two looks of a loop at a pool.
     "pool asks": ("rpcdataloader.pools.pool.ASK_PAUSE", 0.1),
-    "pool shrinks": ("rpcdataloader.pools.wants.SHRINK_AFTER", 0.5),
+    "pool shrinks": ("rpcdataloader.pools.pool.SHRINK_AFTER", 0.5),
     "pool is asked": ("rpcdataloader.pools.pool.PoolWorkers.pause", 0.05),
 }
 

@@ -46,7 +46,6 @@ PURE = {
     "rpcdataloader.wire.messages",
     "rpcdataloader.wire.status",
     "rpcdataloader.status.report",
-    "rpcdataloader.status.text",
     "rpcdataloader.plan.roster",
     "rpcdataloader.plan.actions",
     "rpcdataloader.plan.crew",

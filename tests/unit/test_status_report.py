@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from rpcdataloader.status.report import Answer, make_document
-from rpcdataloader.status.text import as_text, in_time
+from rpcdataloader.status.report import Answer, as_text, in_time, make_document
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
 READY = Answer("node01:6543", NODE, version="0.1.0")

@@ -11,9 +11,9 @@ import pytest
 
 from rpcdataloader.client.discovery import Local, Remote, find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
-from rpcdataloader.pools import dask_pool, pool, ray_pool, wants
-from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, make_order
-from rpcdataloader.pools.wants import Size
+from rpcdataloader.pools import dask_pool, pool, ray_pool
+from rpcdataloader.pools.engines import make_order
+from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, Size
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, client_credentials, load_credentials
 from rpcdataloader.wire.status import count_wanted
@@ -96,7 +96,7 @@ def want(monkeypatch):
     """Let the loops want this number of workers; nothing is known of them before."""
     wanted = [0]
     monkeypatch.setattr(pool, "ask_wanted", lambda _addresses, credentials: wanted[-1] if credentials is SECRET else 0)
-    monkeypatch.setattr(wants, "SHRINK_AFTER", 0.0)
+    monkeypatch.setattr(pool, "SHRINK_AFTER", 0.0)
     return wanted.append
 
 
@@ -138,7 +138,7 @@ def test_latest_nodes_drain_when_loops_want_fewer_and_others_come_when_they_want
 
 def test_size_follows_what_is_wanted_and_shrinks_when_fewer_have_sufficed_for_a_while():
     size = Size(1, 8, 4)
-    limit = wants.SHRINK_AFTER
+    limit = pool.SHRINK_AFTER
     assert [size.decide(0.0, wanted) for wanted in (0, 1, 9, 100, 33, 100)] == [1, 1, 3, 8, 8, 8]
     assert size.decide(1.0, 4) == 8
     assert size.decide(2.0, 10) == 8
