@@ -54,8 +54,7 @@ class _Bell:
         os.eventfd_write(self._descriptor, 1)
 
     def silence(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it was not rung
-            os.eventfd_read(self._descriptor)
+        os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -119,7 +118,9 @@ class Sender:
         blocked: list[Outlet] = []
         while not self._closed:
             _wait(bell, blocked)
-            woken = dict.fromkeys([*blocked, *(self._outlets.popleft() for _ in range(len(self._outlets)))])
+            woken = dict.fromkeys(blocked)
+            for _ in range(len(self._outlets)):
+                woken[self._outlets.popleft()] = None
             blocked = [outlet for outlet in woken if not outlet.flush()]
             woken.clear()  # this frame must not keep them while it waits
 
@@ -130,11 +131,12 @@ def _wait(bell: _Bell, blocked: list[Outlet]) -> None:
     # early, and nothing else happens.
     poll = select.poll()
     poll.register(bell, select.POLLIN)
-    for descriptor in [outlet.fileno() for outlet in blocked]:
-        if descriptor >= 0:
+    for outlet in blocked:
+        if (descriptor := outlet.fileno()) >= 0:
             poll.register(descriptor, select.POLLOUT)
-    poll.poll()
-    bell.silence()
+    for descriptor, _events in poll.poll():
+        if descriptor == bell.fileno():
+            bell.silence()
 
 
 # Nearly all calls are answered long before their deadline. Fewer cancelled ones than this may wait for it.

@@ -7,7 +7,6 @@ thread fails all pending requests.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import signal
@@ -133,13 +132,16 @@ class Connection:
                 raise self._reason()
             number = self._last_request = self._last_request + 1
             self._pending[number] = request
-            messages = [Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks)]
+            messages: tuple[Outgoing, ...] = (
+                Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks),
+            )
             if self._borrower is not None and (ended := self._borrower.take_ended()):
                 # Before the request, which may need the memory.
-                messages.insert(0, Outgoing(MessageType.RETURN, payload=pack_blocks(ended)))
+                messages = (Outgoing(MessageType.RETURN, payload=pack_blocks(ended)), *messages)
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
-            # Only requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
-            if not (request.cancellable and self._send_now(messages)):
+            # Only small requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
+            is_small = not buffers and len(payload) <= MAX_SENT_NOW_BYTES
+            if not (is_small and request.cancellable and self._send_now(messages)):
                 self._put(*messages)
         return number
 
@@ -148,20 +150,21 @@ class Connection:
         self._sender.wake(self)
 
     def _send_now(self, messages: Sequence[Outgoing]) -> bool:
-        """Send a small request, or begin to, unless others are to be sent before it; returns whether that was done.
+        """Send small messages, or begin to, unless others are to be sent before; returns whether that was done.
 
         Waking the sender costs two changes of the GIL's holder, which is more than the message does.
         """
         channel = self._channel
-        is_large = any(message.buffers or len(message.payload) > MAX_SENT_NOW_BYTES for message in messages)
-        if channel is None or is_large or self._is_under_way or self._outbox:
+        if channel is None or self._is_under_way or self._outbox:
             return False
         # Not acquired in another way: Ctrl-C must not leave the lock held, which the sender takes for this connection.
         with self._sending:
             if self._is_under_way or self._outbox:
                 return False
-            with contextlib.suppress(RPCError):  # the receiver sees the same error and reports it
+            try:
                 self._is_under_way = not channel.begin(*messages)
+            except RPCError:
+                return True  # the receiver sees the same error and reports it
         if self._is_under_way:
             self._sender.wake(self)
         return True
@@ -342,7 +345,7 @@ class Connection:
     # --- sender
 
     def fileno(self) -> int:
-        return -1 if self._channel is None else self._channel.fileno()
+        return -1 if self._channel is None else self._channel.transport.fileno()
 
     def flush(self) -> bool:
         channel = self._channel

@@ -6,10 +6,11 @@ beside the contents of its large byte strings, arrays and tensors, in one block,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,30 +51,29 @@ class RawBatch:
         return sample
 
 
-class RawSample:
+class RawSample(NamedTuple):
     """A raw sample, which takes the place of an index."""
 
-    __slots__ = ("_batch", "_number")
-
-    def __init__(self, batch: RawBatch, number: int) -> None:
-        self._batch, self._number = batch, number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RawSample, (self._batch, self._number)
+    batch: RawBatch
+    number: int
 
     def __repr__(self) -> str:
-        return f"a sample of source worker {self._batch.source}"
+        return f"a sample of source worker {self.batch.source}"
 
     def take(self) -> Any:
         """Return the sample itself."""
-        return self._batch.take(self._number)
+        return self.batch.take(self.number)
+
+
+# Makes one of a pair: a batch has many, and the trainer nothing to do with them.
+_raw_sample = functools.partial(tuple.__new__, RawSample)
 
 
 class RawIndices(list[RawSample]):
     """The samples of a batch, pickled as that."""
 
     def __init__(self, batch: RawBatch) -> None:
-        super().__init__(map(RawSample, itertools.repeat(batch), range(batch.num_samples)))
+        super().__init__(map(_raw_sample, zip(itertools.repeat(batch), range(batch.num_samples))))
         self._batch = batch
 
     def __reduce__(self) -> tuple[Any, ...]:

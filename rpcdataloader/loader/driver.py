@@ -2,7 +2,7 @@
 
 Three sides feed the engine: the consumer (:mod:`~rpcdataloader.loader.iterator`) adds tasks from the sampler, and
 delivers; the receiver threads of workers (:mod:`~rpcdataloader.loader.seat`) report answers and losses; the
-:mod:`~rpcdataloader.loader.executor` reports nodes. Each holds the condition for that, and carries out the engine's
+:mod:`~rpcdataloader.loader.executor` reports nodes. Each holds the lock for that, and carries out the engine's
 actions without it, so that no thread waits for another one's send.
 
 Nothing here waits: threads, sockets and the clock are the executor's. ``tests/simulation`` has another executor, and
@@ -54,7 +54,8 @@ class Driver:
 
     Attributes:
         pid: Process that began the pass; its forks must not continue it.
-        condition: Lock for the attributes that follow.
+        condition: What the consumer waits for.
+        lock: Its lock, for the attributes that follow.
         is_closed: True once the pass is over.
         begun: The present epoch.
         seats: Requested workers that are not lost, by number.
@@ -65,7 +66,6 @@ class Driver:
         later_since: Time since which a later batch is here while it sleeps.
         is_given_up: True if its idle workers ended for another loader.
         has_changed: True if the workers are others than those in the records.
-        whole: Context in which the consumer changes the engine, and carries out its decisions.
         is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
         wants: Decides how many workers the loop wants; None for a pass that is no loader's.
     """
@@ -88,6 +88,7 @@ class Driver:
         self.now = executor.now
         self.pid = os.getpid()
         self.condition = executor.condition
+        self.lock = executor.lock
         self.is_closed = False
         self.begun = begun
         self.streams = list(begun.progress.streams)
@@ -96,7 +97,6 @@ class Driver:
         self._unwanted: set[int] = set()  # workers to close before they are requested
         self.ahead = None if intake.carrier is None else Ahead(engine, intake.carrier)
         self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
-        self.whole = Whole(engine)
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
         self._drawn: deque[Task] = deque()  # at most one: from the sampler, not yet in the engine
         self.has_changed = True
@@ -117,7 +117,7 @@ class Driver:
         """Whether another epoch can begin; from now on, its workers are not idle."""
         if os.getpid() != self.pid or not self.executor.idle.take(self):
             return False
-        with self.condition:
+        with self.lock:
             return self.engine.failure is None and not self.is_closed
 
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
@@ -131,7 +131,7 @@ class Driver:
         Raises:
             SerializationError: Objects of the loader cannot be pickled.
         """
-        with self.condition:
+        with self.lock:
             crew = self.engine.crew
             for node in homes:
                 if (session := self.executor.session(node)) is None:
@@ -150,7 +150,7 @@ class Driver:
     def begin_epoch(self, begun: Pass) -> None:
         """Begin another epoch with the same workers."""
         self.executor.settle(self.workers)
-        with self.condition:
+        with self.lock:
             if self.ahead is not None:
                 self.ahead.delivery = None
             self.begun = begun
@@ -166,7 +166,7 @@ class Driver:
 
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""
-        with self.condition:
+        with self.lock:
             self.note_setup()
             self.is_closed = True
             self.engine.table.forget()
@@ -181,7 +181,7 @@ class Driver:
 
     def feed(self, event: Callable[[Engine[Node], float], None]) -> None:
         """Report an event to the engine, and carry out its decisions."""
-        with self.condition:
+        with self.lock:
             if self.is_closed:
                 return
             now = self.now()
@@ -194,14 +194,14 @@ class Driver:
 
     def fail(self, error: BaseException) -> None:
         """End the pass with an error."""
-        with self.condition:
+        with self.lock:
             if self.engine.failure is None and not self.is_closed:
                 self.engine.failure = error
             self.condition.notify_all()
 
     def lost(self, number: int, loss: Loss) -> None:
         """Report that a worker has ended, or could not be started."""
-        with self.condition:
+        with self.lock:
             self.seats.pop(number, None)
         if self.executor.is_over:
             self.fail(loss.error)
@@ -235,8 +235,8 @@ class Driver:
         while self.engine.failure is None:
             if wants_input and not self._drawn:
                 draw(self._drawn, began)
-            with self.whole:
-                with self.condition:
+            try:
+                with self.lock:
                     if wants_input:
                         if not self._drawn:
                             table.end_of_input()
@@ -247,8 +247,23 @@ class Driver:
                     todo = self.act(self.now())
                 if todo is not None:
                     carry_out(todo)
+            except BaseException as exc:
+                self.interrupted(exc)
+                raise
             if not wants_input:
                 break
+
+    def interrupted(self, error: BaseException) -> None:
+        """End the pass: an exception has left a part of the consumer's work in the middle.
+
+        Ctrl-C, and every other signal handler, may raise between any two steps where the consumer changes the engine
+        and carries out its decisions: tasks would be lost, and the engine half changed. Nothing else raises there.
+        """
+        if self.engine.failure is None:
+            self.engine.failure = RuntimeError(
+                f"{type(error).__name__} has interrupted this pass over the loader in the middle of its work; begin "
+                "another one, or go on after the last batch with load_state_dict(state_dict())"
+            )
 
     def may_draw(self, *, has_batch: bool = False) -> bool:
         """Whether to draw from the sampler. Not while that waits for a stream, and a batch is here or under way."""
@@ -260,7 +275,7 @@ class Driver:
         return self.engine.table.has_deliverable if self.ahead is None else self.ahead.delivery is not None
 
     def take(self) -> Entry | None:
-        """Return the next delivery, if it is here; with the condition."""
+        """Return the next delivery, if it is here; with the lock."""
         if self.engine.failure is not None:
             return None  # the failure has caused errors that say less
         return self.engine.deliver() if self.ahead is None else self.ahead.take()
@@ -276,18 +291,22 @@ class Driver:
         return self.sleeps_until
 
     def wakes_up(self, now: float) -> float:
-        """Note the end of that wait; with the condition.
+        """Note the end of that wait; with the lock.
 
         Returns:
             Seconds asleep while a later batch was here.
         """
         self.sleeps_until = -math.inf
         if self._due <= now:
-            self.engine.tick(now)
+            try:
+                self.engine.tick(now)
+            except BaseException as exc:
+                self.interrupted(exc)
+                raise
         return max(0.0, now - self.later_since)
 
     def wake(self) -> None:
-        """Wake the sleeping consumer if an answer gives it something to do; with the condition.
+        """Wake the sleeping consumer if an answer gives it something to do; with the lock.
 
         A needless wake costs two changes of thread.
         """
@@ -311,17 +330,20 @@ class Driver:
             return
         roster = self.engine.crew.roster
         if wants.most is not None and (wants.most != roster.most or wants.most > roster.num_used):
-            with self.whole:
+            try:
                 self.feed(lambda engine, _now: engine.crew.use(wants.most))
+            except BaseException as exc:
+                self.interrupted(exc)
+                raise
 
     def _places(self) -> dict[int, int]:
-        with self.condition:
+        with self.lock:
             return {number: self.engine.crew.members[number].place for number in self.engine.workers}
 
     # Actions
 
     def act(self, now: float) -> ToDo | None:
-        """Take the engine's decisions, if any; with the condition, so that tasks are queued in their order."""
+        """Take the engine's decisions, if any; with the lock, so that tasks are queued in their order."""
         actions = self.engine.act(now)
         if not actions or self.is_closed:
             return None
@@ -335,7 +357,7 @@ class Driver:
         return todo
 
     def carry_out(self, todo: ToDo) -> None:
-        """Carry out decisions; without the condition.
+        """Carry out decisions; without the lock.
 
         Other threads may overtake this one: only the tasks of a worker keep their order.
         """
@@ -370,7 +392,7 @@ class Driver:
             seat.worker.connection.cancel(sent.request_id)
 
     def _close(self, number: int) -> None:
-        with self.condition:
+        with self.lock:
             seat = self.seats.get(number)
             if seat is None:
                 self._unwanted.add(number)
@@ -395,14 +417,14 @@ class Driver:
             except BaseException as exc:
                 self.fail(exc)
                 return
-            with self.condition:
+            with self.lock:
                 if self.is_closed:
                     return
                 if opening.begun is self.begun:
                     is_wanted = action.worker not in self._unwanted
                     self._unwanted.discard(action.worker)
                     if is_wanted and (session := self.executor.session(action.node)) is not None:
-                        # With the condition: the worker is ready only after its first request was sent.
+                        # With the lock: the worker is ready only after its first request was sent.
                         self._request(action, session, opening)
                         return
                     break
@@ -420,7 +442,7 @@ class Driver:
 
     def _end(self, ends: Sequence[End], begun: Pass) -> None:
         """End workers that exceed a task's time limit, all at the same time."""
-        with self.condition:
+        with self.lock:
             late = [
                 # Not the engine's task: another worker may have answered it, and it may be delivered.
                 (seat.worker, sent.task)
@@ -429,7 +451,7 @@ class Driver:
                 and (sent := seat.sent.get(end.number)) is not None
                 and sent.begun is begun
             ]
-            # With the condition: the consumer hears of these losses when the tasks have their stacks.
+            # With the lock: the consumer hears of these losses when the tasks have their stacks.
             self.executor.end(late)
 
     # Queries
@@ -445,12 +467,12 @@ class Driver:
 
     def is_alone(self) -> bool:
         """Whether no worker has started yet: then a busy node is worth waiting for."""
-        with self.condition:
+        with self.lock:
             return not self.engine.num_workers and not self.is_closed
 
     def diagnosis(self) -> Diagnosis:
         """The reason why the loop waits."""
-        with self.condition:
+        with self.lock:
             self.note_setup()
             waiting = self.now() - self.sleeps_since if self.sleeps_until != -math.inf else 0.0
         return diagnose(self.recorder.snapshot(waiting))
@@ -471,7 +493,7 @@ class Driver:
 
     def note_setup(self) -> None:
         """Record the workers and limits of the pass; a pass that is over keeps its last ones."""
-        with self.condition:
+        with self.lock:
             self.has_changed = False
             workers = {number: str(node) for number, node in self.engine.workers.items()}
             if self.is_closed or not workers:
@@ -487,31 +509,10 @@ class Driver:
             self.recorder.setup = Setup(workers, *limits, names, machines, *kept)
 
 
-class Whole:
-    """A part of the consumer's work that ends the pass if it is left in the middle.
-
-    Ctrl-C, and every other signal handler, may raise between any two steps: tasks would be lost, and the engine half
-    changed. Nothing else raises here.
-    """
-
-    def __init__(self, engine: Engine[Node]) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None and self._engine.failure is None:
-            self._engine.failure = RuntimeError(
-                f"{type(error).__name__} has interrupted this pass over the loader in the middle of its work; begin "
-                "another one, or go on after the last batch with load_state_dict(state_dict())"
-            )
-
-
 class Ahead:
     """The one batch on its way to a device, while the consumer has the previous one.
 
-    All methods need the pass's condition, so they run one after the other.
+    All methods need the pass's lock, so they run one after the other.
     """
 
     def __init__(self, engine: Engine[Node], carrier: Carrier) -> None:

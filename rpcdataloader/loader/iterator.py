@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
@@ -192,7 +191,7 @@ class RemoteIterator(PassIterator):
     def is_ready(self) -> bool:
         """Whether the next call of ``next`` need not wait: there is a batch, or the end, or a failure."""
         driver, engine = self.driver, self.driver.engine
-        with driver.condition:
+        with driver.lock:
             return engine.failure is not None or driver.has_delivery() or engine.table.finished
 
     def _next(self) -> Answer:
@@ -204,15 +203,13 @@ class RemoteIterator(PassIterator):
         deadline = None if timeout is None else began + timeout
         blocked = 0.0
         while True:
-            with driver.condition:
-                if self._delivery is None:
-                    with driver.whole:
-                        self._delivery = driver.take()
-                delivery = self._delivery
+            with driver.lock:
+                delivery = self._take()
                 if delivery is None:
                     if engine.failure is None and engine.table.finished:
                         break
                     blocked += self._wait(deadline)
+                    delivery = self._take()  # as a rule, the wait was for it
                 wants_input = engine.table.wants_input and driver.may_draw(has_batch=delivery is not None)
             if delivery is not None:
                 break
@@ -220,7 +217,7 @@ class RemoteIterator(PassIterator):
         if delivery is None:
             driver.begun.source.check_end()
             self.progress.finished = True
-            # Without the condition: why the loop has waited goes to handlers of the user.
+            # Without the lock: why the loop has waited goes to handlers of the user.
             driver.rest() if self._settings.persistent_workers else driver.close()
             raise StopIteration
         task: Task = delivery.payload
@@ -250,6 +247,16 @@ class RemoteIterator(PassIterator):
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer
 
+    def _take(self) -> Entry | None:
+        """Return the next delivery, with the lock; None until it is here."""
+        if self._delivery is None:
+            try:
+                self._delivery = self.driver.take()
+            except BaseException as exc:
+                self.driver.interrupted(exc)
+                raise
+        return self._delivery
+
     def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
         """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe.
 
@@ -274,7 +281,7 @@ class RemoteIterator(PassIterator):
         driver.decide()
 
     def _wait(self, deadline: float | None) -> float:
-        """Wait, with the condition, until the next batch or another action is due.
+        """Wait, with the lock, until the next batch or another action is due.
 
         Returns:
             Seconds asleep.
@@ -295,17 +302,15 @@ class RemoteIterator(PassIterator):
             # torch's exception and text, which scripts may match.
             label = self._settings.partition.label
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
-        with driver.whole:
-            until = driver.falls_asleep(now, deadline)
-        if wants_input:  # of a source that is not ready
-            until = min(until, now + _SOURCE_PAUSE)
-        seconds = None if until == math.inf else until - now
         try:
+            until = driver.falls_asleep(now, deadline)
+            if wants_input:  # of a source that is not ready
+                until = min(until, now + _SOURCE_PAUSE)
+            seconds = None if until == math.inf else until - now
             _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         finally:
             woken = time.monotonic()
-            with driver.whole:
-                self._ready += driver.wakes_up(woken)
+            self._ready += driver.wakes_up(woken)
         return woken - now
 
     def _advance(self, wants_input: bool, began: float) -> None:
@@ -320,7 +325,7 @@ class RemoteIterator(PassIterator):
         """Draw a task; it may be a probe, or shown."""
         recorder = self.driver.recorder
         # In one step: a signal handler may raise before a result is assigned, and the task would be lost.
-        following = itertools.islice(self.driver.begun.source, 1)
+        following = map(next, (self.driver.begun.source,))
         if began < recorder.next_probe and not self._is_shown:
             drawn.extend(following)
             return
@@ -354,7 +359,7 @@ class RemoteIterator(PassIterator):
         if driver.sleeps_until == -math.inf and now - driver.recorder.last >= _PAUSE:
             return None
         diagnosis = driver.diagnosis()
-        with driver.condition:
+        with driver.lock:
             wait, present = driver.engine.long_wait(now), driver.engine.num_workers
         more = 0 if diagnosis.more_workers is None else diagnosis.more_workers[1]
         wanted = present if driver.wants is None else driver.wants.wanted(present, more)

@@ -59,7 +59,7 @@ class Seat(WorkerOwner):
         self._decode = driver.intake.decode
 
     def enqueue(self, load: Load, begun: Pass) -> None:
-        """Queue a task; with the pass's condition, so that the order is that of the decisions."""
+        """Queue a task; with the pass's lock, so that the order is that of the decisions."""
         task = load.payload
         sent = Sent(task, load.number, begun)
         if (drawn := task.probe) is not None:
@@ -67,7 +67,7 @@ class Seat(WorkerOwner):
         self._queue.append(sent)
 
     def send(self) -> None:
-        """Send the queued tasks; without the condition."""
+        """Send the queued tasks; without the lock."""
         with self._sending:
             while self._queue:
                 sent = self._queue.popleft()
@@ -75,11 +75,11 @@ class Seat(WorkerOwner):
                 request = Request(functools.partial(self._replied, sent), self._intake.allocator, cancellable=True)
                 if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, self._driver.now()
-                # Fails if the worker was just lost, which is about to be reported, and puts the task back.
-                with contextlib.suppress(RPCError):
-                    sent.request_id = self.worker.connection.submit(
-                        MessageType.LOAD, sent.task.request.payload, sent.task.request.buffers, request
-                    )
+                payload, buffers = sent.task.request.payload, sent.task.request.buffers
+                try:
+                    sent.request_id = self.worker.connection.submit(MessageType.LOAD, payload, buffers, request)
+                except RPCError:
+                    continue  # the worker was just lost, which is about to be reported, and puts the task back
                 if probe is not None:
                     probe.sent = self._driver.now()
 
@@ -117,7 +117,7 @@ class Seat(WorkerOwner):
         driver = self._driver
         if answer.lacks is not None:
             answer.where = self.worker.name
-        with driver.condition:
+        with driver.lock:
             if sent.begun is not driver.begun or driver.is_closed:
                 return
             # Only now: numbers restart in another epoch.

@@ -13,9 +13,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpcdataloader import __version__
 from rpcdataloader.errors import (
@@ -36,7 +35,6 @@ from rpcdataloader.wire.frames import (
     Decoder,
     Message,
     MessageType,
-    Sealer,
     SharedBlock,
     encode,
     heap_blocks,
@@ -56,9 +54,8 @@ from rpcdataloader.wire.transport import Deadline, Transport, without_start
 MAX_SENT_NOW_BYTES = 4096
 
 
-@dataclass(slots=True)
-class Outgoing:
-    """A message to send; the fields are the arguments of :meth:`Channel.send`."""
+class Outgoing(NamedTuple):
+    """A message to send; the fields are the arguments of :func:`~rpcdataloader.wire.frames.encode`."""
 
     type: MessageType
     request_id: int = 0
@@ -66,10 +63,6 @@ class Outgoing:
     buffers: Sequence[memoryview] = ()
     flags: int = 0
     digest_of_blocks: bytes = b""
-
-    def encode(self, sealer: Sealer) -> list[bytes | memoryview]:
-        """Seal it, and return the buffers to send."""
-        return encode(sealer, self.type, self.request_id, self.payload, self.buffers, self.flags, self.digest_of_blocks)
 
     @property
     def size_bytes(self) -> int:
@@ -217,7 +210,10 @@ class Channel:
         Otherwise :meth:`go_on` sends the rest, before another message begins. For a single thread at a time.
         """
         try:
-            return self.transport.send_now([piece for each in messages for piece in each.encode(self._sealer)])
+            pieces: list[bytes | memoryview] = []
+            for message in messages:
+                pieces += encode(self._sealer, *message)
+            return self.transport.send_now(pieces)
         except BaseException:
             # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
             self.transport.shutdown()
