@@ -1,4 +1,4 @@
-"""Large buffers for another process of this machine, through memory that it maps instead of a socket.
+"""Memory that two processes of a machine map, and large buffers that travel through it instead of a socket.
 
 A gigabyte over a socket is copied twice, into memory that the kernel clears first, and digested on both sides. Here the
 sender writes it once into memory of memfd_create(2), seals that against changes, and the receiver opens it
@@ -7,6 +7,7 @@ under /proc. If it cannot, as in another container, the sender hears so and send
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import itertools
 import mmap
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rpcdataloader.wire.shared import map_memory
 from rpcdataloader.wire.slabs import Block
 
 #: Less is sent in a few milliseconds.
@@ -32,6 +32,46 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 # The most that one call writes.
 _PIECE_BYTES = 1 << 30
+
+
+# Python's mmap would keep a descriptor for each mapping.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+_libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def create_memory(size_bytes: int) -> int:
+    """Return the descriptor of new memory that cannot shrink, so that a process that maps it can read all of it.
+
+    Raises:
+        OSError: The kernel, or a sandbox, does not allow it.
+    """
+    descriptor = os.memfd_create("rpcdataloader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_memory(descriptor: int, size_bytes: int, flags: int = mmap.MAP_SHARED) -> memoryview:
+    """Map memory for as long as the result, or a part of it, is alive; the descriptor may be closed.
+
+    Raises:
+        OSError: There is no room in the address space, or there are too many mappings.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, size_bytes, access, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_uint8 * size_bytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
+    return np.frombuffer(memoryview(memory), np.uint8).data
 
 
 class Copies(NamedTuple):
@@ -54,9 +94,9 @@ class Copied:
     """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        descriptor = os.memfd_create("rpcdataloader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, descriptor)
         sizes = tuple(buffer.nbytes for buffer in buffers)
+        descriptor = create_memory(0)
+        weakref.finalize(self, os.close, descriptor)
         for buffer, start in zip(buffers, _starts(sizes), strict=False):
             written = 0
             while written < buffer.nbytes:

@@ -12,6 +12,7 @@ get, behind a forwarded socket for example, receives the bytes.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 
 from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire.copies import create_memory, map_memory
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.slabs import Block, PageablePool, Registration
 
@@ -49,48 +51,9 @@ _MAX_UNUSED_LEASES = 64
 # Every dtype's alignment. Pages are the unit of the worker.
 _ALIGNMENT = 64
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-
-# Python's mmap would keep a descriptor for each mapping.
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
-_libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
-_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_REMOVE = 9
-
-
-def create_memory(size_bytes: int) -> int:
-    """Return the descriptor of new memory that cannot shrink, so that a process that maps it can read all of it.
-
-    Raises:
-        OSError: The kernel, or a sandbox, does not allow it.
-    """
-    descriptor = os.memfd_create("rpcdataloader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def map_memory(descriptor: int, size_bytes: int, flags: int = mmap.MAP_SHARED) -> memoryview:
-    """Map memory for as long as the result, or a part of it, is alive; the descriptor may be closed.
-
-    Raises:
-        OSError: There is no room in the address space, or there are too many mappings.
-    """
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, size_bytes, access, flags, descriptor, 0)
-    if address == _MAP_FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    memory = (ctypes.c_uint8 * size_bytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
-    return np.frombuffer(memoryview(memory), np.uint8).data
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def _address_of(view: memoryview) -> int:
@@ -341,6 +304,15 @@ class _Children:
         return bool(self._ended.poll(0))
 
 
+@dataclass(slots=True)
+class _Borrowed:
+    """A mapping of a worker, as its trainer sees it."""
+
+    memory: memoryview
+    used: list[tuple[int, int]] = field(default_factory=list)  # offset and end of the blocks not returned yet, in order
+    is_registered: bool = False  # a device reads it without the CPU
+
+
 class Borrower:
     """A trainer's side of the memory of one worker. Thread-safe."""
 
@@ -349,9 +321,7 @@ class Borrower:
         self._ended: deque[SharedBlock] = deque()
         self._lock = threading.Lock()
         # Guarded by the lock:
-        self._mappings: dict[int, memoryview] = {}
-        self._registered: set[int] = set()
-        self._used: dict[int, list[tuple[int, int]]] = {}  # per mapping, offset and end of the blocks not returned yet
+        self._mappings: dict[int, _Borrowed] = {}  # by number
         self._children: list[tuple[_Children, frozenset[tuple[int, int]]]] = []  # and the blocks that they inherited
         _borrowers.add(self)
 
@@ -364,12 +334,11 @@ class Borrower:
         try:
             if number in self._mappings:
                 raise RemoteProtocolError(f"the peer gave shared memory {number} twice")
-            try:
+            seals = 0
+            with contextlib.suppress(OSError):  # an ordinary file has none
                 seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            except OSError:  # an ordinary file
-                seals = 0
             size_bytes = os.fstat(descriptor).st_size
-            if seals & _SEALS != _SEALS or not size_bytes:
+            if not seals & fcntl.F_SEAL_SHRINK or not size_bytes:
                 raise RemoteProtocolError(f"the peer gave shared memory {number} that is not sealed against shrinking")
             try:
                 memory = map_memory(descriptor, size_bytes)
@@ -379,13 +348,13 @@ class Borrower:
         finally:
             os.close(descriptor)
         with self._lock:
-            self._mappings[number], self._used[number] = memory, []
+            self._mappings[number] = _Borrowed(memory)
         return True
 
     def register(self, number: int, registration: Registration) -> bool:
         """Let a device read a mapping without the CPU; returns False if that is refused."""
-        memory = self._mappings[number]
-        address = _address_of(memory)
+        mapping = self._mappings[number]
+        memory, address = mapping.memory, _address_of(mapping.memory)
         try:
             registration.register(address, len(memory))
         except (AttributeError, RuntimeError) as error:
@@ -393,12 +362,12 @@ class Borrower:
             return False
         # With the array, which the mapping outlives.
         weakref.finalize(memory.obj, _unregister, registration, address, os.getpid())
-        self._registered.add(number)
+        mapping.is_registered = True
         return True
 
     def is_registered(self, block: SharedBlock) -> bool:
         """Whether a device may read a block without the CPU."""
-        return block.mapping in self._registered
+        return self._mappings[block.mapping].is_registered
 
     def borrow(self, block: SharedBlock) -> Block:
         """Return a block of the worker's memory.
@@ -407,15 +376,14 @@ class Borrower:
             RemoteProtocolError: There is no such block, or it was not returned since it was last borrowed.
         """
         number, offset, size_bytes = block
-        if (memory := self._mappings.get(number)) is None:
+        if (mapping := self._mappings.get(number)) is None:
             raise RemoteProtocolError(f"the peer sent a block of shared memory {number}, which it never gave")
-        end = offset + size_bytes
+        end, memory, used = offset + size_bytes, mapping.memory, mapping.used
         if not 0 < size_bytes <= len(memory) - offset or offset % _ALIGNMENT:
             raise RemoteProtocolError(
                 f"the peer sent bytes {offset} to {end} of shared memory {number}, which has {len(memory)}"
             )
         with self._lock:
-            used = self._used[number]
             at = bisect.bisect(used, (offset,))
             if (at > 0 and used[at - 1][1] > offset) or (at < len(used) and used[at][0] < end):
                 raise RemoteProtocolError(
@@ -440,7 +408,7 @@ class Borrower:
                 if any(place in blocks for _children, blocks in self._children):
                     self._ended.append(block)  # a child may read it
                     continue
-                used = self._used[block.mapping]
+                used = self._mappings[block.mapping].used
                 del used[bisect.bisect(used, (block.offset,))]
                 returned.append(place)
         return returned
@@ -448,14 +416,15 @@ class Borrower:
     def keep_for(self, children: _Children) -> None:
         """Return the present blocks no sooner than these have ended."""
         with self._lock:
-            blocks = frozenset((number, offset) for number, used in self._used.items() for offset, _end in used)
+            mappings = self._mappings.items()
+            blocks = frozenset((number, offset) for number, mapping in mappings for offset, _end in mapping.used)
             if blocks:
                 self._children.append((children, blocks))
 
     @property
     def has_blocks(self) -> bool:
         """Whether there are blocks that were not returned."""
-        return any(self._used.values())
+        return any(mapping.used for mapping in self._mappings.values())
 
 
 @functools.cache
