@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median_low, pstdev
 
 from rpcdataloader.diagnosis.records import Probe, Records, Setup
@@ -57,6 +58,7 @@ class Figures:
     # Batches per second of ``workers``, ``network``, ``receiving``, ``copies`` and ``window``, as far as measured.
     capacities: dict[str, float]
     slow: SlowNode | None
+    late: dict[int, float]  # seconds that the loop slept for a batch of each worker while later ones were here
     task_seconds: dict[int, float]  # mean of each worker, or of its node where it has too few tasks
 
 
@@ -74,7 +76,9 @@ def measure(records: Records) -> Figures | None:
     more = records.waiting + batches * _mean([probe.stalled for probe in probes])
     waited = min(totals.waited + more, elapsed)
     blocked = min(totals.blocked + more, waited)
-    drawn = _mean([probe.draw for probe in probes])
+    late: dict[int, float] = defaultdict(float)
+    for worker, seconds in [each for probe in probes for each in probe.late.items()]:
+        late[worker] += seconds
     size_bytes = _mean([probe.size_bytes for probe in probes])
     allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))
     known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
@@ -97,6 +101,7 @@ def measure(records: Records) -> Figures | None:
     decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
     # A backlog that is used up took longer to decode than to deliver.
     decoded_in = max(elapsed, probes[-1].answered - first.answered)
+    drawn = stages["draw"].mean
     lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
     link = ratio(batches, totals.link, math.inf)
     # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying needs no lock.
@@ -125,7 +130,9 @@ def measure(records: Records) -> Figures | None:
         "blocked_seconds": blocked / batches,
         "draw_seconds": drawn,
         "own_seconds": max(0.0, (waited - blocked) / batches - drawn),
-        "ready_share": min(1.0, ratio(totals.ready, blocked)),
+        # The longest wait for a probe, and for the batches since the one before.
+        "longest_seconds": max(after.totals.blocked - before.totals.blocked for before, after in pairwise(span)),
+        "late_share": min(1.0, ratio(sum(late.values()), blocked)),
         "first_wait_seconds": records.start.in_iter + records.start.wait,
         "task_seconds": task,
         "task_spread": ratio(pstdev(times), task) if times else 0.0,
@@ -146,7 +153,7 @@ def measure(records: Records) -> Figures | None:
     }
     capacities = {name: rate for name, rate in capacities.items() if rate < math.inf}
     evidence |= {f"{name}_rate": rate for name, rate in capacities.items()}
-    return Figures(evidence, stages, capacities, slow, means)
+    return Figures(evidence, stages, capacities, slow, late, means)
 
 
 def _usual(durations: Sequence[float]) -> list[float]:
@@ -162,31 +169,33 @@ def _is_remote(node: str) -> bool:
 
 def _means(tasks: Mapping[int, Sequence[float]], nodes: Mapping[int, str], task: float) -> dict[int, float]:
     """Return the seconds of a task for each worker: by its own tasks, or those of its node, or ``task``."""
-    of_nodes: dict[str, list[float]] = defaultdict(list)
-    for worker, node in nodes.items():
-        of_nodes[node] += tasks.get(worker, ())
+    of_nodes = _by_node(nodes, tasks)
     own = {worker: tasks[worker] if len(tasks.get(worker, ())) >= _FEW_TASKS else () for worker in nodes}
     return {worker: _mean(own[worker] or of_nodes[node]) or task for worker, node in nodes.items()}
+
+
+def _by_node(nodes: Mapping[int, str], times: Mapping[int, Sequence[float]]) -> dict[str, list[float]]:
+    of_nodes: dict[str, list[float]] = defaultdict(list)
+    for worker, node in nodes.items():
+        of_nodes[node] += times.get(worker, ())
+    return of_nodes
 
 
 def _find_slow(
     means: Mapping[int, float], nodes: Mapping[int, str], tasks: Mapping[int, Sequence[float]]
 ) -> SlowNode | None:
     """Compare the slowest node with all others together."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for worker, seconds in means.items():
-        times[nodes[worker]].append(seconds)
-    if len(times) < 2:
-        return None
-    name = max(times, key=lambda node: fmean(times[node]))
-    usual = fmean([seconds for worker, seconds in means.items() if nodes[worker] != name])
-    factor = ratio(fmean(times[name]), usual, 1.0)
+    of_nodes = _by_node(nodes, {worker: (seconds,) for worker, seconds in means.items()})
+    name = max(of_nodes, key=lambda node: fmean(of_nodes[node]))
+    slow = of_nodes.pop(name)
+    others = [seconds for of_node in of_nodes.values() for seconds in of_node]
+    usual = _mean(others)
     # A few long tasks of a dataset whose times vary much make no slow node.
-    own = [seconds for worker, node in nodes.items() if node == name for seconds in tasks.get(worker, ())]
+    own = _by_node(nodes, tasks)[name]
     error = ratio(pstdev(own), math.sqrt(len(own))) if own else 0.0
-    if factor < _SLOW_FACTOR or fmean(times[name]) - 3 * error < usual:
+    if (factor := ratio(fmean(slow), usual)) < _SLOW_FACTOR or fmean(slow) - 3 * error < usual:
         return None
-    healed = [usual if nodes[worker] == name else seconds for worker, seconds in means.items()]
+    healed = others + [usual] * len(slow)
     return SlowNode(name, factor, usual, sum(ratio(1, seconds, math.inf) for seconds in healed))
 
 
@@ -213,10 +222,7 @@ def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], tran
 
 
 def _shares(usual: Sequence[Stages]) -> dict[str, float]:
-    """Shares of the tasks' time: on a CPU, in all and by stage; waiting for one; off a CPU.
-
-    ``runqueue_error_share`` is the standard error of the second one: in a short pass, a single long wait is much of it.
-    """
+    """Shares of the tasks' time: on a CPU, in all and by stage; waiting for one; off a CPU."""
     total = sum(s.task for s in usual)
 
     def share(seconds: Iterable[float]) -> float:
@@ -228,14 +234,12 @@ def _shares(usual: Sequence[Stages]) -> dict[str, float]:
     fetch = min(cpu, share(s.fetch_cpu for s in usual))
     # To pickle a batch is all work.
     encode = min(cpu - fetch, share(s.encode for s in usual))
-    spread = pstdev([s.runqueue for s in usual]) if usual else 0.0
     return {
         "cpu_share": cpu,
         "fetch_cpu_share": fetch,
         "collate_cpu_share": cpu - fetch - encode,
         "encode_cpu_share": encode,
         "runqueue_share": runqueue,
-        "runqueue_error_share": min(1.0, ratio(math.sqrt(len(usual)) * spread, total)),
         "off_cpu_share": max(0.0, 1.0 - cpu - runqueue) if total else 0.0,
     }
 
@@ -246,12 +250,8 @@ def _cpus(known: Sequence[tuple[Probe, Stages]], setup: Setup) -> dict[str, floa
     for probe, stages in known:
         if stages.cpus and (node := setup.workers.get(probe.worker)) is not None:
             seen[setup.machines.get(probe.worker, node)].append(stages)
-    if not seen:
-        return {}
-    return {
-        "cpus": sum(fmean([stages.cpus for stages in every]) for every in seen.values()),
-        "busy_cpus": sum(fmean([stages.busy_cpus for stages in every]) for every in seen.values()),
-    }
+    names = ("cpus", "busy_cpus") if seen else ()
+    return {name: sum(fmean([getattr(s, name) for s in every]) for every in seen.values()) for name in names}
 
 
 def _stage(seconds: Iterable[float]) -> Stage:

@@ -16,7 +16,7 @@ import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rpcdataloader.wire.messages import Stages
@@ -39,7 +39,6 @@ _NUM_TASKS = 64
 
 # Shorter waits are only summed: a change of threads takes 10 to 100 microseconds.
 NOTED_WAIT = 1e-3
-_NUM_WAITS = 1000
 
 # Seconds of waiting after which a pass with few batches is diagnosed.
 _LONG_WAIT = 10.0
@@ -57,21 +56,11 @@ class Totals(NamedTuple):
     batches: int = 0
     waited: float = 0.0  # seconds in ``next``
     blocked: float = 0.0  # seconds of ``waited`` that the consumer slept until its batch came
-    ready: float = 0.0  # seconds of ``blocked`` while a later batch was already here
     link: float = 0.0  # seconds in which at least one reply was being received: the union over all connections
 
     def since(self, before: Totals) -> Totals:
         """The sums since others."""
         return Totals(*map(operator.sub, self, before))
-
-
-class Wait(NamedTuple):
-    """A sleep of the consumer until a batch came."""
-
-    at: float  # time of its end
-    seconds: float  # its length
-    ready: float  # seconds of it while a later batch was already here
-    worker: int
 
 
 @dataclass(slots=True)
@@ -104,13 +93,16 @@ class Probe:
     worker: int = -1  # number of the worker that answered
     delivered: float = 0.0  # time at which ``next`` returned
     totals: Totals = field(default_factory=Totals)  # sums at that time
+    # Seconds since the previous probe in which the consumer slept and later batches were here, by the late worker.
+    late: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """The present workers and limits of a pass."""
 
-    workers: Mapping[int, str]  # node of each worker that takes tasks, by the engine's number
+    # Node of each worker that takes tasks, by the engine's number; empty if the training process loads itself.
+    workers: Mapping[int, str]
     window: int  # batches that may be undelivered
     prefetch_factor: int  # batches of the window per worker
     max_in_flight_bytes: int  # bytes that may be on their way or wait here
@@ -169,7 +161,6 @@ class Records:
     start: Start
     totals: Totals
     probes: tuple[Probe, ...]  # probes in the order of delivery
-    waits: tuple[Wait, ...]  # waits in the order of delivery
     # Seconds of the last tasks of each worker, including tasks without probe: a slow worker gets few tasks.
     tasks: dict[int, tuple[float, ...]]
     last: float  # time of the last delivery
@@ -181,12 +172,6 @@ class Records:
         known = [probe for probe in self.probes if probe.totals.batches > self.setup.window]
         since, batches = self.last - SPAN_SECONDS, self.totals.batches - SPAN_BATCHES
         return tuple(probe for probe in known if probe.delivered >= since or probe.totals.batches >= batches)
-
-    @property
-    def waits_of_span(self) -> tuple[Wait, ...]:
-        """The waits since the beginning of the span, which is not empty."""
-        begin = self.span[0].delivered
-        return tuple(wait for wait in self.waits if wait.at > begin)
 
 
 class Recorder:
@@ -213,6 +198,7 @@ class Recorder:
         blocked: Seconds of ``waited`` that the consumer slept.
         last: Time of the last delivery.
         next_probe: Time from which the next drawn batch becomes a probe.
+        is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
     """
 
     def __init__(
@@ -232,7 +218,7 @@ class Recorder:
         """Begin another pass with the same workers; the previous records stay until this one has delivered enough."""
         with self._lock:
             if self.batches:
-                self._before = self._take(0.0)
+                self._before = self.records()
             self._reset(now)
             self.start.ready = now
 
@@ -242,10 +228,11 @@ class Recorder:
         self.tasks: defaultdict[int, deque[float]] = defaultdict(functools.partial(deque, maxlen=_NUM_TASKS))
         self.last = now
         self.batches = 0
-        self.waited = self.blocked = self._ready = self._link = 0.0
+        self.waited = self.blocked = self._link = 0.0
         self._intervals: list[tuple[float, float]] = []  # disjoint, in order, in which replies were received
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
-        self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
+        self._late: dict[int, float] = {}
+        self.is_told = False
 
     def follow(self, trace: Callable[[Probe, Setup, int], None] | None) -> None:
         """Call ``trace`` for every batch drawn from now on; None for no trace."""
@@ -280,8 +267,6 @@ class Recorder:
             probe: The batch, if it is timed.
         """
         with self._lock:
-            if blocked >= NOTED_WAIT:
-                self._waits.append(Wait(now, blocked, ready, worker))
             if probe is not None:
                 probe.reorder = max(0.0, self.last - probe.answered)
             if not self.batches:
@@ -291,10 +276,12 @@ class Recorder:
             self.batches += 1
             self.waited += waited
             self.blocked += blocked
-            self._ready += ready
+            if ready:
+                self._late[worker] = self._late.get(worker, 0.0) + ready
             self.last = now
             if probe is not None:
                 probe.delivered, probe.wait, probe.worker, probe.totals = now, waited, worker, self._totals()
+                probe.late, self._late = self._late, {}
                 self._probes.append(probe)
         if probe is not None and (trace := self.trace) is not None:
             trace(probe, self.setup, worker)
@@ -332,37 +319,16 @@ class Recorder:
     def records(self, waiting: float = 0.0) -> Records:
         """Return the records of this pass alone."""
         with self._lock:
-            return self._take(waiting)
-
-    def _take(self, waiting: float) -> Records:
-        dataset = self.start.dataset()  # which refers to the dataset
-        return Records(
-            setup=self.setup,
-            start=replace(self.start, dataset=lambda: dataset),
-            totals=self._totals(),
-            probes=tuple(self._probes),
-            waits=tuple(self._waits),
-            # Each of these copies is atomic, as receiver threads append meanwhile.
-            tasks={worker: tuple(recent.copy()) for worker, recent in self.tasks.copy().items()},
-            last=self.last,
-            waiting=waiting,
-        )
+            return Records(
+                setup=self.setup,
+                start=self.start,
+                totals=self._totals(),
+                probes=tuple(self._probes),
+                # Each of these copies is atomic, as receiver threads append meanwhile.
+                tasks={worker: tuple(recent.copy()) for worker, recent in self.tasks.copy().items()},
+                last=self.last,
+                waiting=waiting,
+            )
 
     def _totals(self) -> Totals:
-        return Totals(self.batches, self.waited, self.blocked, self._ready, self._link)
-
-
-@dataclass(slots=True)
-class Here:
-    """Sums of a pass that loads in the training process."""
-
-    begun: float  # time at which it began
-    last: float = 0.0  # time of the last delivery
-    loading: float = 0.0  # seconds in ``next``
-    batches: int = 0
-
-    def delivered(self, began: float, now: float) -> None:
-        """Note a batch, and the time at which ``next`` was called for it."""
-        self.batches += 1
-        self.loading += now - began
-        self.last = now
+        return Totals(self.batches, self.waited, self.blocked, self._link)

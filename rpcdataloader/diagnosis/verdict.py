@@ -9,11 +9,10 @@ bound: the interpreter lock of the trainer, the window, or a worker that all oth
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass, field
 
-from rpcdataloader.diagnosis.figures import Figures, Stage, measure, ratio
-from rpcdataloader.diagnosis.records import Here, Records, Setup
+from rpcdataloader.diagnosis.figures import Figures, SlowNode, Stage, measure, ratio
+from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.diagnosis.words import Value, in_short, say
 
 # A loop that waits less has nothing to gain: training measurements vary by more.
@@ -125,25 +124,20 @@ def diagnose(records: Records) -> Diagnosis:
     """Return the reason why the loop of a pass waits."""
     figures = measure(records)
     if figures is None:
-        return _diagnose_start(records)
+        return _diagnose_whole(records)
     evidence = figures.evidence
     share, total = evidence["wait_share"], records.last - records.start.begun + records.waiting
-    first_wait = records.start.in_iter + records.start.wait
-    is_start = first_wait >= HARMLESS * total > 0
+    first_wait = evidence["first_wait_seconds"]
     # Seconds of the pass that the first batch was waited for, against those since.
-    is_longer = first_wait > share * (total - first_wait)
+    is_start = first_wait >= HARMLESS * total > 0 and first_wait > share * (total - first_wait)
     if evidence["decode_share"] >= _CROWDED:
-        verdict = _Verdict("trainer", "receiving")
-    elif is_start and is_longer:
-        return _diagnose_start(records, figures)
-    elif share < HARMLESS:
-        verdict = _Verdict("none")
-    else:
-        verdict = _find_bound(figures, records)
-    return _make(verdict, evidence, figures)
+        return _make(_Verdict("trainer", "receiving"), evidence, figures)
+    if is_start:
+        return _diagnose_whole(records, figures)
+    return _make(_Verdict("none") if share < HARMLESS else _find_bound(figures, records.setup), evidence, figures)
 
 
-def _make(verdict: _Verdict, evidence: dict[str, float], figures: Figures | None = None) -> Diagnosis:
+def _make(verdict: _Verdict, evidence: dict[str, float], figures: Figures | None) -> Diagnosis:
     share, more = evidence["wait_share"], verdict.more_workers
     step = ratio(1.0, evidence["delivered_rate"])
     steps = {"step_seconds": step, "waiting_seconds": share * step, "yours_seconds": (1.0 - share) * step}
@@ -158,12 +152,12 @@ def _make(verdict: _Verdict, evidence: dict[str, float], figures: Figures | None
         more_workers=more,
         stages={} if figures is None else figures.stages,
         capacities={} if figures is None else figures.capacities,
-        demand=evidence.get("demand_rate", 0.0),
+        demand=evidence["demand_rate"],
     )
 
 
-def _diagnose_start(records: Records, figures: Figures | None = None) -> Diagnosis:
-    """Diagnose the whole pass: it has few batches, or waited for the first one above all."""
+def _diagnose_whole(records: Records, figures: Figures | None = None) -> Diagnosis:
+    """Diagnose a pass from its beginning: it has few batches, waited for the first one above all, or has no workers."""
     totals, start = records.totals, records.start
     now = records.last + records.waiting
     total, first = now - start.begun, start.in_iter + start.wait + (0.0 if totals.batches else records.waiting)
@@ -178,45 +172,36 @@ def _diagnose_start(records: Records, figures: Figures | None = None) -> Diagnos
         "first_wait_seconds": first,
         **{f"start_{name}_seconds": seconds for name, seconds in parts.items()},
     }
-    if not totals.batches:
-        return _make(_Verdict("unclear", next(reversed(parts))), evidence, figures)
-    since = min(1.0, ratio(waited - first, total - first))
-    if figures is None and since >= HARMLESS:
-        times = [seconds for recent in records.tasks.values() for seconds in recent]
-        evidence |= {"task_seconds": ratio(sum(times), len(times)), "num_tasks": float(len(times))}
-        return _make(_Verdict("unclear"), evidence, figures)
-    if ratio(first, total) < HARMLESS:
-        return _make(_Verdict("none"), evidence, figures)
     part = max(parts, key=parts.__getitem__)
-    stays = "yes" if records.setup.is_persistent and part not in ("dataset", "batch") else ""
-    is_local = "yes" if "local" in records.setup.workers.values() else ""
-    values: dict[str, Value] = {"part_seconds": min(first, parts[part]), "stays": stays, "is_local": is_local}
-    name = "sending" if part == "dataset" and start.is_instance else part
-    return _make(_Verdict("start", name, values), evidence, figures)
+    if not totals.batches:
+        verdict = _Verdict("unclear", next(reversed(parts)))
+    elif not records.setup.workers:
+        verdict = _without_workers(evidence)
+    elif figures is None and ratio(waited - first, total - first) >= HARMLESS:
+        verdict = _Verdict("unclear")
+    elif ratio(first, total) < HARMLESS:
+        verdict = _Verdict("none")
+    else:
+        stays = "yes" if records.setup.is_persistent and part not in ("dataset", "batch") else ""
+        is_local = "yes" if "local" in records.setup.workers.values() else ""
+        values: dict[str, Value] = {"part_seconds": min(first, parts[part]), "stays": stays, "is_local": is_local}
+        verdict = _Verdict("start", "sending" if part == "dataset" and start.is_instance else part, values)
+    return _make(verdict, evidence, figures)
 
 
-def diagnose_here(here: Here) -> Diagnosis:
-    """Diagnose a pass that loads in the training process."""
-    total = here.last - here.begun
-    waited = min(here.loading, total)
-    evidence = {
-        "wait_share": ratio(waited, total),
-        "delivered_rate": ratio(here.batches, total),
-        "demand_rate": ratio(here.batches, total - waited, math.inf),
-        "task_seconds": ratio(here.loading, here.batches),
-        "batches": float(here.batches),
-    }
+def _without_workers(evidence: dict[str, float]) -> _Verdict:
+    """Judge a pass that loads in the training process: say how many workers would do that beside the loop."""
+    evidence["task_seconds"] = ratio(evidence["wait_share"], evidence["delivered_rate"])
     if evidence["wait_share"] < HARMLESS:
-        return _make(_Verdict("none"), evidence)
-    # The loop gets the rest of the process, so these are all the workers that it needs.
-    if total - waited < _LEAST_STEP * here.batches:
-        return _make(_Verdict("workers", "here", {"advice": "empty"}), evidence)
+        return _Verdict("none")
+    if evidence["demand_rate"] * _LEAST_STEP > 1:
+        return _Verdict("workers", "here", {"advice": "empty"})
     enough = _MORE * evidence["demand_rate"] * evidence["task_seconds"]
     least, likely, most = (max(1, math.ceil(factor * enough)) for factor in (1 / _MORE, 1, _HIGH))
-    return _make(_Verdict("workers", "here", more_workers=(least, likely, most)), evidence)
+    return _Verdict("workers", "here", more_workers=(least, likely, most))
 
 
-def _find_bound(figures: Figures, records: Records) -> _Verdict:
+def _find_bound(figures: Figures, setup: Setup) -> _Verdict:
     """Name the bound of a waiting loop."""
     evidence, capacities = figures.evidence, figures.capacities
     own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
@@ -224,11 +209,15 @@ def _find_bound(figures: Figures, records: Records) -> _Verdict:
     awake, asleep = max(own, drawn), blocked
     if awake * evidence["delivered_rate"] >= HARMLESS:
         # One long wait, as for a machine that stood still, is no cause beside another one that goes on all the time.
-        asleep -= max((wait.seconds for wait in records.waits_of_span), default=0.0) / evidence["batches"]
+        asleep -= evidence["longest_seconds"] / evidence["batches"]
     if awake > asleep:
         # The thread of the loop is not asleep while another one has the interpreter lock, or the CPU.
-        sampler = "source" if records.setup.has_source else "sampler"
-        times = {sampler: drawn, "copies": 2 * evidence["copy_seconds"], "lock": 2 * lock, "receiving": receiving}
+        times = {
+            _drawing(setup): drawn,
+            "copies": 2 * evidence["copy_seconds"],
+            "lock": 2 * lock,
+            "receiving": receiving,
+        }
         part = max(times, key=times.__getitem__)
         return _Verdict("trainer", part if times[part] >= own else "next")
     limit = _HEADROOM * evidence["needed_rate"]
@@ -236,7 +225,9 @@ def _find_bound(figures: Figures, records: Records) -> _Verdict:
     slowest, window = capacities.get(lowest, math.inf), capacities.get("window", math.inf)
     if slowest < limit and window >= _WINDOW_MARGIN * slowest:
         if lowest == "workers":
-            return _of_workers(figures, records.setup, limit)
+            slow = figures.slow
+            is_lost = slow is not None and slowest < (1 - _LOST_TO_NODE) * slow.capacity
+            return _slow_node(slow) if slow is not None and is_lost else _more_workers(figures, setup)
         # A link is busy, too, while its bytes wait to be read.
         is_full = evidence["starved_share"] >= 0.5 and evidence["peer_limited_share"] <= 0.5
         if lowest == "network" and is_full:
@@ -247,33 +238,27 @@ def _find_bound(figures: Figures, records: Records) -> _Verdict:
     if lock >= max(receiving, blocked / 2):
         return _Verdict("trainer", "lock")
     if window < limit:
-        return _setting(figures, records.setup)
-    if evidence["ready_share"] >= 0.5:
-        return _late_worker(figures, records)
-    return _Verdict("unclear")
+        return _setting(figures, setup)
+    return _late_worker(figures, setup) if evidence["late_share"] >= 0.5 else _Verdict("unclear")
 
 
-def _of_workers(figures: Figures, setup: Setup, limit: float) -> _Verdict:
-    """All workers are too slow, or those of one node are."""
-    if (slow := figures.slow) is not None:
-        lost = 1.0 - figures.capacities["workers"] / slow.capacity
-        if slow.capacity >= limit or lost >= _LOST_TO_NODE:
-            return _Verdict("node", "node", {"name": slow.name, "slow_factor": slow.factor})
-    return _more_workers(figures, setup)
+def _drawing(setup: Setup) -> str:
+    return "source" if setup.has_source else "sampler"
 
 
-def _late_worker(figures: Figures, records: Records) -> _Verdict:
+def _slow_node(slow: SlowNode) -> _Verdict:
+    return _Verdict("node", "node", {"name": slow.name, "slow_factor": slow.factor})
+
+
+def _late_worker(figures: Figures, setup: Setup) -> _Verdict:
     """Name the worker whose batches all others wait for, or its node."""
-    nodes = records.setup.workers
-    seconds: dict[int, float] = defaultdict(float)
-    for wait in records.waits_of_span:
-        seconds[wait.worker] += wait.ready
-    total, slow = sum(seconds.values()), figures.slow
-    if slow is not None and sum(late for one, late in seconds.items() if nodes.get(one) == slow.name) >= total / 2:
-        return _Verdict("node", "node", {"name": slow.name, "slow_factor": slow.factor})
-    worker = max(seconds, key=seconds.__getitem__, default=-1)
-    name = records.setup.names.get(worker, f"worker {worker}")
-    return _Verdict("node", "worker", {"name": name, "worst_share": ratio(seconds[worker], total)})
+    late, slow = figures.late, figures.slow
+    total = sum(late.values())
+    if slow is not None and sum(late[worker] for worker in late if setup.workers.get(worker) == slow.name) >= total / 2:
+        return _slow_node(slow)
+    worker = max(late, key=late.__getitem__)
+    name = setup.names.get(worker, f"worker {worker}")
+    return _Verdict("node", "worker", {"name": name, "worst_share": late[worker] / total})
 
 
 def _setting(figures: Figures, setup: Setup) -> _Verdict:
@@ -299,39 +284,41 @@ def _more_workers(figures: Figures, setup: Setup) -> _Verdict:
     task time. Likely: the number that makes more than the demand, with the present share of time at work.
     """
     evidence, num = figures.evidence, len(setup.workers)
+    capacity, needed = figures.capacities["workers"], evidence["needed_rate"]
     values: dict[str, Value] = {"source": "source" if setup.is_stream else "fetch"}
     if evidence["num_loading"] < num:
         return _Verdict("workers", values={**values, "advice": "shards"})
     # More workers come with a larger window, unless bytes limit it.
-    others = {name: rate for name, rate in figures.capacities.items() if name not in ("workers", "window")}
-    if evidence["allowed"] < setup.window:
-        others["window"] = figures.capacities["window"]
-    following = min(others, key=others.__getitem__, default=None)
-    allowed = math.inf if following is None else others[following]
-    capacity, needed = figures.capacities["workers"], evidence["needed_rate"]
+    has_room = evidence["allowed"] >= setup.window
+    others = {name: rate for name, rate in figures.capacities.items() if name != "workers"}
+    following = min((name for name in others if name != "window" or not has_room), key=others.__getitem__, default="")
+    allowed = others.get(following, math.inf)
     goal = min(needed, allowed)
-    if following is not None:
-        values |= {"following": following, "allowed_rate": allowed, "is_limit": "yes" if needed > allowed else ""}
     if goal < _HEADROOM * capacity < needed:
-        return _Verdict("workers", values={**values, "advice": "capped"})
-    awake = {"next": evidence["own_seconds"], "source" if setup.has_source else "sampler": evidence["draw_seconds"]}
-    if math.isinf(goal) or (kept := sum(awake.values())) * evidence["demand_rate"] >= 1:
+        return _Verdict(
+            "workers", values={**values, "advice": "capped", "following": following, "allowed_rate": allowed}
+        )
+    kept = evidence["own_seconds"] + evidence["draw_seconds"]
+    if math.isinf(goal) or kept * evidence["demand_rate"] >= 1:
         # The loop itself takes less time than the loader does in its thread.
         return _Verdict("workers", values={**values, "advice": "empty"})
-    if kept * needed >= HARMLESS:
-        values |= {"kept_share": kept * needed, "keeps": max(awake, key=awake.__getitem__)}
+    if needed > allowed:
+        values |= {"following": following, "allowed_rate": allowed}
+    elif kept * needed >= HARMLESS:
+        keeps = "next" if evidence["own_seconds"] > evidence["draw_seconds"] else _drawing(setup)
+        values |= {"kept_share": kept * needed, "keeps": keeps}
     usual = min(1.0, max(_LEAST_USE, evidence["delivered_rate"] / capacity))
     error = ratio(evidence["task_spread"], math.sqrt(evidence["num_tasks"]))
     enough = (_MORE + _MORE_BY_SPREAD * evidence["task_spread"]) * goal / usual
     rates = (1 - HARMLESS) * (1 - 2 * error) * goal, enough, _HIGH * enough
-    # Workers on other CPUs wait for none.
-    each = capacity / num
-    if evidence["runqueue_share"] - evidence["runqueue_error_share"] >= _RUNQUEUE:
+    each, waiting = capacity / num, evidence["runqueue_share"]
+    is_short = waiting >= _RUNQUEUE
+    if "cpus" in evidence:
+        computing = (enough / each - num) * evidence["cpu_share"]
+        is_short = evidence["cpu_share"] >= _COMPUTES
+        is_short = is_short and evidence["cpus"] - evidence["busy_cpus"] < _IDLE_MARGIN * computing
+    if is_short:
         values["where"] = " on other CPUs"
-        each /= max(_COMPUTES, 1.0 - evidence["runqueue_share"])
+        each /= max(_COMPUTES, 1.0 - waiting)  # those wait for none
     low, likely, high = (max(1, math.ceil((rate - capacity) / each)) for rate in rates)
-    if "cpus" in evidence and evidence["cpu_share"] >= _COMPUTES:
-        idle = evidence["cpus"] - evidence["busy_cpus"]
-        is_short = idle < _IDLE_MARGIN * max(low, likely) * evidence["cpu_share"]
-        values["where"] = " on other CPUs" if is_short else ""
     return _Verdict("workers", values=values, more_workers=(low, max(low, likely), max(low, high)))

@@ -43,7 +43,12 @@ WORDS = {
     "trainer next": "The loader's own work in this process takes {own_seconds} per batch: {next}.",
     "setting": "Each batch takes {latency_seconds}, {allowed} may be in flight, and {in_flight} are needed: set "
     "{setting} (now {current}).",
-    "unclear": "What is known of {batches} does not say why{seen}. Let it run for longer.",
+    "unclear": "What is known of {batches} does not say why. Let it run for longer.",
+    # Of a pass without a batch, by the part of the start that is under way.
+    "unclear pool": "No batch after {first_wait_seconds}: waiting for a worker, or the dataset that is being built.",
+    "unclear build": "No batch after {first_wait_seconds}: waiting for the imports and the dataset of the first "
+    "worker, or worker_init_fn.",
+    "unclear batch": "No batch after {first_wait_seconds}: waiting for the first batch, which is being loaded.",
 }
 
 # What to do about the work of this process on each batch, by whether it is a large one.
@@ -77,13 +82,6 @@ _START = {
 }
 _STAYS = "the workers stay, so the next passes begin without that"
 
-# What a pass without a batch waits for, by the part of the start that is under way.
-_UNDER_WAY = {
-    "pool": "a worker, or the dataset that is being built",
-    "build": "the imports and the dataset of the first worker, or worker_init_fn",
-    "batch": "the first batch, which is being loaded",
-}
-
 # Parts inside a sentence, by capacity or by work of the loop's thread.
 _PARTS = {
     "network": "the link",
@@ -108,11 +106,9 @@ _LARGE_BYTES = 1e6
 
 def say(bound: str, part: str, values: Mapping[str, Value], more: tuple[int, int, int] | None = None) -> str:
     """Return the sentence of a bound, or of a part of it; ``more`` is a number of workers: least, likely, most."""
-    if bound == "unclear" and part:
-        return f"No batch after {_of('seconds', values['first_wait_seconds'])}: waiting for {_UNDER_WAY[part]}."
     words = WORDS.get(f"{bound} {part}") or WORDS[bound]
     less = _LESS[float(values.get("batch_bytes", 0)) >= _LARGE_BYTES]
-    texts = {"seen": _seen(values), "less": less, "next": less.split(",")[0]}
+    texts = {"less": less, "next": less.split(",")[0]}
     if bound == "start":
         texts["doing"], texts["advice"] = _START["server" if part == "pool" and not values["is_local"] else part]
         texts["advice"] = _STAYS if values["stays"] else texts["advice"]
@@ -120,7 +116,7 @@ def say(bound: str, part: str, values: Mapping[str, Value], more: tuple[int, int
         texts["advice"] = _advise(values, more)
         texts["spent"] = "" if part else _spent(values)
         texts["s"] = "s" * (values.get("num_workers") != 1)
-    return (_STEP + words).format_map({**_format(values), **texts})
+    return ((_STEP if bound != "unclear" or not part else "") + words).format_map({**_format(values), **texts})
 
 
 def in_short(share: float, part: str, more: tuple[int, int, int] | None) -> str:
@@ -129,13 +125,6 @@ def in_short(share: float, part: str, more: tuple[int, int, int] | None) -> str:
     if more is not None:
         what = f"{more[1]} more worker{'s' * (more[1] != 1)}"
     return (f"waits {_share(share)}" + (f": {what}" if part != "none" else ""))[:30]
-
-
-def _seen(values: Mapping[str, Value]) -> str:
-    """Say what is known of the tasks of a pass that is too short for a verdict, or has none."""
-    if not values.get("num_tasks"):
-        return ""
-    return ": {num_tasks} tasks took {task_seconds} on average".format_map(_format(values))
 
 
 def _spent(values: Mapping[str, Value]) -> str:
@@ -160,7 +149,7 @@ def _advise(values: Mapping[str, Value], more: tuple[int, int, int] | None) -> s
         return _ADVICE[str(values["advice"])].format_map(texts)
     least, likely, most = more
     advice = f"Add {likely:,} worker{'s' * (likely != 1)}{values.get('where', '')} ({least:,} to {most:,})"
-    if values.get("is_limit"):
+    if "following" in values:
         advice += ", for {allowed_rate} it/s, which is all that {following} allows"
     elif "keeps" in values:
         advice += "; {kept_share} of waiting would remain, for {keeps}"

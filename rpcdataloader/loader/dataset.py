@@ -171,7 +171,7 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         settings = PassSettings(
             dataset=self, sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged
         )
-        recorder = Recorder(threading.Lock(), time.monotonic())
+        recorder = Recorder(threading.RLock(), time.monotonic())
         return RemoteIterator(settings, access, placement, recorder)
 
 

@@ -66,7 +66,6 @@ class Driver:
         later_since: Time since which a later batch is here while it sleeps.
         is_given_up: True if its idle workers ended for another loader.
         has_changed: True if the workers are others than those in the records.
-        is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
         wants: Decides how many workers the loop wants; None for a pass that is no loader's.
     """
 
@@ -100,7 +99,6 @@ class Driver:
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
         self._drawn: deque[Task] = deque()  # at most one: from the sampler, not yet in the engine
         self.has_changed = True
-        self.is_told = False
         self.wants: Wants | None = None
 
     @property
@@ -157,7 +155,6 @@ class Driver:
             self._drawn.clear()
             now = self.now()
             self.recorder.begin(now)
-            self.is_told = False
             self.streams = list(self.progress.streams)
             self.engine.begin_epoch(now, self.progress.turn)
             todo = self.act(now)
@@ -479,10 +476,9 @@ class Driver:
 
     def tell(self) -> None:
         """Log, once per pass, why the loop has waited, if it has and the pass has not failed."""
-        if not self.is_told and self.engine.failure is None:
-            self.is_told = True
-            name, num_batches = self.executor.name, self.recorder.batches
-            tell(self._last_diagnosis, name, num_batches, self.settings.partition, self.executor.ask_ranks)
+        if self.engine.failure is None:
+            executor = self.executor
+            tell(self.recorder, self._last_diagnosis, executor.name, self.settings.partition, executor.ask_ranks)
 
     def _last_diagnosis(self) -> Diagnosis | None:
         self.note_setup()

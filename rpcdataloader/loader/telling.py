@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from rpcdataloader.client.sharing import Partition
+from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.diagnosis.verdict import HARMLESS, URGENT, Diagnosis
 from rpcdataloader.wire.messages import printable
 from rpcdataloader.wire.status import LoopStatus
@@ -24,21 +25,22 @@ AskRanks = Callable[[Callable[[LoopStatus | None], None]], bool]
 
 
 def tell(
+    recorder: Recorder,
     find: Callable[[], Diagnosis | None],
     dataset: str,
-    num_batches: int,
     partition: Partition,
     ask_ranks: AskRanks = lambda _then: False,
 ) -> None:
-    """Log, on rank 0, the diagnosis of a pass that waited; an error of ``find`` ends no training.
+    """Log, on rank 0 and once, the diagnosis of a pass that waited; an error of ``find`` ends no training.
 
     All ranks of a training wait for the slowest one: the sentence is that of the rank that waits most.
     """
-    if partition.rank:
+    if partition.rank or recorder.is_told:
         return
+    recorder.is_told = True
     try:
         if (diagnosis := find()) is not None:
-            say = functools.partial(_say, f"{partition.label}{dataset}, {num_batches:,} batches: ", diagnosis)
+            say = functools.partial(_say, f"{partition.label}{dataset}, {recorder.batches:,} batches: ", diagnosis)
             if partition.world_size == 1 or not ask_ranks(say):
                 say(None)
     except Exception:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import itertools
 import logging
 import os
@@ -23,9 +24,9 @@ from torch.utils.data import DataLoader
 
 from rpcdataloader.client.discovery import Inline, Where
 from rpcdataloader.client.sharing import Partition, current_partition
-from rpcdataloader.diagnosis.records import Here, Probe, Recorder, Setup
+from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
 from rpcdataloader.diagnosis.trace import Tracks
-from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose, diagnose_here
+from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import NO_PASS
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
@@ -45,7 +46,6 @@ class LoaderTools(DataLoader[_T_co]):
 
     _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
-    _timed: TimedBatches[_T_co] | None = None  # the last pass without workers
     _trace: Trace | None = None  # while a block is active
     _where: Where | None
     _saved: Mapping[str, Any] | None
@@ -58,20 +58,16 @@ class LoaderTools(DataLoader[_T_co]):
         until the new one has delivered more than its first window. It takes some milliseconds, in any thread.
         :doc:`waiting` explains each bound. It is ``unclear`` before the first batch.
         """
-        if self._timed is not None and self._timed.sums.batches:
-            return diagnose_here(self._timed.sums)
         if (iterator := self._current) is not None:
             return iterator.driver.diagnosis()
-        if self._recorder is None:
+        if self._recorder is None or not (self._has_workers or self._recorder.batches):
             return Diagnosis(0.0, "unclear", NO_PASS, short="no batch yet")
         return diagnose(self._recorder.snapshot())
 
     def _time(self, batches: Iterator[_T_co]) -> Iterator[_T_co]:
         """Take the time of batches that this process loads, for :meth:`diagnosis`."""
-        if self._timed is None or self._timed.batches is not batches:
-            self._timed = TimedBatches(batches, type(self.dataset).__name__, PassSettings.of(self).partition)
-        self._timed.begin()
-        return self._timed
+        self._recorder = recorder = Recorder(threading.RLock(), time.monotonic())
+        return TimedBatches(batches, recorder, type(self.dataset).__name__, PassSettings.of(self).partition)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -148,16 +144,14 @@ class LoaderTools(DataLoader[_T_co]):
 
     def _begin_quietly(self) -> Iterator[_T_co]:
         """Begin a pass whose waits say nothing about the loop."""
-        batches: Any = iter(self)
-        if isinstance(batches, RemoteIterator):
-            batches.driver.is_told = True
-        elif isinstance(batches, TimedBatches):
-            batches.is_told = True
-        return batches  # type: ignore[no-any-return]
+        batches = iter(self)
+        if self._recorder is not None:
+            self._recorder.is_told = True
+        return batches
 
     def _new_recorder(self) -> Recorder:
         """Return the recorder of the next pass."""
-        before = None if self._recorder is None else self._recorder.snapshot()
+        before = self._recorder.snapshot() if self._recorder is not None and self._recorder.batches else None
         return Recorder(threading.RLock(), time.monotonic(), before, self._trace)
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,27 +209,23 @@ class LoaderTools(DataLoader[_T_co]):
 
 
 class TimedBatches(Iterator[_T_co]):
-    """An iterator that loads in this process, with its sums; otherwise like the iterator itself."""
+    """An iterator that loads in this process, and records that; otherwise like the iterator itself."""
 
-    def __init__(self, batches: Iterator[_T_co], name: str, partition: Partition) -> None:
-        self.batches, self._name, self._partition = batches, name, partition
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a pass; a persistent iterator has several."""
-        self.sums = Here(time.monotonic())
-        self.is_told = False  # as that of a driver
+    def __init__(self, batches: Iterator[_T_co], recorder: Recorder, name: str, partition: Partition) -> None:
+        self.batches, self._recorder, self._name, self._partition = batches, recorder, name, partition
 
     def __next__(self) -> _T_co:
-        began = time.monotonic()
+        recorder, began = self._recorder, time.monotonic()
         try:
             batch = next(self.batches)
         except StopIteration:
-            if self.sums.batches and not self.is_told:
-                self.is_told = True
-                tell(lambda: diagnose_here(self.sums), self._name, self.sums.batches, self._partition)
+            if recorder.batches:
+                tell(recorder, lambda: diagnose(recorder.records()), self._name, self._partition)
             raise
-        self.sums.delivered(began, time.monotonic())
+        # What Recorder.delivered does, without the call.
+        recorder.last = time.monotonic()
+        recorder.waited += recorder.last - began
+        recorder.batches += 1
         return batch
 
     def is_ready(self) -> bool:
@@ -287,6 +277,7 @@ class Trace:
         self._file = self.path.open("wb", buffering=0)
         self._size_bytes = 0
         self._write("[\n" + ",\n".join(self._tracks.names))
+        self._tracks.names.clear()
 
     def __call__(self, probe: Probe, setup: Setup, worker: int) -> None:
         """Add a batch that the calling thread was delivered."""
@@ -305,17 +296,16 @@ class Trace:
 
     def _write(self, text: str) -> None:
         data = text.encode()
-        written = 0
         try:
-            while written < len(data):
-                written += self._file.write(data[written:])
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             logger.warning("the trace %s ends here, and the training goes on: %s", self.path, error)
             with contextlib.suppress(OSError):
                 self._file.truncate(self._size_bytes)  # without half an event
             self._file.close()
         else:
-            self._size_bytes += written
+            self._size_bytes += len(data)
 
 
 def _of_rank(path: str, partition: Partition) -> Path:

@@ -110,7 +110,7 @@ SENTENCES = {
     "setting prefetch_factor": (
         "Each batch takes 80 ms, 4 may be in flight, and 12 are needed: set prefetch_factor=3 (now 1)."
     ),
-    "unclear": "What is known of 91 batches does not say why: 96 tasks took 20 ms on average. Let it run for longer.",
+    "unclear": "What is known of 91 batches does not say why. Let it run for longer.",
 }
 
 
@@ -134,7 +134,8 @@ def test_sentence_begins_with_what_the_loop_would_reach_without_a_loader():
 
 def test_every_sentence_has_a_pass():
     passes = {name.split(",")[0] for name in PASSES} | {name.split()[0] for name in PASSES}
-    assert passes >= WORDS.keys() - {"workers here"}
+    waits = {"unclear pool", "unclear build", "unclear batch"}
+    assert passes >= WORDS.keys() - waits - {"workers here"}
 
 
 def test_page_has_a_section_for_each_bound():
@@ -241,8 +242,7 @@ def test_pass_of_few_batches_claims_nothing(num_batches):
     diagnosis = diagnose(record(num_batches=num_batches, consumer=0.01, blocked=0.1).snapshot())
     assert diagnosis.bound == "unclear"
     if num_batches <= 9:
-        known = f"{num_batches} tasks took 20 ms on average"
-        assert diagnosis.text.endswith(f" of {num_batches} batches does not say why: {known}. Let it run for longer.")
+        assert diagnosis.text.endswith(f" of {num_batches} batches does not say why. Let it run for longer.")
 
 
 def test_batch_that_does_not_come_counts_before_it_comes():
