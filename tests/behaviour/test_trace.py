@@ -51,6 +51,8 @@ def test_every_batch_is_followed_on_the_tracks_of_its_worker_and_of_the_consumer
     for draw, task, delivery in zip(draws, tasks, deliveries, strict=True):
         assert draw["ts"] < task["ts"] < interval_of(delivery)[1]
     assert len(of_kind(events, "t")) == 20
+    parts = [part.split()[0] for part in deliveries[0]["args"]["of"].split(", ")]
+    assert parts == ["batch", "window", "send", "worker", "receive", "decode", "ready"]
 
 
 def test_passes_inside_of_the_block_are_traced_and_others_are_not(make, tmp_path):

@@ -38,7 +38,7 @@ def interval_of(event: Event) -> tuple[Decimal, Decimal]:
 
 
 def check(events: Sequence[Event]) -> None:
-    """Complete events of a track nest, asynchronous ones of a batch, too, and arrows begin and end inside of events."""
+    """Complete events of a track nest, and arrows begin and end inside of events."""
     tracks = tracks_of(events)
     slices = defaultdict(list)
     for event in of_kind(events, "X"):
@@ -48,7 +48,6 @@ def check(events: Sequence[Event]) -> None:
     assert slices.keys() <= tracks.keys()
     for of_track in slices.values():
         check_nesting([interval_of(event) for event in of_track])
-    check_lives(events)
     arrows = defaultdict(list)
     for event in events:
         if event["ph"] in "stf":
@@ -67,20 +66,3 @@ def check_nesting(intervals: list[tuple[Decimal, Decimal]]) -> None:
             ends.pop()
         assert not ends or end <= ends[-1], (begin, end, ends)
         ends.append(end)
-
-
-def check_lives(events: Sequence[Event]) -> None:
-    opened: dict[int, list[Event]] = defaultdict(list)
-    latest: dict[int, Decimal] = {}
-    for event in events:
-        if event["ph"] not in "be":
-            continue
-        number = int(event["id2"]["local"])  # of the trainer: a viewer shows it there
-        stack = opened[number]
-        assert event["ts"] >= latest.get(number, 0)
-        latest[number] = event["ts"]
-        if event["ph"] == "b":
-            stack.append(event)
-        else:
-            assert stack.pop()["name"] == event["name"]
-    assert not any(opened.values())
