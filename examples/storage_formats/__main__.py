@@ -127,7 +127,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         ("cost", "endpoint", "the store is measured, too"),
         ("cost", "write_only", "nothing would be measured"),
         ("cost", "quick", "it is as quick"),
-        *(("cost", name, "one process reads, and no network") for name in ("links", "ranks", "loaders", "formats")),
+        *(("cost", name, "one process reads, and nothing trains") for name in ("links", "ranks", "loaders", "formats")),
     ):
         if getattr(args, name) and getattr(args, other):
             raise StudyError(f"--{name.replace('_', '-')} and --{other.replace('_', '-')} exclude each other: {why}")

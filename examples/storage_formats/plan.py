@@ -96,7 +96,7 @@ class Run:
     Attributes:
         link: None for a storage of the user's, which is used as it is.
         ranks: Training processes.
-        step: Seconds that a step of the network takes; 0 for no network.
+        step: Seconds that a training step takes; 0 for no training steps.
         num_samples: Samples of the epoch, of all ranks.
     """
 

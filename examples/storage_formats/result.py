@@ -88,7 +88,7 @@ class Report:
         yield from groups.items()
 
     def _title(self, link: Link | None, ranks: int, step: float) -> str:
-        steps = f"steps of {step * 1e3:g} ms" if step else "no network"
+        steps = f"steps of {step * 1e3:g} ms" if step else "no training steps"
         title = f"{ranks} {'rank' if ranks == 1 else 'ranks'}, {steps}, {link or 'the storage as it is'}"
         return f"**{title}**" + (f" (at most {self.bound(link):.1f} samples/s)" if link else "")
 

@@ -118,7 +118,7 @@ def measure_connections(quick: bool) -> str:
                 str(flow.num_descriptors),
             ]
         )
-    header = ["connections", "GB/s", "trainer CPU s/GB", "switches/batch, waiting", "displaced", "threads"]
+    header = ["connections", "GB/s", "trainer CPU s/GB", "switches/batch, voluntary", "involuntary", "threads"]
     return format_table([*header, "descriptors"], rows, 0)
 
 
@@ -157,7 +157,7 @@ def measure_table(quick: bool) -> str:
         # A short epoch says little at once.
         seconds = [min(time_table(num_workers, length) for _ in range(10**4 // length or 1)) for length in lengths]
         rows.append([str(num_workers), *(format_number(value * 1e6) for value in seconds)])
-    return format_table(["workers", *(f"us/batch of {length:,}" for length in lengths)], rows, 0)
+    return format_table(["workers", *(f"us/batch, epoch of {length:,}" for length in lengths)], rows, 0)
 
 
 def measure_sampler(_quick: bool) -> str:
@@ -202,7 +202,7 @@ def measure_sessions(quick: bool) -> str:
         format_number(forks.all_seconds * 1e3),
         format_number((forks.all_bytes - forks.session_bytes) / num_workers / 1e6),
     ]
-    header = ["workers", "session MB", "build ms", "first batch ms", "batches of all ms", "MB more per worker"]
+    header = ["workers", "session MB", "build ms", "first batch ms", "a batch of each ms", "MB more per worker"]
     return format_table(header, [row], 0)
 
 

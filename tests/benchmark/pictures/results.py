@@ -91,7 +91,7 @@ def draw_workers() -> Picture:
 
 
 def draw_cost() -> Picture:
-    table = [(float(row["workers"]), number(row["us/batch of 1,000,000"]) or 0.0) for row in read_table("table")]
+    table = [(float(row["workers"]), number(row["us/batch, epoch of 1,000,000"]) or 0.0) for row in read_table("table")]
     series = [
         Series("batches of 8", ORANGE, _read_workers(8, "trainer CPU us/batch")),
         Series("single samples", BLUE, _read_workers(1, "trainer CPU us/batch")),
