@@ -343,8 +343,11 @@ class RemoteDataset(DatasetRef):
         return answer.wait
 
 
-def ship(instance: object) -> RemoteDataset:
+def ship(instance: object, name: str) -> RemoteDataset:
     """An ordinary dataset instance as a remote one; the same one for equal instances while any of them is in use.
+
+    Args:
+        name: Its name in messages.
 
     Raises:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
@@ -354,7 +357,7 @@ def ship(instance: object) -> RemoteDataset:
     with _shipped_lock:
         remote = _shipped.get(found)
         if remote is None:
-            remote = RemoteDataset(type(instance).__name__, pickled, shared=True)
+            remote = RemoteDataset(name, pickled, shared=True)
             _shipped[found] = remote
         return remote
 

@@ -135,10 +135,14 @@ class _Bytes:
 
 
 class Transformed(Dataset[Any]):
-    """The map-style dataset whose indices are raw samples."""
+    """The map-style dataset whose indices are raw samples.
 
-    def __init__(self, transform: Callable[[Any], Any]) -> None:
-        self.transform = transform
+    Args:
+        name: Its name in messages.
+    """
+
+    def __init__(self, transform: Callable[[Any], Any], name: str) -> None:
+        self.transform, self.name = transform, name
 
     def __getitem__(self, index: RawSample | FailedSample) -> Any:
         return self.transform(index.take())

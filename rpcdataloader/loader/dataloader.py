@@ -29,7 +29,7 @@ from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, prepare, warn_once
 from rpcdataloader.loader.sampler import Source
-from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
+from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools
 from rpcdataloader.loader.wants import Auto, Wants
@@ -281,7 +281,9 @@ class RPCDataloader(LoaderTools[_T_co]):
                 workers=None if isinstance(self.dataset, RPCDataset) else where,
                 **{name: getattr(self, name) for name in _ALSO_OF_SOURCE},
             )
-            self._kept_source = Source(loader, self.generator, auto_collation=self.batch_size is not None)
+            dataset = self.dataset
+            name = dataset._access.name if isinstance(dataset, RPCDataset) else type(dataset).__name__
+            self._kept_source = Source(loader, self.generator, name, auto_collation=self.batch_size is not None)
         return self._kept_source
 
     @property
@@ -340,7 +342,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             dataset: RemoteDataset = access_of(settings.dataset)
         else:
             # Kept until the next one: an unchanged dataset is on its nodes already.
-            dataset = self._shipped = ship(settings.dataset)
+            dataset = self._shipped = ship(settings.dataset, name_of(settings.dataset))
             if isinstance(self._where, Local):
                 dataset.copy_early()  # while its pool starts
             recorder.start.is_instance, pickling = True, time.monotonic() - recorder.start.begun

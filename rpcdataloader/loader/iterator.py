@@ -29,7 +29,7 @@ from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.intake import Answer, Intake
 from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options
-from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task, describe
 from rpcdataloader.loader.wants import Wants
@@ -395,7 +395,7 @@ class InlineIterator(PassIterator):
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
     ) -> None:
-        super().__init__(settings, type(dataset).__name__, reported_length)
+        super().__init__(settings, name_of(dataset), reported_length)
         self._pins = settings.pin_memory and pinned_allocator() is not None
         self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
         if saved is not None:

@@ -138,10 +138,12 @@ class Source:
     Args:
         loader: Loader of the stream, whose batches are packed (``fetch/raw.py``), with a generator of its own.
         generator: Generator of the loader with the ``transform``.
+        name: Name of the stream in messages.
         auto_collation: False to yield single samples.
     """
 
-    def __init__(self, loader: Any, generator: torch.Generator | None, *, auto_collation: bool) -> None:
+    def __init__(self, loader: Any, generator: torch.Generator | None, name: str, *, auto_collation: bool) -> None:
+        self.name = name
         self._loader, self._seeds, self._auto_collation = loader, generator, auto_collation
 
     def __iter__(self) -> Iterator[Any]:

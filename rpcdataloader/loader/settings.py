@@ -20,6 +20,11 @@ from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 
 
+def name_of(dataset: Any) -> str:
+    """The name in messages of a dataset of this process: its class."""
+    return dataset.name if isinstance(dataset, Transformed) else type(dataset).__name__
+
+
 @dataclass(frozen=True, slots=True)
 class PassSettings:
     """The checked arguments of a loader as its iterators use them; ``RPCDataloader`` documents them.
@@ -66,7 +71,9 @@ class PassSettings:
             "prefetch_factor": 2 if loader.prefetch_factor is None else loader.prefetch_factor,
         }
         if loader.transform is not None:
-            values |= {"dataset": Transformed(loader.transform), "sampler": loader._source, "iterable": False}
+            source = loader._source
+            transformed = Transformed(loader.transform, f"{source.name} (transform)")
+            values |= {"dataset": transformed, "sampler": source, "iterable": False}
         return cls(**values)
 
     def __post_init__(self) -> None:

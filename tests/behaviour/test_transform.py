@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import logging
 import os
 import signal
 import threading
@@ -135,6 +136,15 @@ def test_source_workers_take_their_parts(wide_servers, tmp_path):
     loader = make(wide_servers[0].address, Stream(log=str(log)), num_workers=2, source_workers=2)
     assert numbers(loader)[:8] == [0, 2, 4, 6, 1, 3, 5, 7]
     assert len(set(log.read_text().split("\n"))) == 3  # two, and the end
+
+
+def test_sentence_on_waiting_names_the_stream(wide_servers, caplog):
+    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
+    dataset = RPCDataset(wide_servers[0].address, Stream, 4)
+    as_lists(make(wide_servers[0].address, Stream(4)))
+    as_lists(RPCDataloader(dataset, 4, transform=Decode()))
+    names = [text.split(",")[0] for text in caplog.messages if " batches: " in text]
+    assert names == ["Stream (transform)", "Stream (transform)"]
 
 
 def test_remote_stream_and_epochs(wide_servers):
