@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.fetch import seeding
-from rpcdataloader.server.datasets import name_shared_connections, why_not_shared
-from rpcdataloader.server.processes import num_threads, open_connections, open_files
+from rpcdataloader.server.datasets import name_shared_connections, open_connections, open_files, why_not_shared
+from rpcdataloader.server.processes import num_threads
 from rpcdataloader.wire.picklers import USER_ERRORS
 from rpcdataloader.wire.pickling import dumps_reply, kind_of
 

@@ -31,10 +31,11 @@ logger = logging.getLogger("rpcdataloader.server")
 # Seconds in which a session whose client has gone cleans up after its datasets. One that runs user code ends at once.
 END_TIMEOUT = 2.0
 
-# Seconds for which a connection that has proved nothing holds a place that other clients may want.
+# Seconds for which a connection that has proved nothing holds a place that others may want.
 PROOF_PATIENCE = 1.0
 
-_CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+# What a peer is seen to do whose bytes are for another process.
+PEER_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +151,7 @@ class Clients:
         self._by_id[client.id] = client
         self._add_output(client, output, "session")
         # The session ends with its client, even while it is busy with user code.
-        self._loop.watch(sock.fileno(), lambda: self._on_client_gone(client), _CLIENT_GONE)
+        self._loop.watch(sock.fileno(), lambda: self._on_client_gone(client), PEER_GONE)
         client.link.post(events.SessionKnown(client.folder))
         if self._is_draining:
             client.link.post(events.Drain())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
+import socket
 import sys
 import threading
 import time
@@ -20,8 +22,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.host.resources import read
 from rpcdataloader.host.state import set_states
-from rpcdataloader.server.processes import memory_of_its_own, num_threads, open_connections, open_files
+from rpcdataloader.server.processes import num_threads
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
 
@@ -167,3 +170,41 @@ def why_not_shared(threads: int, files: set[tuple[int, int]]) -> str | None:
 def name_shared_connections(connections: Mapping[int, str]) -> str:
     """Peers of the connections that a dataset has opened since ``open_connections`` was called."""
     return ", ".join(sorted({peer for inode, peer in open_connections().items() if inode not in connections}))
+
+
+def memory_of_its_own() -> int:
+    """Bytes of anonymous memory, including pages shared with the parent process."""
+    _size, resident, of_files, *_rest = map(int, read("/proc/self/statm").split())
+    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files() -> set[tuple[int, int]]:
+    """Regular files that this process holds open, as (device, inode): forked workers would share their offsets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.stat(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        # torch's shared memory is mapped, and has no position.
+        if status.st_mode & 0o170000 == 0o100000 and not target.startswith("/dev/shm/torch_"):
+            found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def open_connections() -> dict[int, str]:
+    """Peers of this process's connected sockets, by inode: forked workers would share them."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{name}")
+            if status.st_mode & 0o170000 != 0o140000:
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                peer = sock.getpeername()
+            text = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else os.fsdecode(peer)
+            # Socket pairs have no name. Proxies of a multiprocessing.Manager connect anew in each worker.
+            if text and "/pymp-" not in text:
+                found[status.st_ino] = text
+    return found

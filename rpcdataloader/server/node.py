@@ -8,7 +8,6 @@ read by a gate, which is forked for it. Such peers have proved nothing, so their
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import select
@@ -21,26 +20,24 @@ from dataclasses import dataclass
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
 from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
-from rpcdataloader.server.clients import Client, Clients
+from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, Client, Clients
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Link, fork_linked
-from rpcdataloader.server.listening import accept
 from rpcdataloader.server.logs import LimitedLog
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, Timer, reap_orphans
 from rpcdataloader.server.session import run_gate
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.status import describe_node
-from rpcdataloader.wire.frames import MessageType, encode
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble
+from rpcdataloader.wire.connecting import accept
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble, encode_refusal
 from rpcdataloader.wire.register import RENEWAL_PERIOD, Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
 # Seconds in which a connection must prove that it knows the secret, and the most connections that may be at it. At the
-# limit, a connection older than the patience makes room. Until there is one, new connections wait in the kernel's
+# limit, a connection older than ``PROOF_PATIENCE`` makes room. Until there is one, new connections wait in the kernel's
 # queue: the workers of a large job come all at once.
 PROOF_TIMEOUT = 10.0
-PROOF_PATIENCE = 1.0
 MAX_UNPROVED = 128
 
 # Events of a session that are handled before one of its connections.
@@ -56,19 +53,8 @@ END_TIMEOUT = 5.0
 # close it.
 LIFELINE_SILENCE = 60.0
 
-_PEER_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-
-_UNKNOWN_SESSION = b"".join(
-    encode(
-        None,
-        MessageType.REFUSED,
-        payload=json.dumps(
-            {
-                "code": "protocol",
-                "text": "there is no such session on this node server: it ended, or the server was restarted",
-            }
-        ).encode(),
-    )
+_UNKNOWN_SESSION = encode_refusal(
+    RemoteProtocolError("there is no such session on this node server: it ended, or the server was restarted")
 )
 
 
@@ -255,7 +241,7 @@ class NodeServer:
         with contextlib.suppress(OSError):
             connection.sock.send(_UNKNOWN_SESSION, socket.MSG_DONTWAIT)
             connection.sock.shutdown(socket.SHUT_WR)
-        self._loop.watch(connection.sock.fileno(), lambda: self._drop(connection, "it was refused"), _PEER_GONE)
+        self._loop.watch(connection.sock.fileno(), lambda: self._drop(connection, "it was refused"), PEER_GONE)
 
     def _fork_gate(self, connection: Connection) -> None:
         def run(node: Link) -> None:

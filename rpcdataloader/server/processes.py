@@ -18,7 +18,6 @@ import os
 import random
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -28,8 +27,6 @@ from dataclasses import dataclass
 # Under its full name: numpy imports it at first use, which would be in every fork.
 import numpy.random
 import torch
-
-from rpcdataloader.host.resources import read
 
 
 class Life(enum.Enum):
@@ -403,41 +400,3 @@ def name_threads() -> str:
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     num_others = len(os.listdir("/proc/self/task")) - 1 - len(names)
     return ", ".join([*names, f"{num_others} of C libraries"] if num_others > 0 else names)
-
-
-def memory_of_its_own() -> int:
-    """Bytes of anonymous memory, including pages shared with the parent process."""
-    _size, resident, of_files, *_rest = map(int, read("/proc/self/statm").split())
-    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
-
-
-def open_files() -> set[tuple[int, int]]:
-    """Regular files that this process holds open, as (device, inode): forked workers would share their offsets."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            status = os.stat(f"/proc/self/fd/{name}")
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        # torch's shared memory is mapped, and has no position.
-        if status.st_mode & 0o170000 == 0o100000 and not target.startswith("/dev/shm/torch_"):
-            found.add((status.st_dev, status.st_ino))
-    return found
-
-
-def open_connections() -> dict[int, str]:
-    """Peers of this process's connected sockets, by inode: forked workers would share them."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            status = os.stat(f"/proc/self/fd/{name}")
-            if status.st_mode & 0o170000 != 0o140000:
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as sock:
-                peer = sock.getpeername()
-            text = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else os.fsdecode(peer)
-            # Socket pairs have no name. Proxies of a multiprocessing.Manager connect anew in each worker.
-            if text and "/pymp-" not in text:
-                found[status.st_ino] = text
-    return found

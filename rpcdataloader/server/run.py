@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.output import Output
 from rpcdataloader.host.resources import machine_id
-from rpcdataloader.server.listening import listen_tcp, listen_unix, resolve
 from rpcdataloader.server.node import NodeServer
 from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import DEFAULT_PORT, ServerContext, ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
+from rpcdataloader.wire.connecting import listen_tcp, listen_unix, resolve
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.register import Entry, Registration
 

@@ -214,9 +214,8 @@ class Handshake:
 
     def refuse(self, error: AuthenticationError | RemoteProtocolError) -> None:
         """Tell the peer, with the next data to send, why the connection is refused."""
-        code = next(code for code, error_class in _REFUSALS.items() if isinstance(error, error_class))
         self._expected = None
-        self._queue(MessageType.REFUSED, _dump(code=code, text=str(error)[:_MAX_REFUSAL_CHARS]))
+        self._outgoing += encode_refusal(error)
 
     def _receive_hello(self, payload: bytes, content: dict[str, Any]) -> None:
         _hex(content, "nonce", NONCE_SIZE)
@@ -269,8 +268,7 @@ class Handshake:
         self._queue(MessageType.AUTH, _dump(proof=self._derive(_PROOF_LABELS[self._identity.role]).hex()))
 
     def _queue(self, type: MessageType, payload: bytes) -> None:
-        for piece in encode(None, type, payload=payload, limits=HANDSHAKE_LIMITS):
-            self._outgoing += piece
+        self._outgoing += _encode(type, payload)
 
 
 class _IncompatibleError(RemoteProtocolError):
@@ -284,6 +282,12 @@ _REFUSALS: dict[str, type[Exception]] = {
     "version": _IncompatibleError,
     "protocol": RemoteProtocolError,
 }
+
+
+def encode_refusal(error: AuthenticationError | RemoteProtocolError) -> bytes:
+    """The message of a side that refuses a connection."""
+    code = next(code for code, error_class in _REFUSALS.items() if isinstance(error, error_class))
+    return _encode(MessageType.REFUSED, _dump(code=code, text=str(error)[:_MAX_REFUSAL_CHARS]))
 
 
 def _refusal_received(content: dict[str, Any], peer: str) -> Exception:
@@ -330,6 +334,10 @@ def _may_differ(side: Identity) -> dict[str, str]:
 
 def _cut(version: str, num_parts: int) -> str:
     return ".".join(version.split(".")[:num_parts])
+
+
+def _encode(type: MessageType, payload: bytes) -> bytes:
+    return b"".join(encode(None, type, payload=payload, limits=HANDSHAKE_LIMITS))
 
 
 def _dump(**content: object) -> bytes:

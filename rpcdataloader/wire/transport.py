@@ -1,6 +1,6 @@
 """Every socket call on a connection: options, exact receives and gathered sends.
 
-Only this module, ``connecting`` and ``server.listening`` touch sockets and their ``OSError``: failures leave here as
+Only this module and ``connecting`` touch sockets and their ``OSError``: failures leave here as
 :class:`~rpcdataloader.errors.ConnectError` or :class:`~rpcdataloader.errors.ConnectionLostError` with their cause.
 """
 

@@ -20,7 +20,7 @@ import rpcdataloader
 from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.server.listening import listen_tcp
+from rpcdataloader.wire.connecting import listen_tcp
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -17,10 +17,9 @@ from unittest.mock import Mock
 import pytest
 
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError
-from rpcdataloader.server.listening import accept, listen_tcp, listen_unix
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import connect
+from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix
 from rpcdataloader.wire.transport import Deadline, Transport
 from tests.conftest import TIMEOUT_SCALE, wait_until
 

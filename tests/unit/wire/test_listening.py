@@ -14,9 +14,8 @@ import socket
 import pytest
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.server.listening import accept, listen_tcp, listen_unix
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import connect
+from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE
 
