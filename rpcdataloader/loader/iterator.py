@@ -36,7 +36,7 @@ from rpcdataloader.loader.wants import Wants
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
-from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus, Value
+from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus
 
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
 RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
@@ -447,32 +447,21 @@ class InlineIterator(PassIterator):
         return True
 
 
-# Rounding may make a number larger.
-_LIMIT = MAX_NUMBER / 2
-
-
 def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None, wait: str, wanted: int) -> LoopStatus:
     """Turn a diagnosis into a report; ``dataset`` is the name of a class, ``wait`` says what a long wait is for."""
-    evidence = {name: value for name, value in diagnosis.evidence.items() if isinstance(value, float)}
     more = diagnosis.more_workers
+    # Rounding may make a number larger.
+    known = {name: number for name, number in diagnosis.metrics().items() if number < MAX_NUMBER / 2}
+    numbers = {name: float(f"{number:.4g}") for name, number in known.items()}
     return LoopStatus(
         dataset=dataset[:80],
         rank=rank,
-        wait_share=_round(diagnosis.wait_share),
+        wait_share=numbers["wait_share"],
         bound=diagnosis.bound,
         text=f"{wait}{diagnosis.text}"[:500],
-        demand_per_second=_round(diagnosis.demand) if diagnosis.demand < _LIMIT else None,
-        delivered_per_second=_round(evidence.get("delivered_rate", 0.0)),
+        demand_per_second=numbers.get("demand_rate"),
+        delivered_per_second=numbers.get("delivered_rate", 0.0),
         more_workers=None if more is None else min(more[1], MAX_WORKERS),
         wanted_workers=min(wanted, MAX_WORKERS),
-        evidence=_values(evidence),
-        stages=_values({name: stage.mean for name, stage in diagnosis.stages.items()}),
+        numbers=numbers,
     )
-
-
-def _values(numbers: Mapping[str, float]) -> list[Value]:
-    return [Value(name, _round(number)) for name, number in numbers.items() if abs(number) < _LIMIT]
-
-
-def _round(number: float) -> float:
-    return float(f"{number:.4g}")

@@ -42,7 +42,7 @@ def from_json(kind: type[_Made], fields: dict[str, Any]) -> _Made:
     """Make a dataclass of plain values; ignores unknown fields.
 
     Args:
-        kind: Dataclass whose fields are numbers, strings, booleans, None, and dataclasses or lists of these.
+        kind: Dataclass whose fields are numbers, strings, booleans, None, and dataclasses, lists or dicts of these.
 
     Raises:
         ValueError: A field is missing, or of another type.
@@ -65,6 +65,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         (hint,) = [other for other in hint.__args__ if other is not types.NoneType]
     if typing.get_origin(hint) is list and isinstance(value, list):
         return [_convert(hint.__args__[0], item, name) for item in value]
+    if typing.get_origin(hint) is dict and isinstance(value, dict):
+        return {key: _convert(hint.__args__[1], item, key) for key, item in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
         return from_json(hint, value)
     if hint is float and type(value) is int:

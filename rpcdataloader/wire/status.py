@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rpcdataloader.wire.messages import Json
 
-# Size of a client's report: its evidence takes 2.5 KB for each loop.
+# Size of a client's report: its numbers take 2 KB for each loop.
 MAX_REPORT_BYTES = 8192
 
 #: Such numbers may overflow later calculations. NaN is refused with these.
@@ -20,21 +20,6 @@ MAX_NUMBER = 1e18
 
 #: Above the number of any loop; an autoscaler may follow a loop's number of workers.
 MAX_WORKERS = 100_000
-_MAX_STAGES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Value(Json):
-    """A number and its name, which ends with its unit as those of ``Diagnosis.evidence`` do."""
-
-    name: str
-    value: float
-
-    def __post_init__(self) -> None:
-        if not self.name.isidentifier() or len(self.name) > 32:
-            raise ValueError("the name of a value is no identifier")
-        if not abs(self.value) < MAX_NUMBER:
-            raise ValueError(f"{self.name} is out of range")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +35,16 @@ class LoopStatus(Json):
     delivered_per_second: float  # batches that it gets
     more_workers: int | None  # number that would end the waiting; None if none would
     wanted_workers: int  # number that it wants, more or fewer than the present one
-    evidence: list[Value]
-    stages: list[Value]  # mean seconds per batch
+    numbers: dict[str, float]  # ``Diagnosis.metrics()``
 
     def __post_init__(self) -> None:
-        workers = "more_workers", "wanted_workers"
-        for name in "rank", "wait_share", "demand_per_second", "delivered_per_second", *workers:
-            if (value := getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} is negative")
-            Value(name, value)
-        if any((getattr(self, name) or 0) > MAX_WORKERS for name in workers) or len(self.stages) > _MAX_STAGES:
-            raise ValueError("there are too many workers or stages")
-        Value(self.bound, 0)
+        names = "rank", "wait_share", "demand_per_second", "delivered_per_second", "more_workers", "wanted_workers"
+        fields = {name: getattr(self, name) or 0 for name in names}
+        if min(fields.values()) < 0 or max(fields["more_workers"], fields["wanted_workers"]) > MAX_WORKERS:
+            raise ValueError("a number is negative, or there are too many workers")
+        for name, value in {**self.numbers, **fields, self.bound: 0}.items():
+            if not name.isidentifier() or len(name) > 32 or not abs(value) < MAX_NUMBER:
+                raise ValueError("a value is out of range, or its name is no identifier")
 
 
 @dataclass(frozen=True, slots=True)
