@@ -185,8 +185,7 @@ class Recorder:
         lock: Lock that is held while lists change or are copied; reentrant, as signal handlers may ask for a diagnosis.
         now: Time at which the first pass begins.
         before: Records of the previous pass.
-        trace: Function called for each delivered probe, with the workers and the number of the worker that has
-            answered.
+        trace: Function called with each delivered probe, and the workers.
 
     Attributes:
         setup: Latest workers and limits; replaced when they may have changed.
@@ -206,7 +205,7 @@ class Recorder:
         lock: AbstractContextManager[object],
         now: float,
         before: Records | None = None,
-        trace: Callable[[Probe, Setup, int], None] | None = None,
+        trace: Callable[[Probe, Setup], None] | None = None,
     ) -> None:
         self.setup = Setup({}, 0, 0, 0)
         self.trace = trace
@@ -234,7 +233,7 @@ class Recorder:
         self._late: dict[int, float] = {}
         self.is_told = False
 
-    def follow(self, trace: Callable[[Probe, Setup, int], None] | None) -> None:
+    def follow(self, trace: Callable[[Probe, Setup], None] | None) -> None:
         """Call ``trace`` for every batch drawn from now on; None for no trace."""
         self.trace = trace
         self.next_probe = 0.0
@@ -284,7 +283,7 @@ class Recorder:
                 probe.late, self._late = self._late, {}
                 self._probes.append(probe)
         if probe is not None and (trace := self.trace) is not None:
-            trace(probe, self.setup, worker)
+            trace(probe, self.setup)
 
     def received(self, arrived: float, received: float) -> None:
         """Record a reply that came in several pieces; never called by two threads at once.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import errno
 import itertools
+import json
 import logging
 import os
 import threading
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from rpcdataloader.client.discovery import Inline, Where
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
-from rpcdataloader.diagnosis.trace import Tracks
+from rpcdataloader.diagnosis.trace import Trace
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import NO_PASS
 from rpcdataloader.errors import LocalProtocolError
@@ -46,7 +46,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
-    _trace: Trace | None = None  # while a block is active
+    _trace: Callable[[Probe, Setup], None] | None = None  # while a block is active
     _where: Where | None
     _saved: Mapping[str, Any] | None
     _progress: tuple[PassSettings, Progress] | None
@@ -71,7 +71,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Write the way of every batch into a file, in the Chrome trace format, for the duration of a block.
+        """Write the way of every batch into a file, in the Chrome trace format, at the end of a block.
 
         Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show it, and :doc:`waiting` explains it. Batches
         drawn before the block are left out. A file that cannot be written is a warning, and the block runs without it.
@@ -87,21 +87,28 @@ class LoaderTools(DataLoader[_T_co]):
                 "this loader loads in the training process, so the loop waits for each batch: give num_workers=1 or "
                 "more for a trace"
             )
+        partition, trace, before = current_partition(), Trace(time.monotonic()), self._trace
         try:
-            trace = Trace(path)
+            file = _of_rank(os.fspath(path), partition).open("w")
         except (OSError, ValueError) as error:
             logger.warning("cannot write the trace %s, and the training goes on without it: %s", path, error)
             yield
             return
-        before = self._trace
-        self._follow_trace(trace)
+        self._follow_trace(trace.add)
         try:
             yield
         finally:
             self._follow_trace(before)
-            trace.close()
+            events = map(json.dumps, trace.events(f"{partition.label}trainer (pid {os.getpid()})"))
+            try:
+                with file:
+                    file.write(f"[\n{next(events)}")
+                    file.writelines(f",\n{event}" for event in events)
+                    file.write("\n]\n")
+            except OSError as error:
+                logger.warning("the trace %s is not complete: %s", path, error)
 
-    def _follow_trace(self, trace: Trace | None) -> None:
+    def _follow_trace(self, trace: Callable[[Probe, Setup], None] | None) -> None:
         self._trace = trace
         if self._recorder is not None:
             self._recorder.follow(trace)
@@ -252,60 +259,6 @@ def _copies_of_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
     except Exception as error:
         logger.debug("replay() draws from the sampler itself, which cannot be copied: %r", error)
         return samplers
-
-
-class Trace:
-    """A trace file. Thread-safe.
-
-    It is a JSON array that lacks its last bracket until it is closed. Only whole events are written, so the file of a
-    killed script can be opened, too. A problem with the file is a warning, and never ends a training.
-
-    Args:
-        path: Path of the file, in which ``{rank}`` stands for the rank of this process.
-
-    Raises:
-        ValueError: Several ranks have the same ``path``.
-        OSError: The file cannot be written.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        partition = current_partition()
-        self.path = _of_rank(os.fspath(path), partition)
-        self._lock = threading.Lock()
-        # Guarded by the lock:
-        self._tracks = Tracks(f"{partition.label}trainer (pid {os.getpid()})", time.monotonic())
-        self._file = self.path.open("wb", buffering=0)
-        self._size_bytes = 0
-        self._write("[\n" + ",\n".join(self._tracks.names))
-        self._tracks.names.clear()
-
-    def __call__(self, probe: Probe, setup: Setup, worker: int) -> None:
-        """Add a batch that the calling thread was delivered."""
-        consumer = f"consumer ({threading.current_thread().name})"
-        with self._lock:
-            if not self._file.closed:
-                events = self._tracks.events_of(probe, setup, worker, consumer)
-                self._write("".join(f",\n{event}" for event in events))
-
-    def close(self) -> None:
-        """End the file; idempotent."""
-        with self._lock:
-            if not self._file.closed:
-                self._write("\n]\n")
-                self._file.close()
-
-    def _write(self, text: str) -> None:
-        data = text.encode()
-        try:
-            if self._file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            logger.warning("the trace %s ends here, and the training goes on: %s", self.path, error)
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._size_bytes)  # without half an event
-            self._file.close()
-        else:
-            self._size_bytes += len(data)
 
 
 def _of_rank(path: str, partition: Partition) -> Path:

@@ -13,9 +13,8 @@ Event = dict[str, Any]
 
 
 def load(path: Path) -> list[Event]:
-    """The events of a file, whose last bracket may be missing."""
-    text = path.read_text().rstrip()
-    events = json.loads(text if text.endswith("\n]") else f"{text}\n]", parse_float=Decimal)
+    """The events of a file."""
+    events = json.loads(path.read_text(), parse_float=Decimal)
     check(events)
     return events
 
