@@ -73,12 +73,10 @@ class Diagnosis:
         part: What takes longest in the trainer (``sampler`` or ``source``, ``receiving``, ``lock``, ``copies`` or
             ``next``) or at the start; the name of the setting; ``node`` or ``worker``. Empty for other bounds.
         short: The same in at most 30 characters, for progress bars.
-        evidence: Numbers behind the verdict; their names end with their units.
+        evidence: Numbers behind the verdict, such as the capacity of each part; their names end with their units.
         more_workers: Number of further workers that would end the waiting (at least, likely, at most), or bring it to
             the next bound; None if more workers would not help.
         stages: Seconds per batch in each stage.
-        capacities: Batches per second that each part could handle.
-        demand: Batches per second that the loop would take without a loader; infinite for a loop that does nothing.
     """
 
     wait_share: float
@@ -89,8 +87,6 @@ class Diagnosis:
     evidence: dict[str, Value] = field(default_factory=dict)
     more_workers: tuple[int, int, int] | None = None
     stages: dict[str, Stage] = field(default_factory=dict)
-    capacities: dict[str, float] = field(default_factory=dict)
-    demand: float = 0.0
 
     def __str__(self) -> str:
         return self.text
@@ -151,8 +147,6 @@ def _make(verdict: _Verdict, evidence: dict[str, float], figures: Figures | None
         evidence=values,
         more_workers=more,
         stages={} if figures is None else figures.stages,
-        capacities={} if figures is None else figures.capacities,
-        demand=evidence["demand_rate"],
     )
 
 
@@ -286,25 +280,23 @@ def _more_workers(figures: Figures, setup: Setup) -> _Verdict:
     evidence, num = figures.evidence, len(setup.workers)
     capacity, needed = figures.capacities["workers"], evidence["needed_rate"]
     values: dict[str, Value] = {"source": "source" if setup.is_stream else "fetch"}
-    if evidence["num_loading"] < num:
-        return _Verdict("workers", values={**values, "advice": "shards"})
     # More workers come with a larger window, unless bytes limit it.
     has_room = evidence["allowed"] >= setup.window
     others = {name: rate for name, rate in figures.capacities.items() if name != "workers"}
     following = min((name for name in others if name != "window" or not has_room), key=others.__getitem__, default="")
     allowed = others.get(following, math.inf)
     goal = min(needed, allowed)
-    if goal < _HEADROOM * capacity < needed:
-        return _Verdict(
-            "workers", values={**values, "advice": "capped", "following": following, "allowed_rate": allowed}
-        )
     kept = evidence["own_seconds"] + evidence["draw_seconds"]
-    if math.isinf(goal) or kept * evidence["demand_rate"] >= 1:
-        # The loop itself takes less time than the loader does in its thread.
-        return _Verdict("workers", values={**values, "advice": "empty"})
     if needed > allowed:
         values |= {"following": following, "allowed_rate": allowed}
-    elif kept * needed >= HARMLESS:
+    if evidence["num_loading"] < num:
+        return _Verdict("workers", values=values | {"advice": "shards"})
+    if goal < _HEADROOM * capacity < needed:
+        return _Verdict("workers", values=values | {"advice": "capped"})
+    # The loop itself takes less time than the loader does in its thread.
+    if math.isinf(goal) or kept * evidence["demand_rate"] >= 1:
+        return _Verdict("workers", values=values | {"advice": "empty"})
+    if needed <= allowed and kept * needed >= HARMLESS:
         keeps = "next" if evidence["own_seconds"] > evidence["draw_seconds"] else _drawing(setup)
         values |= {"kept_share": kept * needed, "keeps": keeps}
     usual = min(1.0, max(_LEAST_USE, evidence["delivered_rate"] / capacity))

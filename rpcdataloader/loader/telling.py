@@ -49,9 +49,9 @@ def tell(
 
 
 def _say(prefix: str, own: Diagnosis, slowest: LoopStatus | None) -> None:
+    is_urgent, text = own.is_urgent, own.text if own.bound != "none" else ""
     if slowest is not None and slowest.wait_share >= own.wait_share + HARMLESS and slowest.bound != "unclear":
-        level = logging.WARNING if slowest.wait_share >= URGENT else logging.INFO
+        is_urgent, text = slowest.wait_share >= URGENT, printable(slowest.text)
         prefix += f"rank {slowest.rank} waits most ({100 * slowest.wait_share:.0f} %): "
-        diagnosis_logger.log(level, "%s%s", prefix, printable(slowest.text))
-    elif own.bound != "none":
-        diagnosis_logger.log(logging.WARNING if own.is_urgent else logging.INFO, "%s%s", prefix, own.text)
+    if text:
+        diagnosis_logger.log(logging.WARNING if is_urgent else logging.INFO, "%s%s", prefix, text)

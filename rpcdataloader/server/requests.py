@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import operator
-import os
 import queue
 import resource
 import threading
@@ -16,7 +14,7 @@ from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.samples import whereabouts
-from rpcdataloader.host.resources import CpuUse
+from rpcdataloader.host.resources import CpuUse, read
 from rpcdataloader.wire.channel import Outgoing
 from rpcdataloader.wire.messages import Stages
 from rpcdataloader.wire.transport import Transport
@@ -119,12 +117,17 @@ def _cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
+def _runqueue_seconds() -> float:
+    """Seconds that the main thread has waited for a CPU (sched-stats, "/proc/<pid>/schedstat")."""
+    numbers = read("/proc/self/schedstat").split()
+    return int(numbers[1]) / 1e9 if len(numbers) > 1 else 0.0
+
+
 class Meter:
     """Timing of those requests that ask for it, about 50 per second at most: one at a time, in the main thread."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._schedstat: int | None = None  # descriptor; -1 where the kernel does not tell
         self._idle = self._cpu = self._fetch_cpu = self._runqueue = self._encode = 0.0
         self._cpus = CpuUse()
         self._sending = 0.0, 0.0  # at the previous measured reply
@@ -134,7 +137,7 @@ class Meter:
     def begin(self, idle: float) -> None:
         """Start timing a request, for which the worker has waited ``idle`` seconds."""
         self._idle = idle
-        self._runqueue, self._fetch_cpu = self._read_runqueue(), 0.0
+        self._runqueue, self._fetch_cpu = _runqueue_seconds(), 0.0
         whereabouts.fetched = self._fetched
         self._cpu = _cpu_seconds()
 
@@ -148,7 +151,7 @@ class Meter:
     def end(self) -> bytes:
         """Return the stages of a reply that is ready to be sent."""
         encode = time.perf_counter() - self._encode
-        cpu, runqueue = _cpu_seconds() - self._cpu, self._read_runqueue() - self._runqueue
+        cpu, runqueue = _cpu_seconds() - self._cpu, _runqueue_seconds() - self._runqueue
         cpus, busy_cpus = self._cpus.look(time.monotonic())
         before, self._sending = self._sending, self._transport.sending_times()
         sending, peer_limited = map(operator.sub, self._sending, before)
@@ -170,13 +173,3 @@ class Meter:
     def left(self) -> None:
         """Note that the oldest waiting measured reply was written, in any thread."""
         self._reply = time.perf_counter() - self._leaving.popleft()
-
-    def _read_runqueue(self) -> float:
-        """Seconds that the main thread has waited for a CPU (sched-stats, "/proc/<pid>/schedstat")."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if self._schedstat is None:
-                self._schedstat = -1
-                self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            if self._schedstat >= 0:
-                return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
-        return 0.0

@@ -54,13 +54,14 @@ def record() -> dict[str, Any]:
         for name in NAMES:
             with CAUSES[name].pool(zygote) as addresses:
                 diagnosis, _loader = run(CAUSES[name], addresses)
+            numbers = diagnosis.metrics()
             found[name] = {
                 "bound": diagnosis.bound,
                 "part": diagnosis.part,
                 "text": diagnosis.text,
                 "wait_share": diagnosis.wait_share,
-                "demand": diagnosis.demand,
-                "capacities": diagnosis.capacities,
+                "demand": numbers["demand_rate"],
+                "capacities": {part: rate for part in PARTS if (rate := numbers.get(f"{part}_rate"))},
                 "stages": {stage: seconds.mean for stage, seconds in diagnosis.stages.items()},
             }
     return found

@@ -68,13 +68,11 @@ def test_diagnosis_of_any_records_is_one_that_can_be_read_and_reported(setup, fi
     assert diagnosis.text.endswith(".")
     assert not {"nan", "inf"} & set(diagnosis.text.split())
     assert 0.0 <= diagnosis.wait_share <= 1.0
-    assert diagnosis.demand >= 0.0
     for name, value in diagnosis.evidence.items():
         if isinstance(value, float):
             assert value >= 0.0, name
             assert value <= 1.0 or not name.endswith("_share"), name
             assert value < math.inf or name in {"demand_rate", "needed_rate"}, name
-    assert all(0.0 < rate < math.inf for rate in diagnosis.capacities.values())
     assert all(0.0 <= each < math.inf for stage in diagnosis.stages.values() for each in (stage.mean, stage.p95))
     if diagnosis.more_workers is not None:
         assert all(1 <= few <= many for few, many in pairwise(diagnosis.more_workers))

@@ -178,8 +178,8 @@ def test_a_second_is_worth_a_warning(seconds, is_urgent):
 def test_numbers_of_a_diagnosis():
     diagnosis = diagnose(records(**SLOW_WORKERS))
     assert diagnosis.wait_share == pytest.approx(0.5)
-    assert diagnosis.demand == pytest.approx(400)
-    assert diagnosis.capacities == pytest.approx({"workers": 200, "window": 400})
+    rates = {name: diagnosis.evidence[f"{name}_rate"] for name in ("demand", "workers", "window")}
+    assert rates == pytest.approx({"demand": 400, "workers": 200, "window": 400})
     assert diagnosis.more_workers == (4, 5, 7)
     assert diagnosis.stages["fetch"].mean == pytest.approx(0.019)
     assert diagnosis.stages["collate"].p95 == pytest.approx(0.001)
@@ -204,7 +204,7 @@ def test_long_tasks_of_a_dataset_count(num_workers, spread):
         record(recorder, num_batches=1, worker=number % num_workers, stages=task, consumer=0.01, blocked=0.03)
     diagnosis = diagnose(recorder.snapshot())
     assert diagnosis.bound == "workers"
-    assert diagnosis.capacities["workers"] == pytest.approx(num_workers / 0.108, rel=0.05)
+    assert diagnosis.evidence["workers_rate"] == pytest.approx(num_workers / 0.108, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["local", "unix:/run/pool"])
@@ -254,7 +254,7 @@ def test_batch_that_does_not_come_counts_before_it_comes():
 
 def test_loop_that_does_nothing_takes_any_number_of_batches():
     diagnosis = diagnose(records(consumer=0.0, blocked=0.005))
-    assert diagnosis.demand == math.inf
+    assert diagnosis.evidence["demand_rate"] == math.inf
     assert diagnosis.bound == "workers"
     assert diagnosis.more_workers is None
     assert diagnosis.text.endswith("give it a training step.")
@@ -289,7 +289,7 @@ def test_device_that_stands_still_for_copies_is_a_wait_though_next_returns_at_on
     diagnosis = diagnose(records(consumer=0.03, copy=0.03, stalled=0.02))
     assert (diagnosis.bound, diagnosis.part) == ("trainer", "copies")
     assert diagnosis.wait_share == pytest.approx(2 / 3, abs=0.01)
-    assert diagnosis.demand == pytest.approx(100, rel=0.02)
+    assert diagnosis.evidence["demand_rate"] == pytest.approx(100, rel=0.02)
     hidden = diagnose(records(consumer=0.03, copy=0.03))
     assert hidden.bound == "none"
 
