@@ -20,12 +20,12 @@ import numpy.random  # noqa: F401  # before anything is pickled: cloudpickle nam
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.digest import digest
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.state import Change, catch_up, get_states, without_overwritten
 from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
+from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Build, Encoded
@@ -353,7 +353,7 @@ def ship(instance: object, name: str) -> RemoteDataset:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
     pickled = dumps_named((instance,), {"dataset": instance})
-    found = digest(pickled.blocks)
+    found = digest_memory(pickled.blocks)
     with _shipped_lock:
         remote = _shipped.get(found)
         if remote is None:

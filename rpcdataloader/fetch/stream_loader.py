@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
-from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.samples import Skipped, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE
+from rpcdataloader.wire.digests import digest
 
 logger = logging.getLogger("rpcdataloader.loader")
 

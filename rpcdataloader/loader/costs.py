@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.digest import digest
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.loader.dataset import RPCDataset, access_of
+from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import as_bytes
 from rpcdataloader.wire.pickling import dumps
 
@@ -280,4 +280,4 @@ def _fingerprint(dataset: Any, cost: Callable[[Any], float]) -> str:
     access = access_of(dataset) if isinstance(dataset, RPCDataset) else dataset
     recipe = access if isinstance(access, RemoteDataset) else dumps(access, name="dataset")
     blocks = [*recipe.blocks, memoryview(dumps(cost, name="cost").payload)]
-    return digest(map(as_bytes, blocks)).hex()[:16]
+    return digest_memory(map(as_bytes, blocks)).hex()[:16]

@@ -13,9 +13,9 @@ from typing import Any
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
-from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.raw import RawIndices
 from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices
+from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.fetch.digests import digest
+from rpcdataloader.wire.digests import digest
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Numbers, Recorded, augment_batch, notes
 from tests.support.streams import Buffered, Drawn, Parts, Seekable

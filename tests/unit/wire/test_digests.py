@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import torch
 
-from rpcdataloader.fetch.digests import digest
+from rpcdataloader.wire.digests import digest
 
 VALUES = """[
     5, [5, 6], [6, 5], [5, "six"], (5, None), [True, 1.5], "text", b"bytes", {"a": 1, "b": 2}, {"a": 2, "b": 1},
@@ -23,7 +23,7 @@ def test_digest_is_the_same_in_another_process_and_tells_values_apart():
     here = [digest(value) for value in eval(VALUES)]
     assert len(set(here)) == len(here)
     code = (
-        "import numpy as np, torch; from rpcdataloader.fetch.digests import digest; "
+        "import numpy as np, torch; from rpcdataloader.wire.digests import digest; "
         f"print([digest(value) for value in eval({VALUES!r})])"
     )
     environ = {**os.environ, "PYTHONHASHSEED": "7"}
