@@ -22,7 +22,7 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.environment import Additions, add, collect, import_modules, install, set_rank
+from rpcdataloader.host.environment import Additions, collect, import_modules, set_up, update
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
@@ -77,9 +77,8 @@ class RemoteSession:
         self.connection = Connection(self.name, self._open, self, settings.allocator, settings.sender)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
-        # What the session was sent last, and its answers since it got these additions.
-        self._sent: tuple[Additions, Partition] | None = None
-        self._answers: list[PendingReply] = []
+        # What the session was sent last of what may change, and its answer.
+        self._sent: tuple[Additions, Partition, PendingReply] | None = None
         self._imported: set[str] = set()
         self.connection.start()
 
@@ -139,23 +138,11 @@ class RemoteSession:
             A function that waits until the session has applied it, and raises its errors, or ``RPCTimeoutError`` after
             as many seconds as its argument.
         """
-        additions, partition = self._settings.additions.current, current_partition()
-        if self._sent is None or additions is not self._sent[0]:
-            self._answers = [self.call(add, additions)]
-        if self._sent is None or partition != self._sent[1]:
-            self._answers.append(self.call(set_rank, partition.rank, partition.world_size))
-        self._sent = additions, partition
-        return self._wait_until_updated
-
-    def _wait_until_updated(self, timeout: float | None) -> None:
-        try:
-            for answer in list(self._answers):
-                answer.wait(timeout)
-        except (ConnectionLostError, RPCTimeoutError):
-            raise
-        except Exception:
-            self._sent = None  # for another loader that wants the same
-            raise
+        sent, additions, partition = self._sent, self._settings.additions.current, current_partition()
+        if sent is None or sent[0] is not additions or sent[1] != partition:
+            answer = self.call(update, additions, partition.rank, partition.world_size)
+            sent = self._sent = additions, partition, answer
+        return sent[2].wait
 
     def import_early(self, modules: Set[str]) -> None:
         """Let the session import modules, so that workers forked later have them; returns at once."""
@@ -281,11 +268,11 @@ class RemoteSession:
         return channel
 
     def ready(self) -> None:
-        additions = self._settings.additions.current
-        environment = collect(self._partition.rank, self._partition.world_size)
-        # First, so that all later requests find the modules of the training script.
-        self._answers = [self.call(install, environment), self.call(add, additions)]
-        self._sent = additions, self._partition
+        additions, partition = self._settings.additions.current, self._partition
+        # First, so that all later requests find the modules of the training script. In one request, as the session may
+        # fork a worker between two.
+        answer = self.call(set_up, collect(), additions, partition.rank, partition.world_size)
+        self._sent = additions, partition, answer
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()

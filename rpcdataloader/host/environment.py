@@ -1,4 +1,4 @@
-"""The part of a client's process that its sessions take over: paths and rank, variables, and modules as archives.
+"""The part of a client's process that its sessions take over: paths, rank, variables, and modules as archives.
 
 Only the client's own paths travel: the script's folder, the current folder, and entries that the user added to
 ``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation. A client's folder
@@ -55,13 +55,11 @@ class Environment:
 
     import_path: tuple[str, ...]  # absolute paths of the client's own modules, in the order of its ``sys.path``
     directory: str  # working directory; empty if it was deleted
-    rank: int = 0  # place among ``world_size`` trainers
-    world_size: int = 1
     identities: Mapping[str, str] = field(default_factory=dict)  # of what leads to these paths; see ``trust``
 
 
-def collect(rank: int = 0, world_size: int = 1) -> Environment:
-    """Describe this process, which is trainer ``rank`` of ``world_size``."""
+def collect() -> Environment:
+    """Describe this process."""
     try:
         directory = os.getcwd()
     except FileNotFoundError:
@@ -75,7 +73,7 @@ def collect(rank: int = 0, world_size: int = 1) -> Environment:
         path = os.path.abspath(entry) if entry or directory else ""
         if path and path not in own and not _under(path, installed):
             own.append(path)
-    return Environment(tuple(own), directory, rank, world_size, identify([*own, directory] if directory else own))
+    return Environment(tuple(own), directory, identify([*own, directory] if directory else own))
 
 
 def _installed_prefixes() -> tuple[str, ...]:
@@ -93,14 +91,19 @@ def _under(path: str, prefixes: tuple[str, ...]) -> bool:
     return any(path == prefix or path.startswith(prefix + os.sep) for prefix in prefixes)
 
 
+def set_up(environment: Environment, additions: Additions, rank: int, world_size: int) -> None:
+    """Make this process a session of the client; see :func:`install` and :func:`update`."""
+    install(environment)
+    update(additions, rank, world_size)
+
+
 def install(environment: Environment) -> None:
-    """Take over the client's paths and rank.
+    """Take over the client's paths.
 
     Its paths that exist here and that are safe come first in ``sys.path``. Its directory, too, must be safe to become
     the working directory: programs read code and configuration from there.
     """
     global _lack
-    set_rank(environment.rank, environment.world_size)
     flaws: dict[str, str | None] = {}
     for path in filter(None, [*environment.import_path, environment.directory]):
         with contextlib.suppress(OSError):  # it is missing
@@ -140,11 +143,6 @@ def hint_at(error: BaseException) -> str | None:
     ):
         return None
     return _lack
-
-
-def set_rank(rank: int, world_size: int) -> None:
-    """Set RANK and WORLD_SIZE, for this process and its forks."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -287,15 +285,17 @@ def prepare_session(folder: str, forward_output: Callable[[], object]) -> None:
     _folder, _forward_output = folder, forward_output
 
 
-def add(additions: Additions) -> None:
-    """Apply them to this session, and to its later workers. Modules come before all others of the same name.
+def update(additions: Additions, rank: int, world_size: int) -> None:
+    """Take over the client's additions and rank, for this session and its later workers.
+
+    Modules come before all others of the same name. Variables come after those of the rank.
 
     Raises:
         ImportError: A module was imported from elsewhere before; all others are applied.
         ValueError: An archive is malformed.
         OSError: The files cannot be written.
     """
-    os.environ.update(additions.variables)
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size), **additions.variables})
     if additions.forward_output:
         _forward_output()
     wanted = [module for module in additions.modules.values() if _installed.get(module.name) != module.digest]

@@ -46,6 +46,14 @@ def test_ranks_on_one_node_server_each_see_their_own(serve, zygote):
         assert seen == [[str(rank), "2"]] * 5
 
 
+def test_rank_that_is_known_later_reaches_sessions_that_are_there(serve, monkeypatch):
+    server = serve("--num-workers", "2")
+    assert rpc_async(server.address, rank_here).wait() == ["0", "1"]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert seen_by(RPCDataset(server.address, Ranks)) == [["1", "2"], ["1", "2"]]
+
+
 class Noted(Dataset):
     """Notes the node server of each session in which it comes to be."""
 

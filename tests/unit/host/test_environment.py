@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import rpcdataloader.host.environment
-from rpcdataloader.host.environment import Environment, collect, hint_at, install
+from rpcdataloader.host.environment import Additions, Environment, collect, hint_at, install, update
 
 ROOT = str(Path(__file__).parents[3])
 
@@ -154,10 +154,9 @@ def test_folders_that_others_can_write_to_are_neither_searched_nor_entered(here,
     assert not hint_at(ValueError("x"))
 
 
-def test_rank_is_the_client_s_and_not_that_of_the_server(here, monkeypatch):
+def test_rank_is_the_client_s_and_not_that_of_the_server(monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "5")
-    install(collect(1, 3))
-    assert os.getcwd() == str(here)
-    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["1", "3", "5"]
+    update(Additions({"WORLD_SIZE": "4"}), 1, 3)  # env= has the last word
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["1", "4", "5"]

@@ -13,7 +13,7 @@ import numpy  # noqa: F401  # from elsewhere than a session has it from
 import pytest
 
 from rpcdataloader.host import environment
-from rpcdataloader.host.environment import Additions, Module, add, pack, prepare_session, unpack
+from rpcdataloader.host.environment import Additions, Module, pack, prepare_session, unpack, update
 
 FILES = {
     "shapes/__init__.py": b"from shapes.round import circle\n",
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def install_modules(modules):
-    add(Additions.of({}, modules, forward_output=False))
+    update(Additions.of({}, modules, forward_output=False), 0, 1)
 
 
 def test_equal_files_make_equal_archives_whatever_their_order():
