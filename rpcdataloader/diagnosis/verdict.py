@@ -306,9 +306,10 @@ def _more_workers(figures: Figures, setup: Setup) -> _Verdict:
     each, waiting = capacity / num, evidence["runqueue_share"]
     is_short = waiting >= _RUNQUEUE
     if "cpus" in evidence:
-        computing = (enough / each - num) * evidence["cpu_share"]
-        is_short = evidence["cpu_share"] >= _COMPUTES
-        is_short = is_short and evidence["cpus"] - evidence["busy_cpus"] < _IDLE_MARGIN * computing
+        cpus_each = evidence["cpu_share"] + waiting  # that a worker would keep busy
+        is_short = evidence["cpus"] - evidence["busy_cpus"] < _IDLE_MARGIN * cpus_each * (enough / each - num)
+        is_short = is_short and cpus_each >= _COMPUTES
+        values["where"] = "" if cpus_each >= _COMPUTES else " on the same CPUs"
     if is_short:
         values["where"] = " on other CPUs"
         each /= max(_COMPUTES, 1.0 - waiting)  # those wait for none

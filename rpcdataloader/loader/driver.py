@@ -12,6 +12,7 @@ runs this module in a time of its own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections import deque
@@ -38,6 +39,8 @@ from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, R
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
+
+logger = logging.getLogger("rpcdataloader.loader")
 
 
 class ToDo(NamedTuple):
@@ -327,6 +330,9 @@ class Driver:
             return
         roster = self.engine.crew.roster
         if wants.most is not None and (wants.most != roster.most or wants.most > roster.num_used):
+            if wants.most != (before := roster.most or self.engine.num_workers):
+                label = self.settings.partition.label
+                logger.info("%suses %d workers for %s, after %d", label, wants.most, self.executor.name, before)
             try:
                 self.feed(lambda engine, _now: engine.crew.use(wants.most))
             except BaseException as exc:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import pickle
+import re
 import time
 
 import pytest
@@ -80,11 +82,16 @@ def check(batches, dataset, workers, **options):
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_batches_are_the_same_while_workers_come_and_go(workers, persistent_workers):
+def test_batches_are_the_same_while_workers_come_and_go(workers, persistent_workers, caplog):
+    caplog.set_level(logging.INFO, "rpcdataloader.loader")
     loader = loader_of(Sleepy(SIZE), workers, persistent_workers=persistent_workers)
     iterator = iter(loader)
     batches = slow_down(iterator) + speed_up(iterator)
     slow_down(iterator)
+    changes = re.findall(r"^uses (\d+) workers for Sleepy, after (\d+)$", "\n".join(caplog.messages), re.MULTILINE)
+    assert changes[0][1] == str(NUM_OFFERED)
+    assert all(number != before for number, before in changes)
+    assert [number for number, _before in changes[:-1]] == [before for _number, before in changes[1:]]
     # The next pass begins with what the last one wanted.
     del iterator
     assert len(workers_of(iter(loader))) <= 2

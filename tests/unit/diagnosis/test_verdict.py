@@ -50,6 +50,13 @@ PASSES = {
     "workers, waiting for a CPU": {**SLOW_WORKERS, "stages": TASK._replace(cpu=0.012, fetch_cpu=0.011, runqueue=0.008)},
     "workers, on busy nodes": {**SLOW_WORKERS, "stages": TASK._replace(cpus=4.0, busy_cpus=3.9)},
     "workers, on idle nodes": {**SLOW_WORKERS, "stages": TASK._replace(cpus=32.0, busy_cpus=4.1)},
+    "workers, that hardly get a CPU": {
+        **SLOW_WORKERS,
+        "stages": TASK._replace(cpu=0.001, fetch_cpu=0.001, runqueue=0.019, cpus=4.0, busy_cpus=3.5),
+    },
+    "workers, that sleep on full nodes": {
+        **SLOW_WORKERS, "stages": TASK._replace(cpu=0.001, fetch_cpu=0.001, cpus=4.0, busy_cpus=4.0)
+    },
     "workers, that sleep on busy nodes": {**SLOW_WORKERS, "stages": SLEEPS._replace(cpus=4.0, busy_cpus=3.9)},
     "node node": {"consumer": 0.006, "blocked": 0.004, "workers": TWO_NODES, "slow": {2: LATE, 3: LATE}},
     "node worker": {"consumer": 0.01, "blocked": 0.01, "ready": 0.009},
@@ -94,6 +101,14 @@ SENTENCES = {
     "workers, on busy nodes": (
         "4 workers: 100 % on a CPU (95 fetch, 5 collate), 0 % not on a CPU, 0 % waiting for a CPU; CPUs of their "
         "nodes 3.9 of 4 busy. Add 5 workers on other CPUs (4 to 7)."
+    ),
+    "workers, that hardly get a CPU": (
+        "4 workers: 5 % on a CPU (5 fetch), 0 % not on a CPU, 95 % waiting for a CPU; CPUs of their nodes 3.5 of 4 "
+        "busy. Add 1 worker on other CPUs (1 to 1)."
+    ),
+    "workers, that sleep on full nodes": (
+        "4 workers: 5 % on a CPU (5 fetch), 95 % not on a CPU, 0 % waiting for a CPU; CPUs of their nodes 4 of 4 busy."
+        " Add 5 workers on the same CPUs (4 to 7)."
     ),
     "node worker": (
         "Single batches are late while later ones are here, 25 % of that by worker 1: look at that worker, or hide "
