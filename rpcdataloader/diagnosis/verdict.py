@@ -171,7 +171,7 @@ def _diagnose_whole(records: Records, figures: Figures | None = None) -> Diagnos
         verdict = _Verdict("unclear", next(reversed(parts)))
     elif not records.setup.workers:
         verdict = _without_workers(evidence)
-    elif figures is None and ratio(waited - first, total - first) >= HARMLESS:
+    elif figures is None and waited - first >= max(HARMLESS * (total - first), first / 2):
         verdict = _Verdict("unclear")
     elif ratio(first, total) < HARMLESS:
         verdict = _Verdict("none")

@@ -23,7 +23,7 @@ from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader import driver, telling
 from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
-from tests.support.causes import Causes
+from tests.support.causes import Causes, Children
 from tests.support.network import why_not
 from tests.support.origins import run_ranks
 from tests.support.waits import CAUSES, POOLS, Cause, run, take_advice
@@ -122,6 +122,34 @@ def test_loader_without_workers_says_how_many_would_end_the_wait(options):
     least, likely, most = diagnosis.more_workers
     assert least == math.ceil(needed) <= likely == math.ceil(1.1 * needed) <= most
     assert "This process loads each batch itself, in " in diagnosis.text
+
+
+class SlowToPickle(Causes):
+    """Takes a second to pickle, as a gigabyte does."""
+
+    def __getstate__(self) -> object:
+        time.sleep(1.0)
+        return self.__dict__
+
+
+def test_sending_an_instance_is_the_start_and_the_sentence_says_what_ends_it(wide_servers):
+    loader = RPCDataloader(
+        torch.utils.data.Subset(SlowToPickle(), range(20)), None, num_workers=1, workers=[wide_servers[0].address]
+    )
+    assert len(list(loader)) == 20
+    diagnosis = loader.diagnosis()
+    assert (diagnosis.bound, diagnosis.part) == ("start", "sending")
+    assert "RPCDataset(workers, Class, ...) in place of an instance" in diagnosis.text
+    assert diagnosis.wait_share > 0.8
+
+
+def test_cpu_time_of_child_processes_counts(wide_servers):
+    dataset = torch.utils.data.Subset(Children(0.02), range(20))
+    loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
+    assert len(list(loader)) == 20
+    numbers = loader.diagnosis().metrics()
+    # Seconds on a CPU are those of the child, however long it waits for one.
+    assert numbers["fetch_cpu_share"] * numbers["task_seconds"] > 0.01
 
 
 def test_cpus_of_a_machine_with_several_addresses_count_once(wide_servers):
