@@ -73,7 +73,7 @@ def line_of(output: str, name: str) -> str:
 
 
 def test_good_dataset(check):
-    status, output = check("class Data(Base): pass", "--rate", "10")
+    status, output = check("class Data(Base): pass", "--rate", "1e8")
     assert status == 0
     assert {line.split()[0] for line in output.splitlines()[:-1]} == {"ok"}
     names = [line.split()[1] for line in output.splitlines()[:-1]]
@@ -84,7 +84,11 @@ def test_good_dataset(check):
     assert "equal seeds give equal samples again in the same worker and in another worker\n" in line_of(
         output, "repeats"
     )
-    assert re.search(r"10 samples/s need workers: 1, network: more than \S+ Gbit/s", line_of(output, "rate"))
+    milliseconds = float(re.search(r"(\S+) ms per sample", line_of(output, "speed"))[1])
+    need = re.search(
+        r"100,000,000 samples/s need workers: (\S+), network: more than \S+ Gbit/s", line_of(output, "rate")
+    )
+    assert int(need[1].replace(",", "")) == pytest.approx(1.2e5 * milliseconds, rel=0.1)
     assert output.splitlines()[-1].endswith(":Data works remotely")
 
 
