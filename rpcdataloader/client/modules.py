@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 
-from rpcdataloader.host.environment import MAX_BYTES, Module, pack
+from rpcdataloader.host.environment import Additions, Module
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
+
+# For all modules of a client: they travel to each session of each rank. Larger data belongs on a file system.
+MAX_BYTES = 64 << 20
 
 # Built for one kind of machine and one version of Python.
 _BINARY = (".so", ".pyd", ".dylib")
@@ -108,7 +113,7 @@ def _pack(name: str, path: str) -> Module:
                 contents[place] = opened.read()
     except OSError as exc:
         raise ValueError(f"py_modules: {exc.filename} of {name} cannot be read: {exc.strerror}") from exc
-    return pack(name, contents)
+    return Module(name, contents)
 
 
 def _check_size(what: str, sizes: Mapping[str, int]) -> None:
@@ -174,3 +179,51 @@ def choose_variables(
         elif name in environ:
             chosen[name] = environ[name]
     return chosen
+
+
+def _join(one: Additions, more: Additions) -> Additions:
+    """Both together; ``one`` itself if ``more`` adds nothing."""
+    _check_same("env", one.variables, more.variables)
+    _check_same("py_modules", one.modules, more.modules)
+    both = Additions(
+        one.variables or more.variables, one.modules or more.modules, one.forward_output or more.forward_output
+    )
+    return one if both == one else both
+
+
+def _check_same(argument: str, sent: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    if sent and wanted and (differing := [name for name in {**sent, **wanted} if sent.get(name) != wanted.get(name)]):
+        raise ValueError(
+            f"{argument}: another dataset or loader of this process has sent another value, which differs in "
+            f"{', '.join(differing)}, and its sessions take one: give both the same, or leave it to the first"
+        )
+
+
+class SharedAdditions:
+    """The additions for all sessions of a client; thread-safe.
+
+    Attributes:
+        current: Everything added so far; a new object after each change.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.current = Additions()
+
+    @contextlib.contextmanager
+    def adding(self, more: Additions) -> Iterator[None]:
+        """Add these; they are taken back if the ``with`` block fails, perhaps because of them.
+
+        Raises:
+            ValueError: They contradict what was added before.
+        """
+        with self._lock:
+            before = self.current
+            self.current = after = _join(before, more)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                if self.current is after:
+                    self.current = before
+            raise

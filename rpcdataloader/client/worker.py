@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rpcdataloader.client.background import Alarm, Printer, Sender
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.idle import IdleWorkers, describe_holders
+from rpcdataloader.client.modules import SharedAdditions
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
@@ -26,7 +27,6 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
     SerializationError,
 )
-from rpcdataloader.host.environment import SharedAdditions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.credentials import client_credentials

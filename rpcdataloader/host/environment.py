@@ -1,4 +1,4 @@
-"""The part of a client's process that its sessions take over: paths, rank, variables, and modules as archives.
+"""The part of a client's process that its sessions take over: paths, rank, variables, and modules.
 
 Only the client's own paths travel: the script's folder, the current folder, and entries that the user added to
 ``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation. A client's folder
@@ -8,9 +8,8 @@ say so.
 Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it numbers trainers of another machine.
 
 Datasets and loaders may add environment variables, modules, and a wish for the workers' output. A client has one
-session per node for all of its loaders, which share variables and modules. An archive is a zip file with one top-level
-module or package. Its files lie as they do beside the script, so a package finds its data
-by the same relative paths. Equal files make equal archives.
+session per node for all of its loaders, which share variables and modules. The files of a module lie as they do beside
+the script, so a package finds its data by the same relative paths.
 """
 
 from __future__ import annotations
@@ -18,19 +17,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import hashlib
 import importlib
-import io
 import logging
 import os
 import socket
 import sys
 import sysconfig
-import threading
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 from rpcdataloader.host.trust import find_flaw, identify
 
@@ -39,13 +33,10 @@ logger = logging.getLogger("rpcdataloader.server")
 # The client's folders that this process lacks or distrusts, in words; empty if it uses all. Forks inherit it.
 _lack = ""
 
-# For all modules of a client: they travel to each session of each rank. Larger data belongs on a file system.
-MAX_BYTES = 64 << 20
-
-# In a session: its folder for modules, which its node server removes; the digests of its modules, by name; and a
-# function to call when the client wants the workers' output.
+# In a session: its folder for modules, which its node server removes; hashes of the contents of its modules, by name;
+# and a function to call when the client wants the workers' output.
 _folder = ""
-_installed: dict[str, str] = {}
+_installed: dict[str, int] = {}
 _forward_output: Callable[[], object]
 
 
@@ -162,51 +153,15 @@ def import_modules(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module or package."""
+    """A module or package, with its data files."""
 
     name: str  # top-level name, without a dot
-    digest: str  # SHA-256 of the archive, in hexadecimal digits
-    size_bytes: int
-    archive: bytes = field(repr=False, compare=False)
+    files: Mapping[str, bytes] = field(repr=False)  # contents by path, such as ``name/__init__.py``
 
-
-def pack(name: str, files: Mapping[str, bytes]) -> Module:
-    """Make an archive.
-
-    Args:
-        files: Contents by path, which begins with ``name``, such as ``name/__init__.py``.
-    """
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for path, content in sorted(files.items()):
-            # A ZipInfo has a constant time instead of the file's.
-            archive.writestr(zipfile.ZipInfo(path), content, zipfile.ZIP_DEFLATED, compresslevel=1)
-    size_bytes = sum(map(len, files.values()))
-    return Module(name, hashlib.sha256(buffer.getvalue()).hexdigest(), size_bytes, buffer.getvalue())
-
-
-def unpack(module: Module, folder: str) -> None:
-    """Write the files of a module into a folder, and nowhere else.
-
-    Raises:
-        ValueError: The archive does not match its digest, is too large, or has a path that leads out of the module.
-        OSError: A file cannot be written.
-    """
-    if hashlib.sha256(module.archive).hexdigest() != module.digest:
-        raise ValueError(f"the archive of module {module.name} does not match its digest")
-    with zipfile.ZipFile(io.BytesIO(module.archive)) as archive:
-        members = archive.infolist()
-        # No member yields more than its file_size.
-        if (size_bytes := sum(member.file_size for member in members)) > MAX_BYTES:
-            raise ValueError(f"the archive of module {module.name} has {size_bytes} bytes, more than {MAX_BYTES}")
-        for member in members:
-            parts = PurePosixPath(member.filename).parts
-            if ".." in parts or parts[:1] not in ((module.name,), (f"{module.name}.py",)):
-                raise ValueError(f"the archive of module {module.name} has a file {member.filename!r}")
-            path = os.path.join(folder, *parts)
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            with open(path, "xb") as file:
-                file.write(archive.read(member))
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(map(len, self.files.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,57 +176,6 @@ class Additions:
     def of(cls, variables: Mapping[str, str], modules: Iterable[Module], forward_output: bool) -> Additions:
         """The additions of one dataset or loader."""
         return cls(variables, {module.name: module for module in modules}, forward_output)
-
-    def plus(self, more: Additions) -> Additions:
-        """Both together; this very object if ``more`` adds nothing.
-
-        Raises:
-            ValueError: Both have variables, or modules, and these differ.
-        """
-        _check_same("env", self.variables, more.variables)
-        _check_same("py_modules", self.modules, more.modules)
-        both = Additions(
-            self.variables or more.variables, self.modules or more.modules, self.forward_output or more.forward_output
-        )
-        return self if both == self else both
-
-
-def _check_same(argument: str, sent: Mapping[str, object], wanted: Mapping[str, object]) -> None:
-    if sent and wanted and (differing := [name for name in {**sent, **wanted} if sent.get(name) != wanted.get(name)]):
-        raise ValueError(
-            f"{argument}: another dataset or loader of this process has sent another value, which differs in "
-            f"{', '.join(differing)}, and its sessions take one: give both the same, or leave it to the first"
-        )
-
-
-class SharedAdditions:
-    """The additions for all sessions of a client; thread-safe.
-
-    Attributes:
-        current: Everything added so far; a new object after each change.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.current = Additions()
-
-    @contextlib.contextmanager
-    def adding(self, more: Additions) -> Iterator[None]:
-        """Add these; they are taken back if the ``with`` block fails, perhaps because of them.
-
-        Raises:
-            ValueError: They contradict what was added before.
-        """
-        with self._lock:
-            before = self.current
-            self.current = after = before.plus(more)
-        try:
-            yield
-        except BaseException:
-            with self._lock:
-                if self.current is after:
-                    self.current = before
-            raise
 
 
 def prepare_session(folder: str, forward_output: Callable[[], object]) -> None:
@@ -292,13 +196,13 @@ def update(additions: Additions, rank: int, world_size: int) -> None:
 
     Raises:
         ImportError: A module was imported from elsewhere before; all others are applied.
-        ValueError: An archive is malformed.
         OSError: The files cannot be written.
     """
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size), **additions.variables})
     if additions.forward_output:
         _forward_output()
-    wanted = [module for module in additions.modules.values() if _installed.get(module.name) != module.digest]
+    hashes = {name: hash(frozenset(module.files.items())) for name, module in additions.modules.items()}
+    wanted = [module for name, module in additions.modules.items() if _installed.get(name) != hashes[name]]
     new = [module for module in wanted if module.name not in sys.modules and module.name not in _installed]
     if new and not _folder:
         raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")
@@ -309,8 +213,12 @@ def update(additions: Additions, rank: int, world_size: int) -> None:
         fcntl.flock(os.open(_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
         sys.path.insert(0, _folder)
     for module in new:
-        unpack(module, _folder)
-        _installed[module.name] = module.digest
+        for place, content in module.files.items():
+            path = os.path.join(_folder, place)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(content)
+        _installed[module.name] = hashes[module.name]
     importlib.invalidate_caches()
     for late in [module.name for module in wanted if module not in new]:
         where = getattr(sys.modules.get(late), "__file__", None) or "somewhere else"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import io
 import os
 import re
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -44,8 +42,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def files(module):
-    with zipfile.ZipFile(io.BytesIO(module.archive)) as archive:
-        return {name: archive.read(name).decode() for name in archive.namelist()}
+    return {name: content.decode() for name, content in module.files.items()}
 
 
 SHAPES = {

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.host.environment import pack
+from rpcdataloader.host.environment import Module
 
 ADDRESS = "node07.invalid:6543"
 
@@ -94,7 +94,7 @@ ARGUMENTS = {
     "device": "cpu",
     "max_in_flight_bytes": 1000,
     "env": {"TZ": "UTC"},
-    "py_modules": (pack("helpers", {"helpers.py": b""}),),
+    "py_modules": (Module("helpers", {"helpers.py": b""}),),
     "forward_output": True,
     "min_workers": 2,
     "snapshot_every_n_steps": 5,
