@@ -60,13 +60,19 @@ def wait_until(
     what: str | Callable[[], str] = "",
     interval: float = 0.005,
 ) -> None:
-    """Wait for something that another process does, with a deadline; look every ``interval`` seconds."""
-    deadline = time.monotonic() + seconds * TIMEOUT_SCALE
+    """Wait for something that another process does, with a deadline.
+
+    Looks every ``interval`` seconds, and less often if a look takes long: others need the CPU that it takes.
+    """
+    begin = time.monotonic()
+    deadline = begin + seconds * TIMEOUT_SCALE
     while not condition():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             said = what() if callable(what) else what
             raise AssertionError(f"not within {seconds} s: {said or condition}")
-        time.sleep(interval)
+        time.sleep(max(interval, 3 * min(now - begin, 0.3)))
+        begin = time.monotonic()
 
 
 def leased_bytes(pool: PageablePool) -> int:

@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.integrations import prepare, skip_first_batches
+from tests.support.library import Library
 from tests.support.origins import run_ranks
 from tests.support.training import Points, PointStream, Seen, collate, flat
 
-accelerate = pytest.importorskip("accelerate")
+accelerate = Library("accelerate")
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 

@@ -24,25 +24,27 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
-from rpcdataloader.client import client as pool
-from rpcdataloader.client.worker import read_welcome
 from rpcdataloader.errors import RPCError
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import local_identity, open_channel
-from rpcdataloader.wire.credentials import load_credentials
-from rpcdataloader.wire.exceptions import loads_exception
-from rpcdataloader.wire.frames import HEADER_SIZE, MessageType, encode
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
-from rpcdataloader.wire.messages import Call, pack_handles
-from rpcdataloader.wire.pickling import dumps
-from rpcdataloader.wire.transport import Deadline
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
+from tests.support.clocks import in_server
+from tests.support.peers import (
+    HEADER_SIZE,
+    PREAMBLE_SIZE,
+    MessageType,
+    Stranger,
+    encode_call,
+    loads_exception,
+    message,
+    open_as_client,
+    pack_handles,
+    preamble,
+    session_id_of,
+)
 from tests.support.quick import quick_server
 from tests.support.tampering import dial, read_to_the_end, recv_frame
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
-WRONG = b"not the secret of the test suite"
 PROMPTLY = 8 * TIMEOUT_SCALE
 
 # Real processes: few examples, the same ones in every run.
@@ -59,13 +61,12 @@ FEW = settings(
 @pytest.fixture(scope="module")
 def server(zygote):
     """A server that does not wait long for strangers; at the end of the module, nothing is left of them in it."""
-    limits = "node.PROOF_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; node.MAX_UNPROVED = 8"
-    limits += "; node.PROOF_PATIENCE = 0.05; logs.MAX_REFUSALS = 10000"
+    limits = in_server("strangers", "small door", "all refusals")
     with quick_server(zygote, "--max-connections", "64", before=limits) as server:
         descriptors = descriptors_of(server)
         yield server
         assert serves(server)
-        pool.close_client()
+        close_client()
         wait_until(lambda: not server.processes(), what="processes of attackers")
         wait_until(lambda: descriptors_of(server) == descriptors, what="descriptors of attackers")
         assert "Traceback" not in server.log
@@ -88,18 +89,13 @@ def serves(server):
     return rpc_async(server.address, os.getppid).wait() in descendants(server.pid)
 
 
-def session_id_of(server):
-    """This client's session, as it can be seen on the network."""
-    return bytes.fromhex(pool.get_client().node(Address.parse(server.address)).session().wait().session)
-
-
 # --- too much, too slowly
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["new session", "known session"])
 def test_handshake_that_drips_is_ended_in_time(server, known):
-    session_id = session_id_of(server) if known else bytes(16)
-    hello = Handshake(WRONG, local_identity("client"), Preamble(session_id)).data_to_send()
+    session_id = session_id_of(server.address) if known else bytes(16)
+    hello = Stranger(session_id).says()
     pause = PROMPTLY / (len(hello) - PREAMBLE_SIZE)
     start = time.monotonic()
     with dial(server.address, hello[:PREAMBLE_SIZE]) as sock, contextlib.suppress(ConnectionError):
@@ -122,7 +118,7 @@ class Squares(Dataset):
 
 def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
     """Three times as many as may be at the door, from elsewhere, and another one for each that is put out."""
-    preambles = [b"", Preamble().encode(), Preamble(session_id_of(server)).encode()]
+    preambles = [b"", preamble(), preamble(session_id_of(server.address))]
     over = threading.Event()
 
     def flood():
@@ -161,21 +157,18 @@ def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
 
 def test_session_ids_cannot_be_guessed(server):
     """Not even one that is nearly right; and the right one is no key."""
-    right = session_id_of(server)
+    right = session_id_of(server.address)
     near = [right[:n] + bytes([right[n] ^ 1]) + right[n + 1 :] for n in range(16)]
     for guess in [*near, right[::-1], b"\xff" * 16, secrets.token_bytes(16)]:
-        with dial(server.address, Preamble(guess).encode()) as sock:
+        with dial(server.address, preamble(guess)) as sock:
             assert b"there is no such session on this node server" in read_to_the_end(sock)
-    handshake = Handshake(WRONG, local_identity("client"), Preamble(right))
-    with dial(server.address, handshake.data_to_send()) as sock:
+    stranger = Stranger(right)
+    with dial(server.address, stranger.says()) as sock:
         hello = recv_frame(sock)
         assert hello.type == MessageType.HELLO
         # The proof of somebody else's handshake with the same session.
-        sock.sendall(b"".join(encode(None, MessageType.AUTH, payload=b'{"proof": "%s"}' % (b"00" * 32))))
+        sock.sendall(message(MessageType.AUTH, b'{"proof": "%s"}' % (b"00" * 32)))
         assert b"do not hold the same secret" in read_to_the_end(sock)
-
-
-# --- lengths
 
 
 # --- nonsense of strangers
@@ -186,7 +179,7 @@ def first_bytes(draw):
     """What a client with the wrong secret says, damaged; or anything at all."""
     if draw(st.booleans()):
         return draw(st.binary(max_size=200))
-    data = bytearray(Handshake(WRONG, local_identity("client"), Preamble(bytes(16))).data_to_send())
+    data = bytearray(Stranger().says())
     for _ in range(draw(st.integers(0, 3))):
         position = draw(st.integers(0, len(data)))
         size = draw(st.integers(0, 40))
@@ -209,14 +202,6 @@ def test_nonsense_of_strangers_is_put_out(server, data):
 
 
 # --- nonsense of somebody who knows the secret
-
-
-def open_as_client(server, session_id=bytes(16)):
-    """A connection that is authenticated, and its welcome."""
-    channel = open_channel(
-        Address.parse(server.address), load_credentials(), local_identity("client"), session_id, Deadline(PROMPTLY)
-    )
-    return channel, read_welcome(channel, Deadline(None))
 
 
 class Unloadable:
@@ -270,11 +255,11 @@ MESSAGES = st.lists(
 def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_served(server, where):
     types = [MessageType.CALL] + [MessageType.BUILD] * (where == "control")
     with contextlib.ExitStack() as stack:
-        control, welcome = open_as_client(server)
+        control, welcome = open_as_client(server.address)
         stack.callback(control.transport.close)
         channel = control
         if where == "worker":
-            channel, _welcome = open_as_client(server, bytes.fromhex(welcome.session))
+            channel, _welcome = open_as_client(server.address, bytes.fromhex(welcome.session))
             stack.callback(channel.transport.close)
         channel.send(MessageType.RELEASE, payload=pack_handles([0, 1, 2**64 - 1]))
         channel.send(MessageType.CANCEL, 2**64 - 1)
@@ -283,8 +268,7 @@ def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_serv
             answer = channel.recv()
             assert (answer.type, answer.request_id) == (MessageType.ERROR, 2**63 + number), payload
             assert isinstance(loads_exception(answer.payload), Exception)
-        encoded = dumps(tuple(Call(os.getpid, (), {})))
-        channel.send(MessageType.CALL, 2**64 - 1, encoded.payload, encoded.buffers)
+        channel.send(MessageType.CALL, 2**64 - 1, *encode_call(os.getpid))
         answer = channel.recv()
         assert (answer.type, answer.request_id) == (MessageType.REPLY, 2**64 - 1)
 
@@ -294,17 +278,17 @@ def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_serv
 def test_nonsense_of_a_client_harms_nobody_else(server, where, messages, cut):
     """Of any type, known or not, and of any content; broken off in the middle of a message, or not."""
     with contextlib.ExitStack() as stack:
-        control, welcome = open_as_client(server)
+        control, welcome = open_as_client(server.address)
         stack.callback(control.transport.close)
         channel = control
         if where == "worker":
-            channel, _welcome = open_as_client(server, bytes.fromhex(welcome.session))
+            channel, _welcome = open_as_client(server.address, bytes.fromhex(welcome.session))
             stack.callback(channel.transport.close)
         with contextlib.suppress(RPCError):
             for type, flags, request_id, payload, blocks in messages:
                 channel.send(type, request_id, payload, blocks, flags)
             if cut:
-                channel.transport.send([b"".join(encode(None, MessageType.CALL, 1, bytes(1000)))[:500]])
+                channel.transport.send([message(MessageType.CALL, bytes(1000), 1)[:500]])
         channel.transport.finish()
         # It ends, one way or another, and answers requests with errors until then.
         with contextlib.suppress(RPCError):

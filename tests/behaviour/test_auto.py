@@ -59,12 +59,11 @@ def take(iterator, is_reached, step):
     """Take batches, with training steps of so many seconds, until the number of workers is as it should be."""
     batches = []
 
-    def take_one():
+    deadline = time.monotonic() + 60 * TIMEOUT_SCALE
+    while not is_reached(len(workers_of(iterator))):
         batches.append(next(iterator))
+        assert time.monotonic() < deadline
         time.sleep(step)
-        return is_reached(len(workers_of(iterator)))
-
-    wait_until(take_one, 60)
     return batches
 
 

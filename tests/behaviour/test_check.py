@@ -11,7 +11,7 @@ from collections.abc import Callable
 import h5py
 import pytest
 
-from rpcdataloader.check.__main__ import main
+from rpcdataloader.__main__ import main
 
 NUMBERS = itertools.count()
 
@@ -55,7 +55,7 @@ def check(module, shared_server, capsys) -> Check:
 
     def check(source, *options, name="Data", workers=shared_server.address):
         where = ["--workers", workers] if workers else []
-        status = main([f"{module(source)}:{name}", *where, *options])
+        status = main(["check", f"{module(source)}:{name}", *where, *options])
         return status, capsys.readouterr().out
 
     return check
@@ -133,7 +133,7 @@ def test_dataset_that_only_nodes_can_build(module, serve, capsys):
                 os.environ["IS_NODE"]
     """
     name = module(source)
-    assert main([f"{name}:Data", "--workers", server.address]) == 0
+    assert main(["check", f"{name}:Data", "--workers", server.address]) == 0
     output = capsys.readouterr().out
     assert "not in this process: KeyError: 'IS_NODE'" in line_of(output, "builds")
     assert line_of(output, "repeats").startswith("ok")
@@ -151,10 +151,10 @@ def test_nodes_that_disagree(module, serve, shared_server, capsys):
     """
     name = module(source)
     arguments = ["--workers", f"{shared_server.address},{server.address}"]
-    assert main([f"{name}:Data", *arguments]) == 1
+    assert main(["check", f"{name}:Data", *arguments]) == 1
     assert f"{name}.Data of 7 samples on {server.address}" in (output := line_of(capsys.readouterr().out, "builds"))
     assert "FAILED  builds    it differs between nodes" in output
-    assert main([f"{name}:Hosts", *arguments]) == 1
+    assert main(["check", f"{name}:Hosts", *arguments]) == 1
     assert "not the same in another worker:" in line_of(capsys.readouterr().out, "repeats")
 
 
@@ -287,6 +287,6 @@ def test_sample_that_ends_its_worker_is_named(check):
 )
 def test_wrong_command_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as exited:
-        main(arguments)
+        main(["check", *arguments])
     assert exited.value.code == 2
     assert message in capsys.readouterr().err

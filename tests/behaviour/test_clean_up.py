@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from tests.conftest import TIMEOUT_SCALE, is_running, occupied, wait_until
+from tests.support.clocks import in_server
 
 TRAINING = """
 import atexit, os, sys, tempfile, time
@@ -54,7 +55,7 @@ def test_temporary_files_of_a_dataset_go_with_the_training(zygote, shared_server
 
 
 def test_session_that_does_not_come_to_its_end_is_ended(zygote, serve, tmp_path):
-    server = serve(before="clients.END_TIMEOUT = 0.2")
+    server = serve(before=in_server("end of a session"))
     ended = zygote.start(TRAINING, server.address, tmp_path, 1000, ends_quickly=True).wait(60)
     assert (ended.status, ended.errors) == (0, "")
     wait_until(lambda: not server.processes(), what="the end of the session")

@@ -11,15 +11,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.loader import dataloader as dataloader_module
-from rpcdataloader.loader import intake
-from rpcdataloader.loader import iterator as iterator_module
-from rpcdataloader.loader import settings as settings_module
 from tests.conftest import wait_until
 from tests.support import kinds
 from tests.support.causes import Causes
 from tests.support.comparison import assert_same
-from tests.support.devices import FakeDevice
+from tests.support.devices import plug_in
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -37,12 +33,7 @@ def workers(shared_server):
 
 @pytest.fixture
 def device(monkeypatch):
-    device = FakeDevice()
-    for module in dataloader_module, settings_module:
-        monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
-    for module in intake, iterator_module, dataloader_module:
-        monkeypatch.setattr(module, "make_carrier", lambda found, _pageable: {NAME: device}[str(found)])
-    return device
+    return plug_in(monkeypatch)
 
 
 def tensors_of(batch):

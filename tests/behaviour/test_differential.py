@@ -35,7 +35,7 @@ def addresses(zygote: Zygote) -> Iterator[dict[int, str]]:
     processes = set(descendants(os.getpid()))
     with contextlib.ExitStack() as stack:
         limits = ("--max-connections", "64")
-        servers = [stack.enter_context(quick_server(zygote, "--num-workers", str(n), *limits)) for n in (1, 2, 5)]
+        servers = [stack.enter_context(quick_server(zygote, "--num-workers", str(n), *limits)) for n in (1, 2, 3)]
         yield {server.num_workers: server.address for server in servers}
         close_client()
     wait_until(lambda: not set(descendants(os.getpid())) - processes, what="processes left behind")

@@ -16,12 +16,29 @@ import pytest
 from tests.conftest import TIMEOUT_SCALE
 
 SCRIPT = """
-import itertools, os, socket, subprocess, sys, threading
-from rpcdataloader import RPCDataloader, RPCDataset
+import itertools, os, signal, socket, subprocess, sys, threading
+from rpcdataloader import RPCDataloader, RPCDataset, launch as command
 from rpcdataloader.client.discovery import Names
 from rpcdataloader.errors import ConnectError
 
 Names.pause = 0.1
+processes = {}
+
+def launch(host):
+    "A fork: importing torch would be most of the work."
+    readable, writable = os.pipe()
+    if not (pid := os.fork()):
+        os.dup2(writable, 1)
+        os.closerange(3, 100)
+        os._exit(command.main(["--host", host, "--port", "6543", "--num-workers", "1"]))
+    os.close(writable)
+    with open(readable, "rb") as output:
+        assert output.readline().startswith(b"rpcdataloader ready " + host.encode() + b":6543")
+    processes[host] = pid
+
+for host in "127.0.0.2", "127.0.0.3":
+    launch(host)
+
 hosts, asked = [], set()  # what the DNS server answers, and the names that it was asked for
 
 def answer(query):
@@ -41,13 +58,6 @@ def serve():
         server.sendto(answer(query), peer)
 
 threading.Thread(target=serve, daemon=True).start()
-processes = {}
-
-def launch(host):
-    command = [sys.executable, "-m", "rpcdataloader.launch", "--host", host, "--port", "6543", "--num-workers", "1"]
-    processes[host] = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert processes[host].stdout.readline().startswith(b"rpcdataloader ready " + host.encode() + b":6543")
-
 class Hosted:
     "Which node server a sample comes from."
     def __len__(self):
@@ -59,7 +69,7 @@ class Hosted:
 
 def load_from(*hosts):
     "Load until the last samples come from these, and from no others."
-    wanted, pids = {processes[host].pid for host in hosts}, []
+    wanted, pids = {processes[host] for host in hosts}, []
     while len(pids) < 20 or set(pids[-20:]) != wanted:
         index, pid = next(iterator)
         assert int(index) == next(numbers)
@@ -70,12 +80,10 @@ def status():
     return subprocess.run(command, capture_output=True, text=True)
 
 try:
-    launch("127.0.0.2")
     hosts.append("127.0.0.2")
     iterator = iter(RPCDataloader(RPCDataset("dns://pool:6543", Hosted), batch_size=1))
     numbers = itertools.count()
     load_from("127.0.0.2")
-    launch("127.0.0.3")
     hosts.append("127.0.0.3")
     load_from("127.0.0.2", "127.0.0.3")
     print("came")
@@ -92,10 +100,9 @@ try:
     except ConnectError as exc:
         print(exc)
 finally:
-    for process in processes.values():
-        process.terminate()
-    for process in processes.values():
-        process.communicate()
+    for pid in processes.values():
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
 print(sorted(asked))
 """
 

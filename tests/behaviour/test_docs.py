@@ -325,7 +325,7 @@ def test_first_training_survives_a_killed_worker_and_goes_on_after_a_kill(desk, 
         shown[:] = [status("--workers")]
         return f":{training.pid}: step " in shown[0]
 
-    wait_until(is_waiting, 60, "the sentence on waiting")
+    wait_until(is_waiting, 60, "the sentence on waiting", 0.5)
     assert re.search(r"^ +worker +pid  state ", shown[0], re.MULTILINE)
     (client,) = [
         client

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, wait_until
+from tests.support.clocks import in_server
 from tests.support.quick import quick_server
 
 # The first thing at the end of the program, and the last: between them, the package closes everything.
@@ -186,7 +187,7 @@ signal.pause()
 @pytest.fixture(scope="module")
 def patient_server(zygote):
     """A server that would wait for ten minutes before it ends the session of a client that has gone."""
-    with quick_server(zygote, "--num-workers", "2", before="clients.END_TIMEOUT = 600.0") as server:
+    with quick_server(zygote, "--num-workers", "2", before=in_server("end of a session, for ever")) as server:
         yield server
 
 

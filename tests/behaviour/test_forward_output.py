@@ -12,8 +12,7 @@ import threading
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client.client import close_client
-from tests.conftest import wait_until
+from tests.conftest import close_client, wait_until
 from tests.support.datasets import Numbers
 from tests.support.zygote import FORK_POOLS
 

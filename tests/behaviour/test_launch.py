@@ -22,6 +22,7 @@ from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.connecting import listen_tcp
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
+from tests.support.clocks import in_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,7 +216,7 @@ def test_server_drains_when_its_standard_input_ends(serve_with_stdin, fifo):
 
 
 def test_server_drains_when_its_standard_input_falls_silent(serve_with_stdin):
-    server, end = serve_with_stdin("--exit-with-stdin", before="node.LIFELINE_SILENCE = 0.2")
+    server, end = serve_with_stdin("--exit-with-stdin", before=in_server("lifeline"))
     assert call(server, os.getpid) > 0  # it waits for the first byte for ever
     end.send(b"\n")
     assert server.wait() == 0

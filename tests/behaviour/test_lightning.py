@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,12 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
+from tests.support.library import Library
 from tests.support.origins import run_ranks
-from tests.support.training import Points, Seen, collate, flat
+from tests.support.training import Points, collate, flat
 
-lightning = pytest.importorskip("pytorch_lightning")
-DistributedSamplerWrapper = pytest.importorskip("lightning_fabric.utilities.distributed").DistributedSamplerWrapper
+lightning = Library("pytorch_lightning")
+models = Library("tests.support.lightning_models", needs="pytorch_lightning")
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -26,42 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The `srun` command is available"),
 ]
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-
-
-Module: Any = lightning.LightningModule
-DataModule: Any = lightning.LightningDataModule
-
-
-class Model(Module):  # type: ignore[misc]  # it is Any
-    """Looks at what it is given, and stops when it is told to.
-
-    Args:
-        save: Number of batches after which a checkpoint is written, and its path.
-    """
-
-    def __init__(self, server, save=(0, "")):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.trained, self.validated, self.predicted = Seen(server), Seen(server), Seen(server)
-        self.save = save
-
-    def training_step(self, batch, _number):
-        self.trained.add(batch)
-        return self.layer(batch["x"]).square().mean()
-
-    def on_train_batch_end(self, *_):
-        num_batches, path = self.save
-        if len(self.trained.indices) == num_batches:
-            self.trainer.save_checkpoint(path)
-
-    def validation_step(self, batch, _number):
-        self.validated.add(batch)
-
-    def predict_step(self, batch, _number):
-        self.predicted.add(batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def make_trainer(**options):
@@ -87,7 +51,7 @@ ORDERED = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
 
 
 def test_fit_validate_and_predict_load_with_workers(make_loader, shared_server):
-    model = Model(shared_server.pid)
+    model = models.Model(shared_server.pid)
     trainer = make_trainer(num_sanity_val_steps=1)
     trainer.fit(model, make_loader(shuffle=True, persistent_workers=True, num_workers=2), make_loader())
     for epoch in (model.trained.indices[:4], model.trained.indices[4:]):
@@ -98,38 +62,22 @@ def test_fit_validate_and_predict_load_with_workers(make_loader, shared_server):
     assert model.predicted.indices == ORDERED
 
 
-class WithLoader(Model):
-    """A module that makes its loader itself; Lightning wraps the constructors of loaders meanwhile."""
-
-    def __init__(self, server, make_loader):
-        super().__init__(server)
-        self.train_dataloader = make_loader
-
-
-class Data(DataModule):  # type: ignore[misc]  # it is Any
-    """Makes the loader in place of the module."""
-
-    def __init__(self, make_loader):
-        super().__init__()
-        self.train_dataloader = make_loader
-
-
 @pytest.mark.parametrize("owner", ["module", "data module"])
 def test_loader_may_be_made_in_a_hook(make_loader, shared_server, owner):
     def make():
         return make_loader(num_workers=2)
 
-    model = Model(shared_server.pid) if owner == "data module" else WithLoader(shared_server.pid, make)
-    make_trainer().fit(model, datamodule=Data(make) if owner == "data module" else None)
+    model = models.Model(shared_server.pid) if owner == "data module" else models.WithLoader(shared_server.pid, make)
+    make_trainer().fit(model, datamodule=models.Data(make) if owner == "data module" else None)
     assert model.trained.indices == 2 * ORDERED
 
 
 def test_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_next_batch(make_loader, shared_server, tmp_path):
-    whole = Model(shared_server.pid, save=(6, tmp_path / "checkpoint"))
+    whole = models.Model(shared_server.pid, save=(6, tmp_path / "checkpoint"))
     make_trainer(num_sanity_val_steps=0).fit(whole, make_loader(shuffle=True))
     assert len(whole.trained.indices) == 8
 
-    rest = Model(shared_server.pid)
+    rest = models.Model(shared_server.pid)
     trainer = make_trainer()
     trainer.fit(rest, make_loader(shuffle=True), ckpt_path=tmp_path / "checkpoint", weights_only=False)
     assert rest.trained.indices == whole.trained.indices[6:]
@@ -145,12 +93,12 @@ def test_checkpoint_of_a_later_epoch_goes_on_in_its_order_and_on_as_many_ranks(s
         return RPCDataloader(dataset, 2, sampler=kind(dataset, num_ranks, 0), collate_fn=collate)
 
     def resume(kind, num_ranks):
-        model = Model(shared_server.pid)
+        model = models.Model(shared_server.pid)
         loader = make_loader(kind, num_ranks)
         make_trainer(num_sanity_val_steps=0).fit(model, loader, ckpt_path=checkpoint, weights_only=False)
         return model.trained.indices
 
-    whole = Model(shared_server.pid, save=(4, checkpoint))
+    whole = models.Model(shared_server.pid, save=(4, checkpoint))
     make_trainer(num_sanity_val_steps=0).fit(whole, make_loader(DistributedSampler, 2))
     assert len(whole.trained.indices) == 6
     assert resume(DistributedSampler, 2) == whole.trained.indices[4:]
@@ -162,21 +110,10 @@ def test_checkpoint_of_a_later_epoch_goes_on_in_its_order_and_on_as_many_ranks(s
     assert flat(resume(ResumableDistributedSampler, 1)) == list(sampler)[4:]
 
 
-class Plain(Model):
-    """Notes the indices of batches that this process has loaded."""
-
-    def __init__(self, save=(0, "")):
-        super().__init__(os.getpid(), save)
-
-    def training_step(self, batch, _number):
-        self.trained.indices.append(batch["index"].tolist())
-        return self.layer(batch["x"]).square().mean()
-
-
 def test_checkpoint_of_a_loader_without_workers_says_what_to_use(tmp_path):
     loader = RPCDataloader(Points(10), 3, collate_fn=collate)
     with pytest.raises(LocalProtocolError, match=r"this loader has no workers, .* give num_workers=1"):
-        make_trainer().fit(Plain(save=(6, tmp_path / "checkpoint")), loader)
+        make_trainer().fit(models.Plain(save=(6, tmp_path / "checkpoint")), loader)
 
 
 class OwnBatchSampler(BatchSampler):
@@ -200,7 +137,7 @@ def train_as_rank(address, server, store):
     ]
     seen = []
     for loader in loaders:
-        model = Model(int(server))
+        model = models.Model(int(server))
         trainer = make_trainer(devices=2, strategy="ddp")
         trainer.fit(model, loader)
         assert isinstance(trainer.train_dataloader, RPCDataloader)

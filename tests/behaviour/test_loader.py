@@ -17,12 +17,11 @@ from torch.utils.data import (
 )
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.loader import intake as answers
-from rpcdataloader.wire.slabs import PinnedAllocator
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support import datasets
 from tests.support.comparison import assert_same
 from tests.support.datasets import Numbers, notes
+from tests.support.devices import plug_in_pinned
 from tests.support.differential import epochs, seed
 
 pytestmark = [
@@ -257,23 +256,6 @@ def test_timeout_is_an_error_as_with_torch_and_waiting_may_go_on(workers, fifo):
 # Pinned memory
 
 
-class _Pinned:
-    """Stands for pinned memory."""
-
-    def __init__(self):
-        self.storages = set()
-        self.made = []
-
-    def empty(self, size_bytes):
-        tensor = torch.empty(size_bytes, dtype=torch.uint8)
-        self.made.append(tensor)
-        self.storages.add(tensor.untyped_storage()._cdata)
-        return tensor
-
-    def holds(self, tensor):
-        return tensor.untyped_storage()._cdata in self.storages
-
-
 def many_kinds(samples):
     torch.manual_seed(0)
     return {
@@ -289,19 +271,11 @@ def many_kinds(samples):
 @pytest.mark.parametrize("where", ["TCP", "Unix"])
 def test_every_tensor_of_a_batch_lives_in_pinned_memory(shared_server, unix_server, where, monkeypatch):
     """Also what a worker on this machine shares, which is copied."""
-    pinned, kept = _Pinned(), []
+    pinned, asked = plug_in_pinned(monkeypatch)
     workers = {"TCP": shared_server, "Unix": unix_server}[where].address
-
-    def pin(batch):
-        # What torch would do next: nothing, for it is pinned.
-        kept.append(batch)
-        return batch
-
-    monkeypatch.setattr(answers, "pinned_allocator", lambda: PinnedAllocator(pinned.empty))
-    monkeypatch.setattr(answers, "pin", pin)
     loader = RPCDataloader(range(40), batch_size=4, workers=workers, pin_memory=True, collate_fn=many_kinds)
     batches = list(loader)
-    assert len(kept) == len(batches) == 10
+    assert len(asked) == len(batches) == 10
     tensors = [
         tensor
         for batch in batches

@@ -11,11 +11,10 @@ import socket
 import pytest
 
 from rpcdataloader import RPCDataset, rpc_async
-from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.handshake import Preamble
-from tests.conftest import wait_until
+from tests.conftest import close_client, wait_until
+from tests.support.peers import NEW_SESSION, preamble, session_id_of
+from tests.support.tampering import dial, read_to_the_end
 
 CLIENT = f"client {socket.gethostname()}:{os.getpid()} rank 3"
 MEGABYTE = 2**20
@@ -38,7 +37,7 @@ def logged(server, pattern):
 def test_log_has_the_lines_of_clients_and_on_request_those_of_workers(serve, level):
     server = serve("--log-level", level)
     assert len(rpc_async(server.address, bytes, (bytes(MEGABYTE),)).wait()) == MEGABYTE
-    pool.close_client()
+    close_client()
     wait_until(lambda: not server.processes())
     if level != "warning":
         logged(server, rf" INFO rpcdataloader.server\[\d+\] {CLIENT} of job 4711 has come from 127\.0\.0\.1:\d+\n")
@@ -56,15 +55,11 @@ def test_clients_that_leave_early_or_find_no_worker_are_not_refused(serve, monke
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
     server = serve("--max-connections", "1", "--log-level", "debug")
     assert rpc_async(server.address, os.getpid).wait() > 0
-    address = Address.parse(server.address)
-    known = bytes.fromhex(pool.get_client().node(address).session().welcome.session)
-    for session_id in bytes(16), known, b"\1" * 16:  # a new session, a worker, and one of a session that has ended
-        with socket.create_connection((address.host, address.port)) as sock:
-            sock.sendall(Preamble(session_id).encode())
+    known = session_id_of(server.address)
+    for session_id in NEW_SESSION, known, b"\1" * 16:  # a new session, a worker, and one of a session that has ended
+        with dial(server.address, preamble(session_id)) as sock:
             sock.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):  # what it has sent may be left unread
-                while sock.recv(4096):
-                    pass
+            read_to_the_end(sock)
     dataset = RPCDataset(server.address, range, 3)
     with pytest.raises(ConnectError):
         assert dataset[1]
@@ -81,7 +76,7 @@ def test_log_that_is_not_read_stops_nothing_and_counts_what_is_lost(serve, fifo)
         server = serve("--log-level", "debug", before=f"os.dup2(os.open({fifo!r}, os.O_WRONLY), 2)")
         lines = [f"{number:04d} {'y' * 1000}" for number in range(2000)]
         rpc_async(server.address, print, ("\n".join(lines),)).wait()
-        pool.close_client()
+        close_client()
         assert rpc_async(server.address, os.getpid).wait() > 0  # another client
         text = b""
 
@@ -98,5 +93,5 @@ def test_log_that_is_not_read_stops_nothing_and_counts_what_is_lost(serve, fifo)
             while filler.write(b"x" * 4096):
                 pass
         server.signal(signal.SIGTERM)
-        pool.close_client()
+        close_client()
         assert server.wait() == 0

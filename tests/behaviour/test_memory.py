@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.status.__main__ import main as status
+from rpcdataloader.__main__ import main
 from tests.conftest import wait_until
 from tests.support.crew import workers_of
 from tests.support.datasets import note, notes
@@ -39,7 +39,7 @@ def private_bytes(pid):
 def is_waiting(server, worker):
     """Whether a worker waits for room."""
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        status([server.address, "--stacks", "--json"])
+        main(["status", server.address, "--stacks", "--json"])
     (client,) = json.loads(told.getvalue())["nodes"][0]["clients"]
     (stack,) = [each["stack"] for each in client["workers"] if each["pid"] == worker]
     return re.search(r"requests\.py\", line \d+ in wait", stack)

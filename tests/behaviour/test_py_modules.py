@@ -12,7 +12,7 @@ import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import SerializationError
-from tests.conftest import wait_until
+from tests.conftest import close_client, wait_until
 from tests.support.datasets import Numbers
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -112,8 +112,6 @@ def test_session_that_replaces_a_lost_one_has_them_and_the_folder_of_the_lost_on
 
 
 def test_folder_goes_with_the_client_and_with_the_server(server, unseen):
-    from rpcdataloader.client.client import close_client
-
     folders = []
     for end in close_client, server.stop:
         folders.append(check(load(RPCDataset(server.address, unseen.Labels, py_modules=["shapes"]))))
@@ -123,8 +121,6 @@ def test_folder_goes_with_the_client_and_with_the_server(server, unseen):
 
 
 def test_embedded_pool_has_them_too_and_leaves_nothing(unseen):
-    from rpcdataloader.client.client import close_client
-
     folder = check(load(RPCDataset("local:2", unseen.Labels, py_modules=["shapes"])))
     close_client()
     assert not folder.exists()

@@ -13,12 +13,12 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.check.__main__ import main as check
-from rpcdataloader.client.client import close_client
+from rpcdataloader.__main__ import main
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.register import Entry
-from tests.conftest import wait_until
+from tests.conftest import close_client, wait_until
 from tests.support import datasets
+from tests.support.clocks import in_server
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -86,7 +86,7 @@ def test_file_goes_when_the_drain_begins(register, fifo):
 
 
 def test_server_that_has_nothing_to_do_renews_its_file(register):
-    _server, path = register(before="node.RENEWAL_PERIOD = 0.05")
+    _server, path = register(before=in_server("renewal"))
     for _ in range(3):
         os.utime(path, (1000.0, 1000.0))
         wait_until(lambda: path.stat().st_mtime > 1000.0)
@@ -130,7 +130,7 @@ def test_directory_without_servers_is_an_error_that_names_it(where, folder, monk
     close_client()
     with pytest.raises(ConnectError, match=f"no node server is registered in {folder}, and none came within 0.1 s"):
         RPCDataset(where, Servers)
-    assert check(["tests.behaviour.test_register:Servers", "--workers", where]) == 1
+    assert main(["check", "tests.behaviour.test_register:Servers", "--workers", where]) == 1
     assert f"no node server is registered in {folder}" in capsys.readouterr().out
 
 

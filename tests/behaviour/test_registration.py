@@ -1,21 +1,16 @@
 """Batches of workers on this machine that go to a device: it reads their memory, which the workers keep until then."""
 
-import contextlib
-import functools
 import gc
 import logging
 import os
-import weakref
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.loader.copying import StreamCarrier
 from tests.conftest import wait_until
-from tests.support.devices import FakeDevice, FakePinned
+from tests.support.devices import plug_in
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -34,11 +29,7 @@ class Images(Dataset):
 
 @pytest.fixture
 def device(monkeypatch):
-    device = FakeDevice()
-    for module in "dataloader", "settings":
-        monkeypatch.setattr(f"rpcdataloader.loader.{module}.find_device", lambda name: name and torch.device(name))
-    monkeypatch.setattr("rpcdataloader.loader.intake.make_carrier", lambda _device, _pageable: device)
-    return device
+    return plug_in(monkeypatch)
 
 
 def load(workers):
@@ -90,43 +81,3 @@ def test_child_of_the_trainer_leaves_the_driver_alone(device, unix_server):
         os._exit(0 if registration.ranges else 2)
     assert os.waitpid(pid, 0)[1] == 0
     assert registration.ranges
-
-
-class Driver:
-    """What torch has for each type of device; copies are done when their event says so."""
-
-    def __init__(self):
-        self.events = []
-        self.waits = []  # for the end of which copies
-
-    def Stream(self, device=None):
-        return device
-
-    def Event(self, enable_timing=False):  # noqa: ARG002
-        event = Mock(query=Mock(return_value=False))
-        event.synchronize = functools.partial(self.waits.append, len(self.events))
-        self.events.append(event)
-        return event
-
-    def device(self, _device):
-        return contextlib.nullcontext()
-
-    stream = device
-
-
-def test_blocks_are_kept_until_their_copies_are_done():
-    driver = Driver()
-    carrier = StreamCarrier(torch.device("cpu"), FakePinned(), driver)
-    freed = []
-    for number in range(3):
-        block = torch.zeros(100, dtype=torch.uint8)
-        weakref.finalize(block, freed.append, number)
-        carrier.copy([block])
-        del block
-    driver.events[1].query.return_value = True
-    assert not freed
-    carrier.copy([torch.zeros(1, dtype=torch.uint8)])
-    assert freed == [1]
-    del carrier
-    assert sorted(freed) == [0, 1, 2]
-    assert driver.waits == [0, 2, 3]

@@ -14,18 +14,16 @@ import pytest
 from torch.futures import Future
 
 from rpcdataloader import RPCDataset, rpc_async
-from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import (
     ConnectionLostError,
     RemoteTraceback,
     RPCTimeoutError,
     SerializationError,
 )
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.frames import MessageType
-from tests.conftest import AT_ONCE, TIMEOUT_SCALE, wait_until
+from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client, wait_until
 from tests.support import tasks
+from tests.support.peers import MessageType, session_of
+from tests.support.tampering import Proxy
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -189,18 +187,22 @@ def test_fractional_timeouts_bound_the_call(shared_server, call, fifo, seconds):
     assert call(tasks.whereabouts)[0] == worker
 
 
-def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, call, fifo, monkeypatch):
+def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, fifo):
     sent = []
-    begin = Channel.begin
-    monkeypatch.setattr(Channel, "begin", lambda self, *args: (begin(self, *args), sent.append(args[0].type))[0])
-    address = shared_server.address
-    call(tasks.whereabouts)  # what is given up before there is a connection is never sent
-    first = rpc_async(address, tasks.read_all, (fifo,))
-    fails_after(0.3, lambda: rpc_async(address, tasks.append, ("late",), timeout=0.3))
-    wait_until(lambda: MessageType.CANCEL in sent)
-    open_gate(fifo)
-    assert first.wait() == b""
-    assert call(tasks.read_log) == []
+
+    def note(direction, _connection, _number, frame):
+        sent.extend([frame.type] if direction == "up" else [])
+        return [frame]
+
+    with Proxy(shared_server.address, note) as proxy:
+        rpc_async(proxy.address, tasks.whereabouts).wait()  # what is given up before is never sent
+        first = rpc_async(proxy.address, tasks.read_all, (fifo,))
+        fails_after(0.3, lambda: rpc_async(proxy.address, tasks.append, ("late",), timeout=0.3))
+        wait_until(lambda: MessageType.CANCEL in sent)
+        open_gate(fifo)
+        assert first.wait() == b""
+        assert rpc_async(proxy.address, tasks.read_log).wait() == []
+        close_client()
 
 
 def test_timeout_bounds_connecting_to_a_server_that_never_answers():
@@ -228,11 +230,10 @@ def test_worker_that_exits_fails_its_calls_and_the_next_gets_another(call, share
 def test_close_ends_sessions_that_drain(serve, fifo):
     server = serve("--num-workers", "1")
     future = rpc_async(server.address, tasks.read_all, (fifo,))
-    node = get_client().node(Address.parse(server.address))
-    draining = node.session()
+    draining = session_of(server.address)
     with open(fifo, "wb"):
         server.signal(signal.SIGTERM)
-        wait_until(lambda: node.session() is not draining, what="news of the drain")
+        wait_until(lambda: session_of(server.address) is not draining, what="news of the drain")
         start = time.monotonic()
         close_client()  # the draining session, and the one that waits for a successor
         assert time.monotonic() - start < AT_ONCE
@@ -259,8 +260,8 @@ def test_killed_server_fails_its_calls_at_once_and_the_next_call_finds_its_succe
 
 
 def test_call_waits_while_its_session_builds_a_dataset(shared_server, fifo, monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(TIMEOUT_SCALE))
-    datasets, seconds = [], 1.5 * TIMEOUT_SCALE
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(3 * TIMEOUT_SCALE))
+    datasets, seconds = [], 3.5 * TIMEOUT_SCALE
     building = threading.Thread(
         target=lambda: datasets.append(RPCDataset([shared_server.address], tasks.read_all, fifo))
     )

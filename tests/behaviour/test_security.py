@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pickle
@@ -19,25 +18,19 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataset, launch, rpc_async
-from rpcdataloader.client import client as pool
 from rpcdataloader.errors import (
     AuthenticationError,
     ConnectionLostError,
     RemoteProtocolError,
     RPCError,
 )
-from rpcdataloader.wire import credentials
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import local_identity
-from rpcdataloader.wire.frames import MessageType, encode
-from rpcdataloader.wire.handshake import Handshake, Preamble
-from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
+from tests.support.clocks import in_server
+from tests.support.peers import NEW_SESSION, MessageType, Stranger, message, session_id_of, session_of
 from tests.support.quick import quick_server
 from tests.support.tampering import Bomb, Frame, Proxy, dial, leave_trace, num_loaded, read_frames, recv_frame
 
 pytestmark = pytest.mark.usefixtures("clean_client")
-
-WRONG = b"not the secret of the test suite"
 
 # A peer that does wrong is noticed by what it does, and not by a limit of time.
 PROMPTLY = 8 * TIMEOUT_SCALE
@@ -46,12 +39,11 @@ PROMPTLY = 8 * TIMEOUT_SCALE
 @pytest.fixture(scope="module")
 def server(zygote):
     """A server that does not wait long for strangers."""
-    limits = "node.PROOF_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; logs.MAX_REFUSALS = 1000"
-    with quick_server(zygote, before=limits) as server:
+    with quick_server(zygote, before=in_server("strangers", "all refusals")) as server:
         yield server
         # Whatever the tests have done to it, the next client is served.
         assert rpc_async(server.address, os.getppid).wait() in server.processes()
-        pool.close_client()
+        close_client()
         wait_until(lambda: not server.processes())
         assert "ERROR" not in server.log
         assert "Traceback" not in server.log
@@ -70,17 +62,12 @@ def trace(tmp_path):
     return tmp_path / "trace"
 
 
-def session_of(address):
-    """This client's session."""
-    return pool.get_client().node(Address.parse(address)).session()
-
-
 # --- somebody on the path
 
 
 def forge(frame):
     """An injected message: what the attacker would like to have loaded, under a seal of his own making."""
-    forged = b"".join(encode(None, frame.type, 1, frame.body))
+    forged = message(frame.type, frame.body, 1)
     return [forged[:64] + os.urandom(16) + forged[80:], frame]
 
 
@@ -90,7 +77,7 @@ HARM = {
     "flip the body": lambda frame: [frame.flip("body", -1)],
     "replay": lambda frame: [frame, frame],
     "inject": forge,
-    "inject without a seal": lambda frame: [b"".join(encode(None, frame.type, 1, frame.body)), frame],
+    "inject without a seal": lambda frame: [message(frame.type, frame.body, 1), frame],
     "drop": lambda _frame: [],
 }
 
@@ -201,25 +188,17 @@ class Impostor:
                         pass
 
 
-def message(type, payload, number=0):
-    """A message in clear."""
-    return b"".join(encode(None, type, number, payload))
-
-
 def meet(sock):
-    """Take the preamble and HELLO of a client and answer with a HELLO; gives the handshake."""
-    preamble = Preamble.decode(sock.recv(32, socket.MSG_WAITALL))
-    handshake = Handshake(WRONG, local_identity("server"), preamble)
-    hello = recv_frame(sock)
-    handshake.receive(as_message(hello))
-    sock.sendall(handshake.data_to_send())
-    return handshake
+    """Take the preamble and HELLO of a client and answer with a HELLO."""
+    stranger = Stranger(of_client=sock.recv(32, socket.MSG_WAITALL))
+    listen_to(sock, stranger)
 
 
-def as_message(frame):
-    from rpcdataloader.wire.frames import Message
-
-    return Message(frame.type, payload=frame.body)
+def listen_to(sock, stranger):
+    """Take a message, and answer it."""
+    frame = recv_frame(sock)
+    stranger.hears(frame.type, frame.body)
+    sock.sendall(stranger.says())
 
 
 def at_once(sock, bomb):
@@ -274,7 +253,7 @@ def test_client_loads_nothing_of_a_server_without_the_secret(act, trace):
     with Impostor(lambda sock: act(sock, bomb)) as impostor:
         with pytest.raises((AuthenticationError, RemoteProtocolError)) as raised:
             rpc_async(impostor.address, os.getpid).wait()
-        pool.close_client()
+        close_client()
     assert time.monotonic() - start < PROMPTLY
     assert impostor.address in str(raised.value)
     assert num_loaded(trace) == 1
@@ -291,50 +270,35 @@ def test_client_shows_its_secret_to_nobody():
     with Impostor(listen) as impostor:
         with pytest.raises(RPCError):
             rpc_async(impostor.address, os.getpid).wait()
-        pool.close_client()
+        close_client()
     assert seen
-    assert secret_of_the_suite() not in b"".join(seen)
+    assert Path(os.environ["RPCDATALOADER_TOKEN_FILE"]).read_bytes().strip() not in b"".join(seen)
 
 
 # --- clients that are none
-
-
-def secret_of_the_suite():
-    return credentials.load_credentials().secret
-
-
-def shake_hands(sock, handshake):
-    """The rest of a handshake, over a raw connection whose preamble and HELLO were sent."""
-    while handshake.established is None:
-        handshake.receive(as_message(recv_frame(sock)))
-        sock.sendall(handshake.data_to_send())
-
-
-def answer_hello(sock, handshake):
-    handshake.receive(as_message(recv_frame(sock)))
-    return handshake.data_to_send()
 
 
 @pytest.fixture(params=["new session", "session of somebody else"])
 def session_id(request, server):
     """Zeros, or an id that was seen on the network."""
     if request.param == "new session":
-        return bytes(16)
-    return bytes.fromhex(session_of(server.address).wait().session)
+        return NEW_SESSION
+    return session_id_of(server.address)
 
 
 @pytest.mark.parametrize("type", [MessageType.CALL, MessageType.AUTH])
 @pytest.mark.parametrize("after", ["preamble", "hello", "wrong proof"])
 def test_server_loads_nothing_of_a_client_without_the_secret(server, session_id, trace, type, after):
     bomb = message(type, pickle.dumps(Bomb(trace)), 1)
-    handshake = Handshake(WRONG, local_identity("client"), Preamble(session_id))
-    start = handshake.data_to_send()
+    stranger = Stranger(session_id)
+    start = stranger.says()
     with dial(server.address, start[:32]) as sock:
         if after != "preamble":
             sock.sendall(start[32:])
-            proof = answer_hello(sock, handshake)
+            hello = recv_frame(sock)
             if after == "wrong proof":
-                sock.sendall(proof)
+                stranger.hears(hello.type, hello.body)
+                sock.sendall(stranger.says())
         with contextlib.suppress(ConnectionError):
             sock.sendall(bomb)
         answers = read_frames(sock)
@@ -344,12 +308,12 @@ def test_server_loads_nothing_of_a_client_without_the_secret(server, session_id,
 
 def test_peers_that_stop_in_the_middle_are_put_out(server):
     """At the limit of the server, which is 10 s and 1 s here; whether they mean a new session or know of one."""
-    known = bytes.fromhex(session_of(server.address).wait().session)
+    known = session_id_of(server.address)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         socks = []
-        for session_id in (bytes(16), known):
-            hello = Handshake(WRONG, local_identity("client"), Preamble(session_id)).data_to_send()
+        for session_id in (NEW_SESSION, known):
+            hello = Stranger(session_id).says()
             for data in (b"", hello[:16], hello[:32], hello[: 32 + len(hello) // 2], hello):
                 socks.append((stack.enter_context(dial(server.address, data)), data == hello))
         for sock, complete in socks:
@@ -361,10 +325,10 @@ def test_peers_that_stop_in_the_middle_are_put_out(server):
 
 def test_names_that_a_stranger_gives_do_not_write_into_the_log(server):
     """It may be read in a terminal, or by a program that goes line by line."""
-    identity = dataclasses.replace(local_identity("client"), host="x\n2026-01-01 CRITICAL forged\x1b[31m")
-    handshake = Handshake(WRONG, identity, Preamble(bytes(16)))
-    with dial(server.address, handshake.data_to_send()) as sock, pytest.raises(AuthenticationError):
-        shake_hands(sock, handshake)
+    stranger = Stranger(host="x\n2026-01-01 CRITICAL forged\x1b[31m")
+    with dial(server.address, stranger.says()) as sock:
+        listen_to(sock, stranger)  # its HELLO, which is answered by a wrong proof
+        assert [frame.type for frame in read_frames(sock)] == [MessageType.REFUSED]
     wait_until(lambda: "x?2026-01-01 CRITICAL forged?[31m" in server.log)
     assert "\x1b" not in server.log
 
@@ -389,13 +353,14 @@ def token(tmp_path, monkeypatch):
 def test_wrong_secret_is_told_on_both_sides(server, token):
     original = os.environ["RPCDATALOADER_TOKEN_FILE"]
     path = token("another secret, of somebody else")
-    mine = credentials.load_credentials().fingerprint
     with pytest.raises(AuthenticationError, match="do not hold the same secret") as raised:
         rpc_async(server.address, os.getpid).wait()
-    assert f"(this client's secret: file {path}, fingerprint {mine})" in str(raised.value)
+    mine = re.search(rf"\(this client's secret: file {path}, fingerprint (\w+)\)", str(raised.value))[1]
     assert server.address in str(raised.value)
-    fingerprints = f"file {original}, fingerprint {credentials.load_credentials(token_file=original).fingerprint}"
-    wait_until(lambda: "do not hold the same secret" in server.log and fingerprints in server.log)
+    wait_until(lambda: "do not hold the same secret" in server.log)
+    theirs = re.search(rf"do not hold the same secret.*file {original}, fingerprint (\w+)", server.log)[1]
+    assert len(mine) == len(theirs)
+    assert mine != theirs
     # For the fixture that looks after the server.
     path.write_text(Path(original).read_text())
 
@@ -435,8 +400,6 @@ def test_secret_is_nowhere_to_be_seen(serve, tmp_path, monkeypatch, options):
     assert "PATH" in seen[0]
     assert secret not in repr(seen)
     assert secret not in server.log
-    client = pool.get_client()
-    assert secret not in repr([client, vars(client), credentials.client_credentials(Address.parse(server.address))])
     assert os.environ["RPCDATALOADER_TOKEN"] == secret
     assert secret not in repr(RPCDataset("local:1", look)[0])
 

@@ -19,11 +19,10 @@ import pytest
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError, ConnectionLostError
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, stat_of, wait_until
+from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, stat_of, wait_until
+from tests.support.clocks import in_server
+from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
 from tests.support.zygote import FORK_POOLS
 
@@ -100,7 +99,7 @@ def test_every_client_has_a_session_with_its_worker(serve, start_client):
     # Gates may still be there that have handed their connection over.
     wait_until(lambda: sorted(server.processes()) == sorted([worker, session, other_worker, other_session]))
     assert {session, other_session} == {pid for pid in server.processes() if descendants(pid)}
-    pool.close_client()
+    close_client()
     wait_until(lambda: sorted(server.processes()) == sorted([other_worker, other_session]))
 
 
@@ -356,8 +355,8 @@ def test_connections_in_a_row_leave_nothing_behind(serve):
     # Not after the first call: the server closes what belonged to a process a little later than that has ended.
     before = num_descriptors(server.pid)
     call(server, os.getpid)
-    pool.close_client()
-    for data in [b"", b"GET / HTTP/1.1\r\n\r\n", b"RPCDLDR\x01", Preamble(bytes([1] * 16)).encode()] * 25:
+    close_client()
+    for data in [b"", b"GET / HTTP/1.1\r\n\r\n", b"RPCDLDR\x01", preamble(bytes([1] * 16))] * 25:
         dial(server.address, data).close()
     wait_until(lambda: not server.processes(), 20)
     wait_until(lambda: num_descriptors(server.pid) == before)
@@ -374,7 +373,7 @@ def zombies_of(pid):
 
 
 def test_log_of_refused_connections_has_a_limit(serve):
-    server = serve(before="logs.REFUSALS_PERIOD = 1000")
+    server = serve(before=in_server("refusals, for long"))
     for _ in range(60):
         with dial(server.address, b"x" * PREAMBLE_SIZE) as sock:
             assert read_to_the_end(sock) == b""
@@ -384,7 +383,7 @@ def test_log_of_refused_connections_has_a_limit(serve):
 
 def test_silent_strangers_cost_no_process(serve):
     server = serve()
-    _session_id, session = session_of(server)
+    session = session_of(server.address).wait().pid
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(dial(server.address))
@@ -400,7 +399,7 @@ def test_worker_at_rest_has_two_threads(serve):
 
 def test_server_without_descriptors_waits_and_goes_on(serve):
     server = serve(
-        before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); node.EXHAUSTED_PAUSE = 0.3"
+        before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); " + in_server("exhausted")
     )
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -410,12 +409,6 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
         wait_until(lambda: len(re.findall(told, server.log)) >= 3)
         assert time.monotonic() - start > 0.6, "it does not spin meanwhile"
     assert call(server, os.getpid) > 0
-
-
-def session_of(server):
-    """This client's session on a server: its id, and its process."""
-    welcome = pool.get_client().node(Address.parse(server.address)).session().wait()
-    return bytes.fromhex(welcome.session), welcome.pid
 
 
 def test_session_that_stands_still_stops_nobody_else(serve, start_client):
@@ -432,12 +425,12 @@ events.Link.pair = make_short_pair
 node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05
 """
     server = serve(before=short_queues)
-    session_id, session = session_of(server)
+    session_id, session = session_id_of(server.address), session_of(server.address).wait().pid
     assert call(server, os.getpid) > 0
     os.kill(session, signal.SIGSTOP)
     with contextlib.ExitStack() as stack:
         for _ in range(40):
-            stack.enter_context(dial(server.address, Preamble(session_id).encode()))
+            stack.enter_context(dial(server.address, preamble(session_id)))
         wait_until(lambda: "too many unauthenticated connections" in server.log)
         _script, worker, other = start_client(IDLE, server)
         assert {worker, other} <= set(server.processes())
@@ -475,13 +468,14 @@ def test_embedded_pool_hears_signals_whoever_starts_it(clean_client):  # noqa: A
 
 EMBEDDED = """
 import os, signal, sys, time
+from pathlib import Path
 from rpcdataloader import RPCDataloader
-from rpcdataloader.client import client as pool
 import torch
 loader = RPCDataloader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2)
 assert torch.cat([x for x, in loader]).tolist() == list(range(8))
-local = pool.get_client()._local
-print(local._process.pid, os.path.dirname(local.address.path), flush=True)
+found = [Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")]
+(pid,) = map(int, " ".join(found).split())
+print(pid, flush=True)
 """
 ENDS = {
     "normally": "",
@@ -504,28 +498,25 @@ def long_tmpdir(tmp_path):
 
 
 def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
-    # What a library has asked for before the fork is remembered.
-    start = f"""
-import os, tempfile
-os.environ["TMPDIR"] = {str(long_tmpdir)!r}
-tempfile.tempdir = None
-{EMBEDDED}"""
-    # One pool is a real one; for the others, importing torch would be most of the work.
-    scripts = {
-        end: zygote.start(("" if end == "normally" else FORK_POOLS) + start + source) for end, source in ENDS.items()
-    }
+    def start(end, folder):
+        folder.mkdir()
+        # What a library has asked for before the fork is remembered.
+        begin = f'import os, tempfile\nos.environ["TMPDIR"] = {str(folder)!r}\ntempfile.tempdir = None\n'
+        # One pool is a real one; for the others, importing torch would be most of the work.
+        return zygote.start(("" if end == "normally" else FORK_POOLS) + begin + EMBEDDED + ENDS[end])
+
+    folders = {end: long_tmpdir / end for end in ENDS}
+    scripts = {end: start(end, folder) for end, folder in folders.items()}
     for end, script in scripts.items():
         ended = script.wait(60)
         num_lines = 2 if "fork" in end else 1
         wait_until(lambda script=script, n=num_lines: script.output.count("\n") == n, what=end + ended.errors)
-        server, folder, *forks = script.output.split()
-        assert folder.startswith(str(long_tmpdir))
-        wait_until(lambda server=server: not is_running(int(server)), what=end)
-        wait_until(lambda folder=folder: not os.path.exists(folder), what=end)
-        for pid in map(int, forks):
+        server, *forks = map(int, script.output.split())
+        wait_until(lambda server=server: not is_running(server), what=end)
+        wait_until(lambda end=end: not os.listdir(folders[end]), what=end)
+        for pid in forks:
             assert is_running(pid)
             os.kill(pid, signal.SIGKILL)
-    assert os.listdir(long_tmpdir) == []
 
 
 GOES_ON_AFTER_CTRL_C = """
@@ -536,14 +527,14 @@ try:
 except KeyboardInterrupt:
     pass
 assert torch.cat([x for x, in loader]).tolist() == list(range(8))
-assert os.getsid(local._process.pid) == local._process.pid
+assert os.getsid(pid) == pid
 print("went on")
 """
 
 MODES = """
 import stat
-path = local.address.path
-print(oct(stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode)), oct(stat.S_IMODE(os.stat(path).st_mode)))
+((folder, _folders, (name,)),) = os.walk(next(Path(os.environ["TMPDIR"]).iterdir()))
+print(*(oct(stat.S_IMODE(os.stat(path).st_mode)) for path in (folder, f"{folder}/{name}")))
 """
 
 
@@ -552,7 +543,9 @@ def trainer(zygote, tmp_path_factory):
     """The one of the next tests: its pool imports torch, which takes as long as many tests."""
     folder = tmp_path_factory.mktemp("trainer")
     (folder / "json.py").write_text("raise LookupError('the wrong json')")
-    change = f"import os; os.chdir({str(folder)!r})\n"
+    temporary = tmp_path_factory.mktemp("temporary")
+    change = f"import os; os.chdir({str(folder)!r}); os.environ['TMPDIR'] = {str(temporary)!r}\n"
+    change += "import tempfile; tempfile.tempdir = None\n"
     return zygote.start(change + EMBEDDED + GOES_ON_AFTER_CTRL_C + MODES).wait(60)
 
 

@@ -23,13 +23,11 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.client import client as client_module
-from rpcdataloader.client.client import close_client, get_client
-from rpcdataloader.status.__main__ import main
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.status import Report
-from tests.conftest import TIMEOUT_SCALE, wait_until
+from rpcdataloader.__main__ import main
+from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support.browser import CHROMIUM, open_tab
+from tests.support.clocks import shorten
+from tests.support.peers import Report, session_of
 from tests.unit.wire.test_status import LOOP
 
 pytestmark = pytest.mark.usefixtures("clean_client", "often")
@@ -54,7 +52,7 @@ class Stalled(Dataset):
 @pytest.fixture
 def often(monkeypatch):
     """Reports come often."""
-    monkeypatch.setattr(client_module, "PERIOD", 0.1)
+    shorten(monkeypatch, "reports")
 
 
 @contextlib.contextmanager
@@ -169,7 +167,7 @@ def answers(url, token):
 )
 def test_wrong_usage(arguments, error, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["127.0.0.1:1", *arguments])
+        main(["status", "127.0.0.1:1", *arguments])
     assert caught.value.code == 2
     assert error in capsys.readouterr().err
 
@@ -178,7 +176,7 @@ def test_second_exporter_at_the_same_port_is_refused(capsys):
     with serving("127.0.0.1:1") as url:
         port = url.rstrip("/").rpartition(":")[2]
         with pytest.raises(SystemExit) as caught:
-            main(["127.0.0.1:1", "--serve", port])
+            main(["status", "127.0.0.1:1", "--serve", port])
         assert caught.value.code == 2
         assert f"cannot serve at 127.0.0.1:{port}: Address already in use; another program" in capsys.readouterr().err
 
@@ -240,7 +238,7 @@ def test_nothing_that_is_sent_becomes_html(serve, tmp_path, monkeypatch):
         close_client()
         with pytest.raises(ValueError, match="onerror"):
             rpc_async(server.address, fail, (EVIL,)).wait()
-        get_client().node(Address.parse(server.address)).session().report(evil)
+        session_of(server.address).report(evil)
         tab.wait_for("document.querySelector('.badge')?.textContent === 'script'")
         assert tab.run("document.querySelectorAll('img').length") == 0
         assert tab.run("document.title") == "rpcdataloader status"

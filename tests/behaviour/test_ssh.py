@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
+from tests.support.clocks import in_server
 from tests.support.network import Network, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +211,7 @@ def test_secret_goes_through_the_connection_and_is_in_no_command_line(start, tmp
 
 
 def test_servers_are_told_that_the_starter_is_there_from_the_beginning_and_again(start, tmp_path):
-    starter = start("node1", "node2", before="ssh.HEARTBEAT = 0.05")
+    starter = start("node1", "node2", before=in_server("heartbeat"))
     starter.workers()
     for server in starter.servers():
         wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)

@@ -18,13 +18,9 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
-from rpcdataloader.client import client as pool
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.frames import MessageType, encode
-from rpcdataloader.wire.handshake import Preamble
-from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
-from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
+from tests.support.peers import MessageType, message, preamble, session_of
 from tests.support.quick import quick_server
 from tests.support.tampering import Bomb, dial, num_loaded, recv_frame
 
@@ -54,9 +50,9 @@ def options(folder, name="node", ca="ca"):
 
 def use(monkeypatch, folder, name="node", ca="ca"):
     """Let this process's client use these files."""
-    monkeypatch.setenv(CERT_VARIABLE, f"{folder}/{name}.pem")
-    monkeypatch.setenv(KEY_VARIABLE, f"{folder}/{name}.key")
-    monkeypatch.setenv(CA_VARIABLE, f"{folder}/{ca}.pem")
+    monkeypatch.setenv("RPCDATALOADER_TLS_CERT", f"{folder}/{name}.pem")
+    monkeypatch.setenv("RPCDATALOADER_TLS_KEY", f"{folder}/{name}.key")
+    monkeypatch.setenv("RPCDATALOADER_TLS_CA", f"{folder}/{ca}.pem")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +78,7 @@ def batches(workers):
 
 def test_loader_delivers_the_same_batches(server, plain_server, certificates, monkeypatch):
     expected = batches(plain_server.address)
-    pool.close_client()
+    close_client()
     use(monkeypatch, certificates)
     received = batches(server.address)
     assert len(expected) == len(received) == 6
@@ -123,7 +119,8 @@ def logged(server, text):
 
 def test_client_without_tls_is_told_what_the_server_wants(server, trace):
     said = refusal_of(server.address, trace)
-    assert f"the client does not speak it; set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client" in said
+    variables = "RPCDATALOADER_TLS_CERT, RPCDATALOADER_TLS_KEY and RPCDATALOADER_TLS_CA"
+    assert f"the client does not speak it; set {variables} for the client" in said
     assert "secret" not in said
     logged(server, "refused 127.*: this node server requires TLS")
 
@@ -159,7 +156,7 @@ def test_client_that_shows_no_certificate(server, certificates):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(certificates / "ca.pem")
     with (
-        dial(server.address, Preamble(tls=True).encode()) as sock,
+        dial(server.address, preamble(tls=True)) as sock,
         context.wrap_socket(sock, server_hostname="localhost") as secure,
         pytest.raises(ssl.SSLError, match="certificate required"),
     ):
@@ -170,8 +167,8 @@ def test_client_that_shows_no_certificate(server, certificates):
 def test_pickle_after_a_preamble_without_tls_is_not_loaded(server, trace):
     bomb = pickle.dumps(Bomb(trace))
     for tls in (False, True):
-        with dial(server.address, Preamble(tls=tls).encode()) as sock:
-            sock.sendall(b"".join(encode(None, MessageType.CALL, 1, bomb)))
+        with dial(server.address, preamble(tls=tls)) as sock:
+            sock.sendall(message(MessageType.CALL, bomb, 1))
             sock.shutdown(socket.SHUT_WR)
             if not tls:
                 assert recv_frame(sock).type == MessageType.REFUSED
@@ -192,8 +189,7 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
         assert "failed: wrong version number" in refusal_of(server.address, trace)
         logged(server, "refused .*the TLS certificate .*/mine.pem and the key .*/mine.key cannot be used: .*mismatch")
         shutil.copy(certificates / "node.key", tmp_path / "mine.key")
-        session = pool.get_client().node(Address.parse(server.address)).session()
-        assert session.wait().pid in server.processes()
+        assert session_of(server.address).wait().pid in server.processes()
         # A worker, too, reads them: forked by a session that has seen the good ones.
         shutil.copy(certificates / "expired.pem", tmp_path / "mine.pem")
         shutil.copy(certificates / "expired.key", tmp_path / "mine.key")
@@ -240,7 +236,7 @@ def test_session_ends_when_somebody_changes_what_it_gets(server, certificates, m
         harm.set()
         with pytest.raises((ConnectionLostError, RemoteProtocolError), match="altered on its way"):
             rpc_async(address, os.getpid).wait()
-        pool.close_client()
+        close_client()
         listener.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,19 +10,22 @@ import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.integrations import TrainerMixin
+from tests.support.library import Library
 from tests.support.training import Points, PointStream, Seen, collate, flat
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")  # its Trainer needs it
+transformers = Library("transformers", needs="accelerate")
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 
-Trainer: Any = transformers.Trainer
-
-
-class RPCTrainer(TrainerMixin, Trainer):  # type: ignore[misc]  # it is Any
+@functools.cache
+def trainer_class() -> Any:
     """What the documentation says."""
+
+    class RPCTrainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]  # it is Any
+        pass
+
+    return RPCTrainer
 
 
 class Model(torch.nn.Module):
@@ -60,7 +64,7 @@ def make_trainer(shared_server, tmp_path):
             evaluation = RPCDataset(shared_server.address, Points, 7)
         else:
             train, evaluation = Points(10), Points(7)
-        trainer = RPCTrainer(
+        trainer = trainer_class()(
             model,
             transformers.TrainingArguments(str(tmp_path), **options),
             data_collator=collate,
@@ -81,7 +85,7 @@ def test_train_evaluate_and_predict_load_with_workers(make_trainer, model, kind)
     trainer = make_trainer(model, kind, eval_strategy="epoch", remove_unused_columns=removes, **options)
     trainer.train()
     # In the order that the Trainer gives.
-    theirs = Trainer.get_train_dataloader(trainer)
+    theirs = transformers.Trainer.get_train_dataloader(trainer)
     for epoch, expected in enumerate((model.trained.indices[:4], model.trained.indices[4:])):
         theirs.set_epoch(epoch)
         assert list(theirs.batch_sampler) == expected

@@ -20,54 +20,23 @@ from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
-from rpcdataloader.wire import transport
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
+from tests.support.clocks import REAL_KEEPALIVE, KeepAlive
 from tests.support.network import Cable, Host, Network, why_not
 from tests.support.quick import QuickServer, quick_server
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Keep-alive, and how long the loss of a host may take to be noticed with it."""
-
-    idle: int
-    interval: int
-    probes: int
-    look: float
-
-    @property
-    def limit(self) -> float:
-        return self.idle + self.interval * self.probes + self.look
-
-    @property
-    def statements(self) -> str:
-        """What sets it up in another process."""
-        return "\n".join(
-            [
-                "from rpcdataloader.wire import transport",
-                f"transport.KEEPALIVE_IDLE, transport.KEEPALIVE_INTERVAL = {self.idle}, {self.interval}",
-                f"transport.KEEPALIVE_PROBES, transport.CUT_OFF_PERIOD = {self.probes}, {self.look}",
-            ]
-        )
-
-
-REAL = Pace(
-    transport.KEEPALIVE_IDLE, transport.KEEPALIVE_INTERVAL, transport.KEEPALIVE_PROBES, transport.CUT_OFF_PERIOD
-)
-FAST = Pace(1, 1, 2, 0.2)
+FAST = KeepAlive(1, 1, 2, 0.2)
 
 # Seconds that a machine with a dozen nodes on it may take beyond that.
 SLACK = 30.0
 
 
-@pytest.fixture(params=[FAST, pytest.param(REAL, marks=pytest.mark.slow)], ids=["fast", "real"])
+@pytest.fixture(params=[FAST, pytest.param(REAL_KEEPALIVE, marks=pytest.mark.slow)], ids=["fast", "real"])
 def pace(request, monkeypatch):
-    monkeypatch.setattr(transport, "KEEPALIVE_IDLE", request.param.idle)
-    monkeypatch.setattr(transport, "KEEPALIVE_INTERVAL", request.param.interval)
-    monkeypatch.setattr(transport, "KEEPALIVE_PROBES", request.param.probes)
-    monkeypatch.setattr(transport, "CUT_OFF_PERIOD", request.param.look)
+    request.param.use(monkeypatch)
     return request.param
 
 
@@ -114,7 +83,7 @@ def start_node(network, zygote, pace):
 
         def start(num_workers=1, port=0, like=None):
             host, cable = (like.host, like.cable) if like else network.add()
-            before = f"{host.move_in}\n{pace.statements}"
+            before = f"{host.move_in}\n{pace.statement}"
             options = ("--host", cable.address, "--port", str(port), "--num-workers", str(num_workers))
             return Node(stack.enter_context(quick_server(zygote, *options, before=before)), host, cable)
 
@@ -366,7 +335,7 @@ def test_trainer_that_is_stopped_or_computes_for_long_loses_nothing(network, sta
     node = start_node(num_workers=2)
     iterator = iter(RPCDataloader(Numbers(), workers=node.address))
     assert int(next(iterator)[0]) == 0
-    trainer = zygote.start(f"{network.trainer.move_in}\n{pace.statements}\n{STOPPED}", node.address)
+    trainer = zygote.start(f"{network.trainer.move_in}\n{pace.statement}\n{STOPPED}", node.address)
     wait_until(lambda: "0" in trainer.output, 30, "the first batch")
     os.kill(trainer.pid, signal.SIGSTOP)
     try:

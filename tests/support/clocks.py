@@ -1,8 +1,12 @@
-"""How long the package waits for something, made short: tests would take as long. No other inside of it is changed."""
+"""How long the package waits for something, and other limits, made small: tests would take as long, or as much."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
+
+from rpcdataloader.wire import transport
 
 # By name: the constant, and what tests set it to.
 CLOCKS: dict[str, tuple[str, float]] = {
@@ -23,9 +27,32 @@ CLOCKS: dict[str, tuple[str, float]] = {
     # Between two reports of a trainer; 5 s.
     "reports": ("rpcdataloader.client.client.PERIOD", 0.2),
     # Between two looks of a pool at what loops want, until it gives back, and between two looks of a loop at a pool.
-    "pool asks": ("rpcdataloader.pools.pool.ASK_PAUSE", 0.1),
+    "pool asks": ("rpcdataloader.pools.pool.ASK_PAUSE", 0.3),
     "pool shrinks": ("rpcdataloader.pools.pool.SHRINK_AFTER", 0.5),
-    "pool is asked": ("rpcdataloader.pools.pool.PoolWorkers.pause", 0.05),
+    "pool is asked": ("rpcdataloader.pools.pool.PoolWorkers.pause", 0.2),
+}
+
+
+# The same for a node server, as a statement that it runs first.
+CLOCKS_OF_SERVERS = {
+    # For the proof of a stranger, in a gate and in a session; 10 s.
+    "strangers": "node.PROOF_TIMEOUT = session.HANDSHAKE_TIMEOUT = 1.0",
+    # How many strangers may be at the door, and how long the oldest is left there; 128, 1 s.
+    "small door": "node.MAX_UNPROVED = 8; node.PROOF_PATIENCE = 0.05",
+    # Lines about those who were refused: how many in this time; 20 in 10 s.
+    "all refusals": "logs.MAX_REFUSALS = 10000",
+    "refusals, for long": "logs.REFUSALS_PERIOD = 1000",
+    # Until a session that does not end is killed; 2 s.
+    "end of a session": "clients.END_TIMEOUT = 0.2",
+    "end of a session, for ever": "clients.END_TIMEOUT = 600.0",
+    # Between two writes of its file in a register; 10 s.
+    "renewal": "node.RENEWAL_PERIOD = 0.05",
+    # Until standard input that says nothing is an end; 60 s.
+    "lifeline": "node.LIFELINE_SILENCE = 0.2",
+    # After a connection for which there was no descriptor; 1 s.
+    "exhausted": "node.EXHAUSTED_PAUSE = 0.3",
+    # Between two signs of life of the command that starts servers by ssh; 10 s.
+    "heartbeat": "ssh.HEARTBEAT = 0.05",
 }
 
 
@@ -33,3 +60,37 @@ def shorten(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """For one test."""
     for name in names:
         monkeypatch.setattr(*CLOCKS[name])
+
+
+def in_server(*names: str) -> str:
+    """What a server runs first, to have these: ``serve(before=in_server("renewal"))``."""
+    return "; ".join(CLOCKS_OF_SERVERS[name] for name in names)
+
+
+class KeepAlive(NamedTuple):
+    """How soon a connection is checked, and how often, in seconds."""
+
+    idle: int
+    interval: int
+    probes: int
+    look: float
+
+    @property
+    def limit(self) -> float:
+        """How long the loss of a host may take to be noticed."""
+        return self.idle + self.interval * self.probes + self.look
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For one test."""
+        for name, value in zip(_KEEPALIVE, self, strict=True):
+            monkeypatch.setattr(transport, name, value)
+
+    @property
+    def statement(self) -> str:
+        """The same in another process."""
+        limits = dict(zip(_KEEPALIVE, self, strict=True))
+        return f"from rpcdataloader.wire import transport; vars(transport).update({limits})"
+
+
+_KEEPALIVE = ("KEEPALIVE_IDLE", "KEEPALIVE_INTERVAL", "KEEPALIVE_PROBES", "CUT_OFF_PERIOD")
+REAL_KEEPALIVE = KeepAlive(*(getattr(transport, name) for name in _KEEPALIVE))

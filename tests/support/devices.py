@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 
+from rpcdataloader.loader import dataloader, intake, iterator, settings
 from rpcdataloader.loader.copying import Carrier, Copies
 from rpcdataloader.wire.slabs import PinnedAllocator
 
@@ -55,6 +58,10 @@ class FakePinned(PinnedAllocator):
         self.blocks.append(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
         return self.blocks[-1]
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in it."""
+        return _is_in(tensor, self.blocks)
+
 
 class FakeDevice(Carrier):
     """A device whose copies are as late as they may be: each is made when somebody waits for it.
@@ -95,8 +102,7 @@ class FakeDevice(Carrier):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in its memory."""
-        storage = tensor.untyped_storage()._cdata
-        return any(memory.untyped_storage()._cdata == storage for memory in self._memory)
+        return _is_in(tensor, self._memory)
 
 
 class _LateCopies(Copies):
@@ -112,3 +118,31 @@ class _LateCopies(Copies):
 
     def times(self) -> None:
         """Not known."""
+
+
+def _is_in(tensor: torch.Tensor, memory: Sequence[torch.Tensor]) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return any(block.untyped_storage()._cdata == storage for block in memory)
+
+
+def plug_in(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """Let loaders deliver to such a device, whatever the name in their ``device``."""
+    device = FakeDevice()
+    for module in dataloader, settings:
+        monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
+    for module in intake, iterator, dataloader:
+        monkeypatch.setattr(module, "make_carrier", lambda _found, _pageable: device)
+    return device
+
+
+def plug_in_pinned(monkeypatch: pytest.MonkeyPatch) -> tuple[FakePinned, list[Any]]:
+    """Let loaders pin such memory; gives it, and the batches that torch is asked to pin, which is done then."""
+    pinned, asked = FakePinned(), list[Any]()
+
+    def pin(batch: Any) -> Any:
+        asked.append(batch)
+        return batch
+
+    monkeypatch.setattr(intake, "pinned_allocator", lambda: pinned)
+    monkeypatch.setattr(intake, "pin", pin)
+    return pinned, asked

@@ -63,7 +63,7 @@ class Variant:
 
 OURS = [
     Variant("local", 2),
-    *(Variant(how, number) for how in ("workers", "RPCDataset") for number in (1, 2, 5)),
+    *(Variant(how, number) for how in ("workers", "RPCDataset") for number in (1, 2, 3)),
     Variant("inline", 1),
 ]
 
@@ -96,7 +96,7 @@ class Row:
     exact: bool = False
     ours: tuple[str, ...] = ("local", "workers", "RPCDataset", "inline")
     torch: tuple[int, ...] = (0, 2)
-    numbers: tuple[int, ...] = (1, 2, 5)
+    numbers: tuple[int, ...] = (1, 2, 3)
     as_sets: bool = False
 
     def variants(self) -> list[Variant]:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rpcdataloader.wire.frames import HEADER_SIZE, MessageType
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE
 from tests.conftest import TIMEOUT_SCALE
+from tests.support.peers import HEADER_SIZE, PREAMBLE_SIZE, MessageType
 
 
 def leave_trace(path: str) -> None:

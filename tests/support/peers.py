@@ -1,0 +1,112 @@
+"""Peers that tests play themselves: what such tests know of the protocol, and of this process's own sessions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from rpcdataloader.client.client import get_client
+from rpcdataloader.client.session import RemoteSession
+from rpcdataloader.client.worker import read_welcome
+from rpcdataloader.wire import frames, handshake
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
+from rpcdataloader.wire.credentials import Credentials, load_credentials
+from rpcdataloader.wire.exceptions import loads_exception
+from rpcdataloader.wire.frames import HEADER_SIZE, MessageType
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID
+from rpcdataloader.wire.messages import Call, Welcome, pack_handles
+from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.status import Report
+from rpcdataloader.wire.transport import Deadline
+from tests.conftest import TIMEOUT_SCALE
+
+__all__ = [
+    "HEADER_SIZE",
+    "NEW_SESSION",
+    "PREAMBLE_SIZE",
+    "STATUS_ID",
+    "WRONG",
+    "MessageType",
+    "Report",
+    "Stranger",
+    "encode_call",
+    "loads_exception",
+    "message",
+    "open_as_client",
+    "open_channel_to",
+    "pack_handles",
+    "preamble",
+    "session_id_of",
+    "session_of",
+]
+
+WRONG = b"not the secret of the test suite"
+NEW_SESSION = bytes(16)
+
+
+def preamble(session_id: bytes = NEW_SESSION, tls: bool = False) -> bytes:
+    """The first bytes of a connection."""
+    return handshake.Preamble(session_id, tls=tls).encode()
+
+
+def message(type: int, payload: bytes = b"", number: int = 0, key: bytes | None = None) -> bytes:
+    """A message in clear, or one that is sealed with a key."""
+    return b"".join(frames.encode(frames.Sealer(key) if key else None, MessageType(type), number, payload))
+
+
+class Stranger:
+    """One end of a handshake, with a wrong secret.
+
+    Args:
+        session_id: Of the session that a client asks for.
+        of_client: The preamble that a client has sent, to be a server.
+        host: What it says of itself.
+    """
+
+    def __init__(
+        self, session_id: bytes = NEW_SESSION, *, of_client: bytes | None = None, host: str | None = None
+    ) -> None:
+        identity = local_identity("server" if of_client else "client")
+        if host is not None:
+            identity = dataclasses.replace(identity, host=host)
+        start = handshake.Preamble.decode(of_client) if of_client else handshake.Preamble(session_id)
+        self._handshake = handshake.Handshake(WRONG, identity, start)
+
+    def says(self) -> bytes:
+        """What it has to send now: a client its preamble and HELLO at first."""
+        return self._handshake.data_to_send()
+
+    def hears(self, type: int, payload: bytes) -> None:
+        """Take a message of the other end."""
+        self._handshake.receive(frames.Message(MessageType(type), payload=payload))
+
+
+def session_of(address: str) -> RemoteSession:
+    """This process's session on a node server."""
+    return get_client().node(Address.parse(address)).session()
+
+
+def session_id_of(address: str) -> bytes:
+    """Its id, as it can be seen on the network."""
+    return bytes.fromhex(session_of(address).wait().session)
+
+
+def open_channel_to(address: str, session_id: bytes = NEW_SESSION, secret: bytes | None = None) -> Channel:
+    """A connection that is authenticated, by the secret of the tests if no other is given."""
+    credentials = load_credentials() if secret is None else Credentials(secret, "a test")
+    deadline = Deadline(20 * TIMEOUT_SCALE)
+    return open_channel(Address.parse(address), credentials, local_identity("client"), session_id, deadline)
+
+
+def open_as_client(address: str, session_id: bytes = NEW_SESSION) -> tuple[Channel, Welcome]:
+    """The same, and its welcome."""
+    channel = open_channel_to(address, session_id)
+    return channel, read_welcome(channel, Deadline(None))
+
+
+def encode_call(function: Callable[..., Any], *args: Any) -> tuple[bytes, list[memoryview]]:
+    """Payload and blocks of a call."""
+    encoded = dumps(tuple(Call(function, args, {})))
+    return encoded.payload, encoded.buffers
