@@ -17,13 +17,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.pools.pool import Order, Pool
-from tests.behaviour.test_pool_node import SECRET, Engine, here
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.support.clocks import shorten
 from tests.support.comparison import assert_same
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Augmented, Numbers
+from tests.support.engine import Engine, pool_on
 from tests.support.quick import quick_server
 
 NUM_OFFERED = 4
@@ -169,7 +168,7 @@ def test_a_pool_follows_what_a_loop_wants_in_mid_pass(monkeypatch):
     """The loop hears of the pool's node servers, and the pool of what the loop wants, by way of these."""
     shorten(monkeypatch, "reports", "pool asks", "pool shrinks", "pool is asked")
     engine = Engine()
-    with Pool(engine, (1, 3), Order(SECRET, 1, (), here), 60.0 * TIMEOUT_SCALE) as workers:
+    with pool_on(engine, (1, 3)) as workers:
         iterator = iter(RPCDataloader(RPCDataset(workers, Sleepy, SIZE), batch_size=None, num_workers="auto"))
         batches = take(iterator, lambda number: (number, len(list(workers))) == (3, 3), 0.0)
         batches += take(iterator, lambda number: (number, len(list(workers))) == (1, 1), 0.1)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.wire.copies import Copied, Copies, map_copies
+from rpcdataloader import RPCDataloader, RPCDataset
 
 MIB = 1 << 20
 
@@ -107,39 +106,3 @@ if __name__ == "__main__":
     total = sum(RPCDataloader(Large(48 * MIB), None, workers=sys.argv[1], num_workers=1))
     print(48.0, float(total[0]))
 """
-
-
-def mapped(*copies):
-    blocks = map_copies(Copies(*copies))
-    return [bytes(block.view) for block in blocks]
-
-
-def test_only_memory_that_nobody_can_change_is_mapped(tmp_path):
-    copied = Copied([memoryview(b"a" * 100), memoryview(b""), memoryview(b"b" * 70)])
-    place = copied.place
-    assert mapped(*place) == [b"a" * 100, b"", b"b" * 70]
-    with pytest.raises(PermissionError):
-        os.pwrite(place.descriptor, b"x", 0)
-    with pytest.raises(OSError, match="another file is at descriptor"):
-        mapped(*place._replace(inode=place.inode + 1))
-    with pytest.raises(OSError, match=r"buffers of \(1000,\) bytes are not in memory of"):
-        mapped(*place._replace(sizes=(1000,)))
-    del copied
-    with pytest.raises(OSError, match=r"No such file|another file"):
-        mapped(*place)
-    with open(tmp_path / "file", "wb+") as file:
-        file.write(b"a" * 100)
-        file.flush()
-        with pytest.raises(OSError, match=r"another file|Invalid argument"):
-            mapped(os.getpid(), file.fileno(), os.fstat(file.fileno()).st_ino, (100,))
-
-
-@pytest.mark.usefixtures("clean_client")
-def test_a_client_that_names_what_is_not_there_is_told_so(unix_server):
-    copies = tuple(Copies(os.getpid(), 10**6, 1, (100,)))
-    with pytest.raises(FileNotFoundError):
-        rpc_async(unix_server.address, map_named, args=(copies,)).wait()
-
-
-def map_named(copies):
-    return len(map_copies(Copies(*copies)))

@@ -25,6 +25,7 @@ from tests.support import datasets, file_datasets
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import State, notes
+from tests.support.peers import session_of
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -255,10 +256,6 @@ def test_change_that_fails_raises_and_is_not_applied_later(two_nodes, build):
     assert {sample[1:3] for sample in items(RPCDataloader(dataset))} == {(4, 0)}
 
 
-def dataset_session_is_lost(dataset):
-    return not all(session.is_usable for session in dataset.__dict__["_access"]._sessions)
-
-
 # Errors of the constructor
 
 
@@ -374,9 +371,9 @@ def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
 def test_dataset_whose_session_has_ended_is_made_again_with_its_changes(shared_server):
     dataset = RPCDataset(shared_server.address, State)
     dataset.epoch = 5
-    session = dataset.session
+    session, used = dataset.session, session_of(shared_server.address)
     os.kill(session, signal.SIGKILL)
-    wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
+    wait_until(lambda: not used.is_usable, what="news of the end of the session")
     assert dataset.epoch == 5
     assert dataset.session != session
     dataset.epoch = 6
@@ -387,9 +384,10 @@ def test_dataset_whose_session_has_ended_is_made_again_with_its_changes(shared_s
 def test_dataset_whose_nodes_have_gone_says_so(serve):
     server = serve()
     dataset = RPCDataset(server.address, State)
+    used = session_of(server.address)
     server.signal(signal.SIGKILL)
     assert server.wait() == -signal.SIGKILL
-    wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
+    wait_until(lambda: not used.is_usable, what="news of the end of the session")
     for use in (lambda: dataset[0], lambda: setattr(dataset, "epoch", 1)):
         with pytest.raises(ConnectionLostError, match=f"State is lost with its nodes: {server.address}: .*refused"):
             use()

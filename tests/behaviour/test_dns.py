@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TIMEOUT_SCALE
+from tests.support.clocks import in_script
 
 SCRIPT = """
 import itertools, os, signal, socket, subprocess, sys, threading
 from rpcdataloader import RPCDataloader, RPCDataset, launch as command
-from rpcdataloader.client.discovery import Names
 from rpcdataloader.errors import ConnectError
 
-Names.pause = 0.1
 processes = {}
 
 def launch(host):
@@ -123,7 +122,7 @@ def own_network(tmp_path):
 def test_names_that_come_and_go_are_nodes_that_come_and_go(own_network):
     environment = {**os.environ, "RPCDATALOADER_CONNECT_TIMEOUT": "1"}
     done = subprocess.run(
-        [*own_network, sys.executable, "-c", SCRIPT],
+        [*own_network, sys.executable, "-c", in_script("names") + SCRIPT],
         capture_output=True,
         text=True,
         timeout=110 * TIMEOUT_SCALE,

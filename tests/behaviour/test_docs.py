@@ -23,19 +23,17 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import rpcdataloader
-from rpcdataloader import ResumableDistributedSampler, RPCDataset, integrations, launch, pools
+from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset, integrations, launch, pools
 from rpcdataloader.__main__ import COMMANDS
-from rpcdataloader.loader.dataloader import RPCDataloader
-from rpcdataloader.server.settings import ServerSettings
-from rpcdataloader.wire.frames import MessageType
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, wait_until
+from tests.support.peers import MessageType
 from tests.support.zygote import Script, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -360,8 +358,7 @@ def test_commands_that_start_node_servers_are_understood():
                 for command, expected in filter(lambda typed: is_launch(typed[0]), block.commands):
                     assert expected == "" or READY_LINE.fullmatch(expected), command
                     words = shlex.split(command)
-                    given = launch.make_parser().parse_args(words[words.index("rpcdataloader.launch") + 1 :])
-                    ServerSettings(**{field.name: getattr(given, field.name) for field in fields(ServerSettings)})
+                    launch.make_parser().parse_args(words[words.index("rpcdataloader.launch") + 1 :])
                     num_launched += 1
     assert num_launched > 5
 

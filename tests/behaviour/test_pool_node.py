@@ -11,17 +11,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.pools.pool import NodeActor, Order, Pool
-from rpcdataloader.wire.credentials import Credentials
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
-
-SECRET = Credentials(b"a secret that the environment does not have", "a test")
+from tests.support.engine import SECRET, Engine, pool_on, process_of, start_actor
 
 pytestmark = pytest.mark.usefixtures("clean_client")
-
-
-def here():
-    return "127.0.0.1"
 
 
 @pytest.fixture
@@ -29,7 +22,7 @@ def start():
     actors = []
 
     def start(*launch):
-        actors.append(NodeActor(Order(SECRET, 1, launch, here)))
+        actors.append(start_actor(*launch))
         return actors[-1]
 
     yield start
@@ -38,50 +31,9 @@ def start():
         assert actor.ended.wait(10 * TIMEOUT_SCALE)
 
 
-class Node:
-    def __init__(self, actor):
-        self._actor = actor
-
-    def poll(self):
-        return self._actor.address()
-
-    def stop(self):
-        self._actor.stop()
-        return True
-
-    def release(self):
-        self._actor = None
-
-
-class Engine:
-    """Starts node servers in this process."""
-
-    advice = ""
-
-    def __init__(self):
-        self.pids = []
-
-    def start(self, order):
-        actor = NodeActor(order)
-        self.pids.append(actor._server.process.pid)
-        return Node(actor)
-
-    def publish(self, addresses):
-        pass
-
-    def reader(self):
-        return tuple
-
-    def withdraw(self):
-        pass
-
-    def close(self):
-        pass
-
-
 def test_loader_follows_a_pool_with_a_secret_of_its_own():
     engine = Engine()
-    with Pool(engine, 1, Order(SECRET, 1, (), here), 30 * TIMEOUT_SCALE) as workers:
+    with pool_on(engine, 1) as workers:
         loader = RPCDataloader(RPCDataset(workers, TensorDataset, torch.arange(4000)), batch_size=4)
         batches = iter(loader)
         received = [next(batches)[0]]
@@ -96,9 +48,9 @@ def test_loader_follows_a_pool_with_a_secret_of_its_own():
 
 
 def test_server_drains_when_its_actor_is_dropped():
-    actor = NodeActor(Order(SECRET, 1, (), here))
+    actor = start_actor()
     wait_until(actor.address, 30)
-    process, ended = actor._server.process, actor.ended
+    process, ended = process_of(actor), actor.ended
     del actor
     assert ended.wait(10 * TIMEOUT_SCALE)
     assert process.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -15,7 +16,6 @@ from torch.utils.data import IterableDataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.wire.register import Entry
 from tests.conftest import close_client, wait_until
 from tests.support import datasets
 from tests.support.clocks import in_server
@@ -69,9 +69,9 @@ def servers_of(loader):
 
 def test_file_is_there_with_the_ready_line_and_says_the_same(register):
     server, path = register()
-    said = Entry.decode(path.read_bytes())
-    assert (str(said.address), said.num_workers, said.pid) == (server.address, server.num_workers, server.pid)
-    assert said.host == socket.gethostname()
+    said = json.loads(path.read_text())
+    assert (said["address"], said["num_workers"], said["pid"]) == (server.address, server.num_workers, server.pid)
+    assert said["host"] == socket.gethostname()
 
 
 def test_file_goes_when_the_drain_begins(register, fifo):

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader import rpc_async
-from rpcdataloader.client.client import get_client
-from rpcdataloader.client.worker import PendingReply, WorkerOwner
+from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.server.stacks import LOCKED_SIGNAL
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.messages import Call
 from tests.conftest import AT_ONCE, is_running, wait_until
+from tests.support.peers import session_of
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -40,7 +36,7 @@ def wait_in_the_kernel(fifo):
 
 
 def block_and_hold_gil(marker):
-    signal.pthread_sigmask(signal.SIG_BLOCK, [LOCKED_SIGNAL])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMAX])
     Path(marker).touch()
     hold_gil()
 
@@ -56,15 +52,13 @@ def line_of(func, text):
 
 
 class Side:
-    """The session of this process on a server, the worker that serves ``rpc_async``, and another one."""
+    """The session of this process on a server, and its first worker, which serves ``rpc_async``."""
 
     def __init__(self, address):
         self.address = address
-        node = get_client().node(Address.parse(address))
-        self.session = node.session()
+        self.session = session_of(address)
         self.pid = self.call(os.getpid)
-        self.number = node.rpc_worker().number
-        self._node = node
+        self.number = 1
 
     def call(self, func, *args):
         return rpc_async(self.address, func, args).wait()
@@ -75,11 +69,9 @@ class Side:
     def stack(self):
         return self.session.stack_of(self.number)
 
-    def call_other(self):
-        other = self.session.open_worker(WorkerOwner())
-        answer = PendingReply(get_client().allocator)
-        other.call(Call(os.getpid, (), {}), answer.complete)
-        return answer.wait()
+    def load(self):
+        """Samples that another worker has loaded."""
+        return list(RPCDataloader(range(3), None, workers=self.address, num_workers=1))
 
 
 @pytest.fixture
@@ -151,7 +143,7 @@ def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
     side.start(block_and_hold_gil, str(tmp_path / "runs"))
     wait_until((tmp_path / "runs").exists)
     wait = side.session.end_worker(side.number, "for a test")
-    assert side.call_other() != side.pid
+    assert side.load() == [0, 1, 2]
     assert "in block_and_hold_gil" in wait()
 
 

@@ -27,6 +27,7 @@ from rpcdataloader import RPCDataloader, RPCDataset, __version__, rpc_async
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError
 from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.support.clocks import in_script
 from tests.support.peers import (
     STATUS_ID,
     WRONG,
@@ -463,7 +464,7 @@ def test_watch_draws_on_the_alternate_screen_and_leaves_it(serve, number, status
 def test_probe_imports_no_torch(serve):
     server = serve()
     script = (
-        "import sys; from rpcdataloader.status.__main__ import main; status = main(sys.argv[1:]);"
+        "import sys; from rpcdataloader.__main__ import main; status = main(['status', *sys.argv[1:]]);"
         "print({'torch', 'numpy', 'cloudpickle'} & sys.modules.keys()); sys.exit(status)"
     )
     arguments = [sys.executable, "-c", script, server.address, "--stacks", "--timeout", str(PROMPTLY)]
@@ -474,7 +475,6 @@ def test_probe_imports_no_torch(serve):
 TRAINER = """
 import tempfile, time
 from rpcdataloader import RPCDataloader
-from rpcdataloader.client import client
 
 class Samples:
     def __len__(self):
@@ -483,7 +483,6 @@ class Samples:
         time.sleep(0.02)
         return index
 
-client.PERIOD = 0.1
 tempfile.tempdir = None
 for _batch in RPCDataloader(Samples(), workers="local:2", num_workers=2):
     pass
@@ -493,7 +492,9 @@ for _batch in RPCDataloader(Samples(), workers="local:2", num_workers=2):
 def test_local_finds_the_embedded_pools_of_this_user_with_their_loops(zygote, look, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    trainer = zygote.start(f'import os; os.environ["TMPDIR"] = {str(tmp_path)!r}\n{FORK_POOLS}{TRAINER}')
+    trainer = zygote.start(
+        f'import os; os.environ["TMPDIR"] = {str(tmp_path)!r}\n' + FORK_POOLS + in_script("reports") + TRAINER
+    )
 
     def find():
         status, document = look("--local")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
@@ -18,9 +17,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import BadSamplesError, SerializationError
-from rpcdataloader.fetch.raw import pack
-from rpcdataloader.wire.pickling import dumps, loads
-from rpcdataloader.wire.slabs import Block
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -253,19 +249,3 @@ def test_sampler_may_yield_payloads_of_any_size(wide_servers):
     payloads = [{"array": np.full(100_000, i), "tensor": torch.full((50_000,), float(i))} for i in range(6)]
     loader = RPCDataloader(Sums(), 2, sampler=payloads, workers=wide_servers[0].address, num_workers=2)
     assert as_lists(loader) == [[150_000.0 * i, 150_000.0 * (i + 1)] for i in (0, 2, 4)]
-
-
-@pytest.mark.parametrize("kind", ["raw samples", "array"])
-def test_requests_can_be_collected_as_garbage(kind):
-    """Python 3.11 crashed when a memoryview of another one was part of a cycle."""
-    content = np.zeros(200_000)
-    if kind == "raw samples":
-        encoded = dumps(pack([{"bytes": bytes(LARGE)}]))
-        content = loads(
-            encoded.payload, [Block(torch.frombuffer(bytearray(b), dtype=torch.uint8)) for b in encoded.buffers]
-        )
-    views = dumps([content]).buffers
-    cycle = [*views, *(view.obj for view in views)]
-    cycle.append(cycle)
-    del content, views, cycle
-    assert gc.collect()

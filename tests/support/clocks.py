@@ -14,6 +14,8 @@ CLOCKS: dict[str, tuple[str, float]] = {
     "search": ("rpcdataloader.plan.roster.MAX_PAUSE", 0.2),
     # Between two looks into a register; 1 s.
     "register": ("rpcdataloader.wire.register.Register.pause", 0.05),
+    # Between two questions for the addresses of a name; 2 s.
+    "names": ("rpcdataloader.client.discovery.Names.pause", 0.1),
     # For further nodes, when the first one is there; 10 s.
     "patience": ("rpcdataloader.loader.placement.PATIENCE", 0.2),
     # Until a batch is late, and a second copy is sent; 1 s.
@@ -60,6 +62,11 @@ def shorten(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """For one test."""
     for name in names:
         monkeypatch.setattr(*CLOCKS[name])
+
+
+def in_script(*names: str) -> str:
+    """The same, as what a script runs first."""
+    return f"import pytest; from tests.support.clocks import shorten; shorten(pytest.MonkeyPatch(), *{names})\n"
 
 
 def in_server(*names: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rpcdataloader.errors import SerializationError
+from rpcdataloader.fetch.raw import pack
 from rpcdataloader.wire.pickling import Encoded, dumps, dumps_reply, loads
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator
 from tests.conftest import leased_bytes
@@ -175,3 +176,19 @@ class TestErrors:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["raw samples", "array"])
+def test_requests_can_be_collected_as_garbage(kind):
+    """Python 3.11 crashed when a memoryview of another one was part of a cycle."""
+    content = np.zeros(200_000)
+    if kind == "raw samples":
+        encoded = dumps(pack([{"bytes": bytes(1 << 20)}]))
+        content = loads(
+            encoded.payload, [Block(torch.frombuffer(bytearray(b), dtype=torch.uint8)) for b in encoded.buffers]
+        )
+    views = dumps([content]).buffers
+    cycle = [*views, *(view.obj for view in views)]
+    cycle.append(cycle)
+    del content, views, cycle
+    assert gc.collect()
