@@ -44,15 +44,18 @@ class FakeRegistration:
 class FakePinned(PinnedAllocator):
     """Pinned memory; remembers what it gave out.
 
+    Args:
+        registers: It may page-lock memory of workers, too.
+
     Attributes:
         blocks: All of it.
     """
 
     registration: FakeRegistration  # type: ignore[assignment]
 
-    def __init__(self) -> None:
+    def __init__(self, registers: bool = True) -> None:
         self.blocks: list[torch.Tensor] = []
-        super().__init__(self._remember, registration=FakeRegistration())  # type: ignore[arg-type]
+        super().__init__(self._remember, registration=FakeRegistration() if registers else None)  # type: ignore[arg-type]
 
     def _remember(self, size_bytes: int) -> torch.Tensor:
         self.blocks.append(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
@@ -137,7 +140,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 def plug_in_pinned(monkeypatch: pytest.MonkeyPatch) -> tuple[FakePinned, list[Any]]:
     """Let loaders pin such memory; gives it, and the batches that torch is asked to pin, which is done then."""
-    pinned, asked = FakePinned(), list[Any]()
+    pinned, asked = FakePinned(registers=False), list[Any]()
 
     def pin(batch: Any) -> Any:
         asked.append(batch)
