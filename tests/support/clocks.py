@@ -35,26 +35,26 @@ CLOCKS: dict[str, tuple[str, float]] = {
 }
 
 
-# The same for a node server, as a statement that it runs first.
-CLOCKS_OF_SERVERS = {
+# The same for a node server.
+CLOCKS_OF_SERVERS: dict[str, dict[str, float]] = {
     # For the proof of a stranger, in a gate and in a session; 10 s.
-    "strangers": "node.PROOF_TIMEOUT = session.HANDSHAKE_TIMEOUT = 1.0",
+    "strangers": {"node.PROOF_TIMEOUT": 1.0, "session.HANDSHAKE_TIMEOUT": 1.0},
     # How many strangers may be at the door, and how long the oldest is left there; 128, 1 s.
-    "small door": "node.MAX_UNPROVED = 8; node.PROOF_PATIENCE = 0.05",
+    "small door": {"node.MAX_UNPROVED": 8, "node.PROOF_PATIENCE": 0.05},
     # Lines about those who were refused: how many in this time; 20 in 10 s.
-    "all refusals": "logs.MAX_REFUSALS = 10000",
-    "refusals, for long": "logs.REFUSALS_PERIOD = 1000",
+    "all refusals": {"logs.MAX_REFUSALS": 10000},
+    "refusals, for long": {"logs.REFUSALS_PERIOD": 1000},
     # Until a session that does not end is killed; 2 s.
-    "end of a session": "clients.END_TIMEOUT = 0.2",
-    "end of a session, for ever": "clients.END_TIMEOUT = 600.0",
+    "end of a session": {"clients.END_TIMEOUT": 0.2},
+    "end of a session, for ever": {"clients.END_TIMEOUT": 600.0},
     # Between two writes of its file in a register; 10 s.
-    "renewal": "node.RENEWAL_PERIOD = 0.05",
+    "renewal": {"node.RENEWAL_PERIOD": 0.05},
     # Until standard input that says nothing is an end; 60 s.
-    "lifeline": "node.LIFELINE_SILENCE = 0.2",
+    "lifeline": {"node.LIFELINE_SILENCE": 0.2},
     # After a connection for which there was no descriptor; 1 s.
-    "exhausted": "node.EXHAUSTED_PAUSE = 0.3",
+    "exhausted": {"node.EXHAUSTED_PAUSE": 0.3},
     # Between two signs of life of the command that starts servers by ssh; 10 s.
-    "heartbeat": "ssh.HEARTBEAT = 0.05",
+    "heartbeat": {"ssh.HEARTBEAT": 0.05},
 }
 
 
@@ -71,7 +71,9 @@ def in_script(*names: str) -> str:
 
 def in_server(*names: str) -> str:
     """What a server runs first, to have these: ``serve(before=in_server("renewal"))``."""
-    return "; ".join(CLOCKS_OF_SERVERS[name] for name in names)
+    changes = [change for name in names for change in CLOCKS_OF_SERVERS[name].items()]
+    # Each is read first, which fails where there is none.
+    return "; ".join(f"{target}; {target} = {value}" for target, value in changes)
 
 
 class KeepAlive(NamedTuple):
