@@ -107,7 +107,7 @@ def measure(records: Records) -> Figures | None:
     # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying needs no lock.
     rebuilt = min(ratio(1, decode, math.inf), ratio(max(1, len(setup.workers)), receiving, math.inf))
     capacities = {"receiving": rebuilt, "copies": ratio(1, stages["copy"].mean, math.inf), "network": link}
-    if not any(map(_is_remote, setup.workers.values())):
+    if all(node == "local" or node.startswith("unix:") for node in setup.workers.values()):
         # Both ends of a Unix socket copy its bytes, on CPUs of this machine.
         capacities["receiving"] = min(rebuilt, capacities.pop("network"))
     slow, latency, means = None, 0.0, dict[int, float]()
@@ -160,11 +160,6 @@ def _usual(durations: Sequence[float]) -> list[float]:
     """Drop durations that are far above the median."""
     limit = _LATE_FACTOR * median_low(durations) if durations else 0.0
     return [max(0.0, seconds) for seconds in durations if seconds <= limit]
-
-
-def _is_remote(node: str) -> bool:
-    """Whether a node is reached over a network, as far as its address tells."""
-    return node != "local" and not node.startswith("unix:")
 
 
 def _means(tasks: Mapping[int, Sequence[float]], nodes: Mapping[int, str], task: float) -> dict[int, float]:

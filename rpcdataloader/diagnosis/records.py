@@ -110,7 +110,7 @@ class Setup:
     machines: Mapping[int, str] = field(default_factory=dict)  # machine of each worker; several nodes may share one
     is_persistent: bool = False  # True if the workers stay for the next epoch
     is_stream: bool = False  # True for an iterable-style dataset, of which some workers may get no samples
-    has_source: bool = False  # True if the sampler is a stream, which others iterate over
+    draws_from: str = "sampler"  # or "source", of a stream that others iterate over
 
 
 @dataclass(slots=True)
@@ -130,15 +130,6 @@ class Start:
     # Seconds spent so far on pickling the dataset, sending it, and building it on the nodes.
     dataset: Callable[[], float] = float
     is_instance: bool = False  # True if the dataset was pickled; False if a class or function builds it
-
-    def worker_ready(self, now: float) -> None:
-        """Note that a worker is there."""
-        self.ready = self.ready or now
-
-    def worker_opened(self, now: float, init: float) -> None:
-        """Note that a worker has called ``worker_init_fn``, which took ``init`` seconds."""
-        if not self.opened:
-            self.opened, self.init = now, init
 
     def parts(self, now: float) -> dict[str, float]:
         """Seconds of each part until ``now``, or until the first batch; the part under way comes last."""
@@ -190,7 +181,7 @@ class Recorder:
     Attributes:
         setup: Latest workers and limits; replaced when they may have changed.
         start: The way to the first batch; other threads note its steps.
-        trace: The argument; while it is set, every batch is a probe.
+        trace: The argument; while it is set, and :attr:`next_probe` is 0, every batch is a probe.
         tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
         batches: Number of delivered batches.
         waited: Seconds in ``next``, without those in which the device was at work.
@@ -232,11 +223,6 @@ class Recorder:
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
         self._late: dict[int, float] = {}
         self.is_told = False
-
-    def follow(self, trace: Callable[[Probe, Setup], None] | None) -> None:
-        """Call ``trace`` for every batch drawn from now on; None for no trace."""
-        self.trace = trace
-        self.next_probe = 0.0
 
     def probe(self, now: float, draw: float, number: int) -> Probe:
         """Return the record for a drawn batch, from :attr:`next_probe` on."""

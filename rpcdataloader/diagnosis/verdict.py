@@ -177,8 +177,7 @@ def _diagnose_whole(records: Records, figures: Figures | None = None) -> Diagnos
         verdict = _Verdict("none")
     else:
         stays = "yes" if records.setup.is_persistent and part not in ("dataset", "batch") else ""
-        is_local = "yes" if "local" in records.setup.workers.values() else ""
-        values: dict[str, Value] = {"part_seconds": min(first, parts[part]), "stays": stays, "is_local": is_local}
+        values: dict[str, Value] = {"part_seconds": min(first, parts[part]), "stays": stays}
         verdict = _Verdict("start", "sending" if part == "dataset" and start.is_instance else part, values)
     return _make(verdict, evidence, figures)
 
@@ -206,12 +205,8 @@ def _find_bound(figures: Figures, setup: Setup) -> _Verdict:
         asleep -= evidence["longest_seconds"] / evidence["batches"]
     if awake > asleep:
         # The thread of the loop is not asleep while another one has the interpreter lock, or the CPU.
-        times = {
-            _drawing(setup): drawn,
-            "copies": 2 * evidence["copy_seconds"],
-            "lock": 2 * lock,
-            "receiving": receiving,
-        }
+        copying = evidence["copy_seconds"]
+        times = {setup.draws_from: drawn, "copies": 2 * copying, "lock": 2 * lock, "receiving": receiving}
         part = max(times, key=times.__getitem__)
         return _Verdict("trainer", part if times[part] >= own else "next")
     limit = _HEADROOM * evidence["needed_rate"]
@@ -234,10 +229,6 @@ def _find_bound(figures: Figures, setup: Setup) -> _Verdict:
     if window < limit:
         return _setting(figures, setup)
     return _late_worker(figures, setup) if evidence["late_share"] >= 0.5 else _Verdict("unclear")
-
-
-def _drawing(setup: Setup) -> str:
-    return "source" if setup.has_source else "sampler"
 
 
 def _slow_node(slow: SlowNode) -> _Verdict:
@@ -297,7 +288,7 @@ def _more_workers(figures: Figures, setup: Setup) -> _Verdict:
     if math.isinf(goal) or kept * evidence["demand_rate"] >= 1:
         return _Verdict("workers", values=values | {"advice": "empty"})
     if needed <= allowed and kept * needed >= HARMLESS:
-        keeps = "next" if evidence["own_seconds"] > evidence["draw_seconds"] else _drawing(setup)
+        keeps = "next" if evidence["own_seconds"] > evidence["draw_seconds"] else setup.draws_from
         values |= {"kept_share": kept * needed, "keeps": keeps}
     usual = min(1.0, max(_LEAST_USE, evidence["delivered_rate"] / capacity))
     error = ratio(evidence["task_spread"], math.sqrt(evidence["num_tasks"]))

@@ -66,12 +66,8 @@ _START = {
     "dataset": ("on building the dataset", "make the RPCDataset once, outside of the loop, or its constructor faster"),
     "pool": (
         "until a worker was there",
-        "a running node server (python -m rpcdataloader.launch, with --preload for slow imports) is there at once, and "
-        "persistent_workers=True keeps its workers",
-    ),
-    "server": (
-        "until a worker was there",
-        "persistent_workers=True keeps the workers, and --preload lets the node server import slow modules before",
+        "persistent_workers=True keeps the workers, and a running node server (python -m rpcdataloader.launch) with "
+        "--preload has imported slow modules before",
     ),
     "build": (
         "on imports and the dataset in the worker",
@@ -110,7 +106,7 @@ def say(bound: str, part: str, values: Mapping[str, Value], more: tuple[int, int
     less = _LESS[float(values.get("batch_bytes", 0)) >= _LARGE_BYTES]
     texts = {"less": less, "next": less.split(",")[0]}
     if bound == "start":
-        texts["doing"], texts["advice"] = _START["server" if part == "pool" and not values["is_local"] else part]
+        texts["doing"], texts["advice"] = _START[part]
         texts["advice"] = _STAYS if values["stays"] else texts["advice"]
     elif bound == "workers":
         texts["advice"] = _advise(values, more)

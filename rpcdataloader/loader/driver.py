@@ -507,7 +507,8 @@ class Driver:
             # The window of a table of streams shrinks with each that ends, whose worker stays.
             window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window
             limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
-            kept = settings.persistent_workers, settings.iterable, isinstance(settings.sampler, Source)
+            draws_from = "source" if isinstance(settings.sampler, Source) else "sampler"
+            kept = settings.persistent_workers, settings.iterable, draws_from
             self.recorder.setup = Setup(workers, *limits, names, machines, *kept)
 
 

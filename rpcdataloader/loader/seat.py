@@ -102,7 +102,8 @@ class Seat(WorkerOwner):
             error = exc.with_traceback(None)
             self._driver.feed(lambda engine, _now: engine.worker_failed(self.number, error))
         else:
-            self._driver.recorder.start.worker_opened(self._driver.now(), init or 0.0)
+            if not (start := self._driver.recorder.start).opened:
+                start.opened, start.init = self._driver.now(), init or 0.0
             self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
 
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
@@ -156,7 +157,8 @@ class Seat(WorkerOwner):
             driver.streams[task.stream] = answer.stream
 
     def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  the only one
-        self._driver.recorder.start.worker_ready(self._driver.now())
+        start = self._driver.recorder.start
+        start.ready = start.ready or self._driver.now()
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
 
     def worker_draining(self, worker: RemoteWorker) -> None:  # noqa: ARG002

@@ -20,20 +20,18 @@ diagnosis_logger = logging.getLogger("rpcdataloader.diagnosis")
 
 _failures = itertools.count()  # of diagnoses that were to be logged
 
-# Asks for the loop of the rank that waits most, and passes it on; returns False if nothing is known of other ranks.
-AskRanks = Callable[[Callable[[LoopStatus | None], None]], bool]
-
 
 def tell(
     recorder: Recorder,
     find: Callable[[], Diagnosis | None],
     dataset: str,
     partition: Partition,
-    ask_ranks: AskRanks = lambda _then: False,
+    ask_ranks: Callable[[Callable[[LoopStatus | None], None]], bool] = lambda _then: False,
 ) -> None:
     """Log, on rank 0 and once, the diagnosis of a pass that waited; an error of ``find`` ends no training.
 
-    All ranks of a training wait for the slowest one: the sentence is that of the rank that waits most.
+    All ranks of a training wait for the slowest one: the sentence is that of the rank that waits most, which
+    ``ask_ranks`` passes on; it returns False if nothing is known of other ranks.
     """
     if partition.rank or recorder.is_told:
         return

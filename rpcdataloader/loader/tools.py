@@ -111,7 +111,7 @@ class LoaderTools(DataLoader[_T_co]):
     def _follow_trace(self, trace: Callable[[Probe, Setup], None] | None) -> None:
         self._trace = trace
         if self._recorder is not None:
-            self._recorder.follow(trace)
+            self._recorder.trace, self._recorder.next_probe = trace, 0.0
 
     @property
     def _current(self) -> RemoteIterator | None:

@@ -70,7 +70,7 @@ PASSES = {
     "trainer lock": {"consumer": 0.02, "blocked": 0.01, "lock": 0.012, "receive_cpu": 0.001},
     "trainer copies": {"consumer": 0.01, "blocked": 0.01, "copy": 0.02},
     "trainer sampler": {"consumer": 0.02, "drawn": 0.01},
-    "trainer source": {"consumer": 0.02, "drawn": 0.01, "has_source": True},
+    "trainer source": {"consumer": 0.02, "drawn": 0.01, "draws_from": "source"},
     "setting prefetch_factor": {
         "consumer": 0.01, "blocked": 0.01, "prefetch_factor": 1, "latency": 0.06, "stages": ALONE
     },
