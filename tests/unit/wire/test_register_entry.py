@@ -52,12 +52,11 @@ def test_fields_of_later_versions_are_left_alone():
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "it is empty"),
+        (b"", "is not JSON"),
         (b"\0" * 100, "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[]", "is not a JSON object"),
         (b"[" * 4096, "is n"),  # "is nested too deeply", or from Python 3.12 on "is not JSON"
-        (CONTENT + b" " * 4096, "it has more than 4096 bytes"),
         (b"{}", "address is of another type"),
         (changed(address=None), "address is of another type"),
         (changed(address="node01"), "cannot read the address 'node01': write host:port"),
@@ -65,16 +64,9 @@ def test_fields_of_later_versions_are_left_alone():
         (changed(address="unix:socket"), "cannot read the address"),
         (changed(address="node01:6543\x1b[2J"), "cannot read the address"),
         (changed(address="\ud800:1"), "cannot read the address"),
-        (changed(num_workers=0), "num_workers 0 and pid 4711 must be at least 1"),
         (changed(num_workers=True), "num_workers is of another type"),
         (changed(num_workers=2.0), "num_workers is of another type"),
-        (changed(pid=-1), "num_workers 32 and pid -1 must be at least 1"),
-        (changed(host="\x1b[2J"), "host and machine must be printable"),
-        (changed(machine="\n"), "host and machine must be printable"),
         (changed(started="now"), "started is of another type"),
-        (changed(started=float("nan")), "started is out of range"),
-        (changed(started=float("inf")), "started is out of range"),
-        (changed(started=10**400), "started is out of range"),
     ],
 )
 def test_anything_else_is_refused(content, problem):
