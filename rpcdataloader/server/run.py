@@ -11,6 +11,7 @@ import resource
 import socket
 from collections.abc import Callable, Sequence
 
+from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.output import Output
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.server.node import NodeServer
@@ -18,7 +19,7 @@ from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import DEFAULT_PORT, ServerContext, ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
-from rpcdataloader.wire.connecting import listen_tcp, listen_unix, resolve
+from rpcdataloader.wire.connecting import listen_tcp, listen_unix, look_up
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.register import Entry, Registration
 
@@ -135,6 +136,12 @@ def _listen(settings: ServerSettings) -> tuple[socket.socket, Address]:
     if settings.is_unix:
         return listen_unix(settings.unix_path), Address(path=settings.unix_path)
     advertised = settings.advertised_host()
-    resolve(advertised)
+    try:
+        look_up(advertised, 0)
+    except socket.gaierror as exc:
+        raise ConnectError(
+            f"the address for clients, {advertised}, does not resolve here ({exc.strerror}); "
+            "give one that does with --advertise"
+        ) from exc
     listener = listen_tcp(settings.host, settings.ports)
     return listener, Address(host=advertised, port=listener.getsockname()[1])

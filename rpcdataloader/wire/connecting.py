@@ -239,18 +239,3 @@ def accept(listener: socket.socket) -> tuple[socket.socket, str, str] | None:
     except OSError:
         sock.close()
         return None
-
-
-def resolve(host: str) -> None:
-    """Check that ``host`` resolves.
-
-    Raises:
-        ConnectError: The host does not resolve.
-    """
-    try:
-        look_up(host, 0)
-    except socket.gaierror as exc:
-        raise ConnectError(
-            f"the address for clients, {host}, does not resolve here ({exc.strerror}); "
-            "give one that does with --advertise"
-        ) from exc
