@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rpcdataloader.wire.messages import MAX_CHARS, escaped
+from rpcdataloader.wire.messages import MAX_CHARS, printable
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -303,7 +303,8 @@ class Printer:
 
     def put(self, origin: str, text: str) -> None:
         """Queue a line; never blocks."""
-        line = f"({escaped(origin[:MAX_CHARS])}) {escaped(text[:MAX_CHARS])}\n"
+        shown = printable(text[:MAX_CHARS], keep="\t")
+        line = f"({printable(origin[:MAX_CHARS])}) {shown}\n"
         with self._changed:
             if self._closed:
                 return

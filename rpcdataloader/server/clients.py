@@ -24,7 +24,7 @@ from rpcdataloader.server.processes import Loop, Process
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.handshake import Identity
-from rpcdataloader.wire.messages import escaped
+from rpcdataloader.wire.messages import printable
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -139,14 +139,14 @@ class Clients:
             link=link,
             sock=sock,
             id=begun.id,
-            name=escaped(begun.name),
+            name=printable(begun.name),
             identity=begun.client,
             folder=self._folders.name(),
             row=row,
             started=time.monotonic_ns(),
         )
         row.since[0] = client.started
-        job = f" of job {escaped(begun.client.job)}" if begun.client.job else ""
+        job = f" of job {printable(begun.client.job)}" if begun.client.job else ""
         logger.info("%s%s has come from %s", client.name, job, peer)
         self._by_id[client.id] = client
         self._add_output(client, output, "session")

@@ -19,7 +19,7 @@ from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.events import Link
 from rpcdataloader.server.processes import Loop
-from rpcdataloader.wire.messages import MAX_CHARS, escaped
+from rpcdataloader.wire.messages import MAX_CHARS, printable
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -171,7 +171,7 @@ class LimitedLog:
     def refused(self, refused: events.Refused) -> None:
         """Count a refused connection, and log it."""
         self.num_refused += 1
-        self.log(refused.level, "refused %s: %s", refused.peer, escaped(refused.reason))
+        self.log(refused.level, "refused %s: %s", refused.peer, printable(refused.reason))
 
     def log(self, level: int, text: str, *values: object) -> None:
         """Log a line, or count it."""

@@ -381,5 +381,5 @@ def _load_identity(content: object) -> Identity:
 
 def _printable(text: str, max_chars: int) -> str:
     """Text from a peer, fit for a terminal and a log: no control characters, no line breaks, limited in length."""
-    shown = printable(text[:max_chars])
-    return shown if len(text) <= max_chars else shown[:-3] + "..."
+    shown = printable(text[: max_chars + 1])
+    return shown if len(shown) <= max_chars else shown[: max_chars - 3] + "..."

@@ -263,16 +263,11 @@ MAX_CHARS = 1000
 
 
 def printable(text: str, keep: str = "") -> str:
-    """``text`` with a question mark for each character that could affect a terminal, or begin a line.
+    """``text`` with characters that could affect a terminal, or begin a line, written as in ``\\x1b``.
 
     Args:
         keep: Characters to leave as they are.
     """
-    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
-
-
-def escaped(text: str) -> str:
-    """``text`` with characters that could affect a terminal written as in ``\\x1b``; tabs stay."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in text)
+    return "".join(char if char.isprintable() or char in keep else ascii(char)[1:-1] for char in text)

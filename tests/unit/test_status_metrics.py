@@ -80,7 +80,7 @@ def test_what_a_client_makes_up_is_one_series_and_one_line():
     twin = dataclasses.replace(client, host=evil.replace("\n", "\t"))
     found = metrics_of(look(client, twin))
     assert found["workers_wanted"] == 40
-    name = r"a\"} 1?rpcdataloader_workers_wanted 99 \\"
+    name = r"a\"} 1\\nrpcdataloader_workers_wanted 99 \\"
     assert found[f'client_bound{{client="{name}",rank="3",bound="workers"}}'] == 1
 
 

@@ -184,7 +184,7 @@ def test_names_cannot_do_anything_to_a_terminal():
     client = {"host": evil, "job": evil, "state": evil}
     text = details(Answer("a:1", with_worker(client={**client, "last_error": evil}, stack=f"{evil}\nnext")))
     assert not set(evil) & set(text) - set("[2J")
-    assert "?[2J??\n        next" in text
+    assert "\\x1b[2J\\r\\u202e\n        next" in text
 
 
 @pytest.mark.parametrize(
