@@ -321,7 +321,13 @@ def take_advice(cause: Cause, addresses: list[str]) -> Advice:
 
     def wait_with(more: int) -> float:
         other = cause._replace(options={**cause.options, "num_workers": now + more}, num_batches=200)
-        return run(other, addresses)[0].wait_share
+        diagnosis = run(other, addresses)[0]
+        if diagnosis.bound != "start":
+            return diagnosis.wait_share
+        # Of the whole pass; no number of workers shortens the wait for the first batch.
+        numbers = diagnosis.metrics()
+        total, first = numbers["batches"] * numbers["step_seconds"], numbers["first_wait_seconds"]
+        return (diagnosis.wait_share * total - first) / (total - first)
 
     more = run(cause, addresses)[0].more_workers
     if more is None:
