@@ -89,12 +89,18 @@ class CostBatchSampler(Sampler[list[int]]):
         self.max_cost, self.padded, self.window = max_cost, padded, window
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        # What was delivered of this epoch: numbers of ranks, and of steps, one after the other.
+        # What was delivered of the epoch, before the next pass and up to now: numbers of ranks, and of steps, one after
+        # the other.
+        self._start: list[tuple[int, int]] = []
         self._past: list[tuple[int, int]] = []
         self._made: tuple[Any, list[list[Indices]]] = None, []  # the last plan, and what it was made of
 
     def __iter__(self) -> Iterator[list[int]]:
-        before, steps, start = self._next_steps()
+        self._past, self._start = self._start, []
+        return self._batches(self._past)
+
+    def _batches(self, past: list[tuple[int, int]]) -> Iterator[list[int]]:
+        before, steps, start = self._steps_after(past)
         for number, step in enumerate(steps[start:], start + 1):
             self._past = [*before, (self.num_replicas, number)]
             yield step[self.rank].tolist()
@@ -102,13 +108,13 @@ class CostBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Number of this rank's batches in the next pass."""
-        _before, steps, start = self._next_steps()
+        _before, steps, start = self._steps_after(self._start)
         return len(steps) - start
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; a new epoch begins at its start."""
         if epoch != self.epoch:
-            self._past = []
+            self._start = self._past = []
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,15 +139,15 @@ class CostBatchSampler(Sampler[list[int]]):
                 "drop_last: go on with the same ones, or begin the epoch anew"
             )
         self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
-        self._past = [(num_ranks, num_steps) for num_ranks, num_steps in state["past"]]
+        self._start = self._past = [(num_ranks, num_steps) for num_ranks, num_steps in state["past"]]
 
     def _fingerprint(self) -> str:
         options = f"{self.max_cost} {self.padded} {self.window} {self.drop_last}"
         return hashlib.blake2b(self.costs.tobytes() + options.encode(), digest_size=8).hexdigest()
 
-    def _next_steps(self) -> tuple[list[tuple[int, int]], list[list[Indices]], int]:
+    def _steps_after(self, past: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[list[Indices]], int]:
         """What other numbers of ranks have delivered, the steps that follow it, and the first that is left."""
-        before, start = list(self._past), 0
+        before, start = list(past), 0
         if before and before[-1][0] == self.num_replicas:
             start = before.pop()[1]
         origin = self.seed, self.epoch, self.shuffle, before

@@ -129,6 +129,20 @@ def test_a_new_epoch_begins_at_its_start():
     assert len(other) == whole
 
 
+def test_a_pass_that_runs_or_was_left_changes_neither_length_nor_the_next_pass(tmp_path):
+    (loader,) = make_loaders(tmp_path / "log", 1)
+    whole, length = list(loader), len(loader)
+    assert length == len(whole) > 3
+    batches = iter(loader)
+    assert [next(batches) for _ in range(2)] == whole[:2]
+    assert len(loader) == len(loader.batch_sampler) == length
+    assert list(loader) == whole
+    state = loader.state_dict()
+    (loader,) = make_loaders(tmp_path / "log", 1)
+    loader.load_state_dict(state)
+    assert list(loader) == whole
+
+
 def test_samples_meet_others_in_the_next_epoch():
     """Neighbours in a batch meet again at most twice as often as chance would have it among samples of their cost."""
     costs, window = lengths(20_000), 2_000
