@@ -225,6 +225,22 @@ def num_answered(run):
     return sum(task.answer is not None for task in list(run.engine.table.tasks.values()))
 
 
+def test_diagnosis_knows_how_long_copies_take(device, workers):
+    device.seconds = 0.02, 0.0
+    loader = RPCDataloader(Images(), 1, workers=workers, device=NAME, sampler=[0] * 10_000)
+    for _batch in loader:  # some are measured
+        if seconds := loader.diagnosis().metrics().get("copy_seconds", 0.0):
+            break
+    assert seconds == pytest.approx(0.02)
+
+
+def test_profiler_shows_the_wait_for_each_copy(device, workers):
+    loader = RPCDataloader(Images(), 2, workers=workers, device=NAME)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert len(list(loader)) == 10
+    assert [row.count for row in profile.key_averages() if row.key == "RPCDataloader.copy"] == [10]
+
+
 def test_one_batch_is_copied_ahead_and_no_more(device, workers):
     iterator = iter(RPCDataloader(Images(), batch_size=1, device=NAME, workers=workers, prefetch_factor=4))
     run = iterator.driver

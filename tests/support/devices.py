@@ -76,6 +76,7 @@ class FakeDevice(Carrier):
         waits: For each wait, the number of the copy and the thread.
         error: Raised by the copies with these numbers.
         computes: Whether it has work left, whenever that is asked.
+        seconds: What it says of the time of each copy, and of its stall for it; None if it does not know.
     """
 
     def __init__(self) -> None:
@@ -86,6 +87,7 @@ class FakeDevice(Carrier):
         self.waits: list[tuple[int, threading.Thread]] = []
         self.errors: dict[int, Exception] = {}
         self.computes = False
+        self.seconds: tuple[float, float] | None = None
         self._memory: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
@@ -119,8 +121,8 @@ class _LateCopies(Copies):
         for copy, block in zip(self.memory, self._device.copied[self._number], strict=True):
             copy.copy_(block)
 
-    def times(self) -> None:
-        """Not known."""
+    def times(self) -> tuple[float, float] | None:
+        return self._device.seconds
 
 
 def _is_in(tensor: torch.Tensor, memory: Sequence[torch.Tensor]) -> bool:
