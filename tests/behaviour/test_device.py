@@ -234,7 +234,8 @@ def test_diagnosis_knows_how_long_copies_take(device, workers):
     assert seconds == pytest.approx(0.02)
 
 
-def test_profiler_shows_the_wait_for_each_copy(device, workers):
+@pytest.mark.usefixtures("device")
+def test_profiler_shows_the_wait_for_each_copy(workers):
     loader = RPCDataloader(Images(), 2, workers=workers, device=NAME)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert len(list(loader)) == 10

@@ -91,12 +91,12 @@ def test_digits_are_learnt_from_the_same_batches_wherever_they_are_made(library_
 
 
 def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(library_zygote, servers):
-    # As torchrun does it: the processes meet at a store of their parent.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}
     results = []
-    for run_id, options in enumerate((["--num-workers", 0], ["--workers", *servers])):
-        job["TORCHELASTIC_RUN_ID"] = run_id
+    for options in ["--num-workers", 0], ["--workers", *servers]:
+        # As torchrun does it: the processes meet at a store of their parent.
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job["MASTER_PORT"] = store.port
         ranks = [start_digits(library_zygote, *options, epochs=1, RANK=rank, **job) for rank in range(2)]
         results.append(read_digits(output_of(ranks[0]), 1))
         assert output_of(ranks[1]) == ""

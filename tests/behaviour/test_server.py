@@ -467,14 +467,17 @@ def test_embedded_pool_hears_signals_whoever_starts_it(clean_client):  # noqa: A
 
 
 EMBEDDED = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 from pathlib import Path
 from rpcdataloader import RPCDataloader
 import torch
 loader = RPCDataloader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2)
 assert torch.cat([x for x, in loader]).tolist() == list(range(8))
-found = [Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")]
-(pid,) = map(int, " ".join(found).split())
+found = []
+for task in os.listdir("/proc/self/task"):
+    with contextlib.suppress(FileNotFoundError):  # a thread of the pass that has ended
+        found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+(pid,) = found
 print(pid, flush=True)
 """
 ENDS = {
