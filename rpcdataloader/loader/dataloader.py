@@ -316,6 +316,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             "_progress",
             "_last",
             "_recorder",
+            "_timed",
             "_trace",
         )
         return {**self.__dict__, **dict.fromkeys(here)}

@@ -46,6 +46,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
+    _timed: TimedBatches[_T_co] | None = None  # the last pass without workers
     _trace: Callable[[Probe, Setup], None] | None = None  # while a block is active
     _where: Where | None
     _saved: Mapping[str, Any] | None
@@ -66,8 +67,12 @@ class LoaderTools(DataLoader[_T_co]):
 
     def _time(self, batches: Iterator[_T_co]) -> Iterator[_T_co]:
         """Take the time of batches that this process loads, for :meth:`diagnosis`."""
-        self._recorder = recorder = Recorder(threading.RLock(), time.monotonic())
-        return TimedBatches(batches, recorder, type(self.dataset).__name__, PassSettings.of(self).partition)
+        timed = self._timed
+        if timed is None or timed.batches is not batches:  # persistent ones are the same in every pass
+            partition = PassSettings.of(self).partition
+            timed = self._timed = TimedBatches(batches, type(self.dataset).__name__, partition)
+        timed.recorder = self._recorder = Recorder(threading.RLock(), time.monotonic())
+        return timed
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -218,11 +223,13 @@ class LoaderTools(DataLoader[_T_co]):
 class TimedBatches(Iterator[_T_co]):
     """An iterator that loads in this process, and records that; otherwise like the iterator itself."""
 
-    def __init__(self, batches: Iterator[_T_co], recorder: Recorder, name: str, partition: Partition) -> None:
-        self.batches, self._recorder, self._name, self._partition = batches, recorder, name, partition
+    recorder: Recorder
+
+    def __init__(self, batches: Iterator[_T_co], name: str, partition: Partition) -> None:
+        self.batches, self._name, self._partition = batches, name, partition
 
     def __next__(self) -> _T_co:
-        recorder, began = self._recorder, time.monotonic()
+        recorder, began = self.recorder, time.monotonic()
         try:
             batch = next(self.batches)
         except StopIteration:
