@@ -258,3 +258,24 @@ def test_tcp_options():
             assert 1 << 18 <= end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 1 << 20
     ours.close()
     sock.close()
+
+
+# Repeated segments, probes, seconds since data came, seconds since an acknowledgement came.
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ((3, 0, 25, 25), True),
+        ((0, 3, 25, 25), True),  # the peer takes nothing more, and does not answer the question when it will
+        ((1, 2, 25, 25), True),
+        ((2, 0, 600, 600), False),  # too few to be sure
+        ((9, 0, 24, 600), False),  # an outage that may pass, as keep-alive waits for it, too
+        ((9, 9, 600, 1), False),  # a process that is stopped: its host answers
+        ((9, 9, 1, 600), False),
+    ],
+)
+def test_host_is_gone_if_it_leaves_all_unanswered_for_as_long_as_keep_alive_waits(fields, expected):
+    *counts, data, acknowledgement = fields
+    info = struct.pack("=2xBB48xII", *counts, data * 1000, acknowledgement * 1000)
+    sock = Mock(family=socket.AF_INET, getsockopt=Mock(return_value=info))
+    assert transport.is_cut_off(sock) is expected
+    sock.getsockopt.assert_called_once_with(socket.IPPROTO_TCP, socket.TCP_INFO, len(info))
