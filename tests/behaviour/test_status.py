@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, __version__, rpc_async
 from rpcdataloader.__main__ import main
-from rpcdataloader.errors import AuthenticationError, ConnectionLostError
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.clocks import in_script
 from tests.support.peers import (
@@ -331,20 +331,35 @@ def test_full_server_answers(serve, look_at):
     assert "refused" not in server.log
 
 
-def test_over_tls(serve, certificates, monkeypatch, look, look_at):
-    names = {
-        "RPCDATALOADER_TLS_CERT": "node.pem",
-        "RPCDATALOADER_TLS_KEY": "node.key",
-        "RPCDATALOADER_TLS_CA": "ca.pem",
-    }
-    files = [
-        f"--tls-{kind}={certificates}/{name}" for kind, name in zip(("cert", "key", "ca"), names.values(), strict=True)
-    ]
+TLS = {"RPCDATALOADER_TLS_CERT": "node.pem", "RPCDATALOADER_TLS_KEY": "node.key", "RPCDATALOADER_TLS_CA": "ca.pem"}
+
+
+@pytest.fixture
+def files(certificates):
+    """Options of a server that speaks TLS."""
+    return [f"--tls-{name.rpartition('_')[2].lower()}={certificates}/{file}" for name, file in TLS.items()]
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["in clear", "TLS"])
+def test_server_of_another_python_is_refused_and_the_reason_told(serve, files, certificates, monkeypatch, look, secure):
+    for variable, name in TLS.items() if secure else ():
+        monkeypatch.setenv(variable, f"{certificates}/{name}")
+    options = [*files, "--advertise", "localhost"] if secure else []
+    server = serve(*options, before="import platform; platform.python_version = lambda: '3.9.1'")
+    reason = "runs CPython 3.9, "
+    with pytest.raises(RemoteProtocolError, match=reason):
+        rpc_async(server.address, os.getpid).wait()
+    status, document = look(server.address)
+    assert (status, document["nodes"][0]["state"]) == (2, "refused")
+    assert reason in document["nodes"][0]["error"]
+
+
+def test_over_tls(serve, files, certificates, monkeypatch, look, look_at):
     server = serve(*files, "--advertise", "localhost")
     status, document = look(server.address)
     assert (status, document["nodes"][0]["state"]) == (2, "refused")
     assert "RPCDATALOADER_TLS_CERT" in document["nodes"][0]["error"]
-    for variable, name in names.items():
+    for variable, name in TLS.items():
         monkeypatch.setenv(variable, f"{certificates}/{name}")
     rpc_async(server.address, os.getpid).wait()
     node = look_at(server)
