@@ -73,6 +73,23 @@ def test_pool_begins_with_the_loader_and_is_not_waited_for(script, made):
     assert not is_running(int(pid))
 
 
+INTERRUPTED = """
+import signal
+loader = RPCDataloader(Variables(), num_workers=1)
+early = pools()
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    list(loader)
+except KeyboardInterrupt:
+    print("interrupted", len(early), pools() == early)
+"""
+
+
+def test_ctrl_c_while_a_pass_waits_for_its_pool_leaves_that_for_the_next_pass(script):
+    assert script(DEAF + INTERRUPTED) == ["interrupted", "1", "True"]
+
+
 @pytest.mark.parametrize("made", ["num_workers=0", 'workers="inline"', 'workers="host.invalid:1"'])
 def test_loader_without_a_pool_begins_none(script, made):
     assert script(f"loader = RPCDataloader(Variables(), {made})\nprint(*pools(), threading.active_count())") == ["1"]
