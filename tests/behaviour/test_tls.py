@@ -266,7 +266,9 @@ def test_commands_of_the_page_make_certificates_that_work(zygote, tmp_path, monk
     page = (ROOT / "docs/security.md").read_text()
     commands = re.findall(r"^\$ (openssl (?:.*\\\n)*.*)$", page, re.MULTILINE)
     assert len(commands) == 3
-    script = "set -e; " + "; ".join(commands).replace("node01.hpc.cluster", "localhost").replace("10.0.0.1", "127.0.0.1")
+    script = "set -e; " + "; ".join(commands).replace("node01.hpc.cluster", "localhost").replace(
+        "10.0.0.1", "127.0.0.1"
+    )
     subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True, capture_output=True)
     use(monkeypatch, tmp_path)
     with quick_server(zygote, *options(tmp_path)) as server:
