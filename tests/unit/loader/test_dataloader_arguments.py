@@ -51,7 +51,7 @@ def _nothing_is_started(monkeypatch):
     monkeypatch.delenv("RPCDATALOADER_WORKERS", raising=False)
     threads = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # some of earlier tests may end meanwhile
     assert not multiprocessing.active_children()
 
 
