@@ -53,7 +53,7 @@ class _Bell:
     def ring(self) -> None:
         os.eventfd_write(self._descriptor, 1)
 
-    def silence(self) -> None:
+    def silence(self) -> None:  # once it was rung
         os.eventfd_read(self._descriptor)
 
     def close(self) -> None:

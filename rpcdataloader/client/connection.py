@@ -132,12 +132,10 @@ class Connection:
                 raise self._reason()
             number = self._last_request = self._last_request + 1
             self._pending[number] = request
-            messages: tuple[Outgoing, ...] = (
-                Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks),
-            )
+            messages = [Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks)]
             if self._borrower is not None and (ended := self._borrower.take_ended()):
                 # Before the request, which may need the memory.
-                messages = (Outgoing(MessageType.RETURN, payload=pack_blocks(ended)), *messages)
+                messages.insert(0, Outgoing(MessageType.RETURN, payload=pack_blocks(ended)))
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
             # Only small requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
             is_small = not buffers and len(payload) <= MAX_SENT_NOW_BYTES

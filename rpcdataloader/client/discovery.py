@@ -1,4 +1,4 @@
-"""Node servers without a session: where the user's ``workers=`` finds them, and what they say of themselves.
+"""Node servers without a session: where the user's ``workers=`` finds them, and their status.
 
 Starts nothing, and imports no torch.
 """

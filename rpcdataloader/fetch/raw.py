@@ -6,7 +6,6 @@ beside the contents of its large byte strings, arrays and tensors, in one block,
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
@@ -65,15 +64,11 @@ class RawSample(NamedTuple):
         return self.batch.take(self.number)
 
 
-# Makes one of a pair: a batch has many, and the trainer nothing to do with them.
-_raw_sample = functools.partial(tuple.__new__, RawSample)
-
-
 class RawIndices(list[RawSample]):
     """The samples of a batch, pickled as that."""
 
     def __init__(self, batch: RawBatch) -> None:
-        super().__init__(map(_raw_sample, zip(itertools.repeat(batch), range(batch.num_samples))))
+        super().__init__(map(RawSample, itertools.repeat(batch), range(batch.num_samples)))
         self._batch = batch
 
     def __reduce__(self) -> tuple[Any, ...]:

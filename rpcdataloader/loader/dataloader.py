@@ -282,7 +282,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 **{name: getattr(self, name) for name in _ALSO_OF_SOURCE},
             )
             dataset = self.dataset
-            name = dataset._access.name if isinstance(dataset, RPCDataset) else type(dataset).__name__
+            name = dataset._access.name if isinstance(dataset, RPCDataset) else name_of(dataset)
             self._kept_source = Source(loader, self.generator, name, auto_collation=self.batch_size is not None)
         return self._kept_source
 

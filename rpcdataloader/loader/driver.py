@@ -2,7 +2,7 @@
 
 Three sides feed the engine: the consumer (:mod:`~rpcdataloader.loader.iterator`) adds tasks from the sampler, and
 delivers; the receiver threads of workers (:mod:`~rpcdataloader.loader.seat`) report answers and losses; the
-:mod:`~rpcdataloader.loader.executor` reports nodes. Each holds the lock for that, and carries out the engine's
+:mod:`~rpcdataloader.loader.executor` reports nodes. Each holds the condition for that, and carries out the engine's
 actions without it, so that no thread waits for another one's send.
 
 Nothing here waits: threads, sockets and the clock are the executor's. ``tests/simulation`` has another executor, and
@@ -57,8 +57,7 @@ class Driver:
 
     Attributes:
         pid: Process that began the pass; its forks must not continue it.
-        condition: What the consumer waits for.
-        lock: Its lock, for the attributes that follow.
+        condition: Lock for the attributes that follow, on which the consumer waits.
         is_closed: True once the pass is over.
         begun: The present epoch.
         seats: Requested workers that are not lost, by number.
@@ -90,7 +89,6 @@ class Driver:
         self.now = executor.now
         self.pid = os.getpid()
         self.condition = executor.condition
-        self.lock = executor.lock
         self.is_closed = False
         self.begun = begun
         self.streams = list(begun.progress.streams)
@@ -118,7 +116,7 @@ class Driver:
         """Whether another epoch can begin; from now on, its workers are not idle."""
         if os.getpid() != self.pid or not self.executor.idle.take(self):
             return False
-        with self.lock:
+        with self.condition:
             return self.engine.failure is None and not self.is_closed
 
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
@@ -132,7 +130,7 @@ class Driver:
         Raises:
             SerializationError: Objects of the loader cannot be pickled.
         """
-        with self.lock:
+        with self.condition:
             crew = self.engine.crew
             for node in homes:
                 if (session := self.executor.session(node)) is None:
@@ -151,7 +149,7 @@ class Driver:
     def begin_epoch(self, begun: Pass) -> None:
         """Begin another epoch with the same workers."""
         self.executor.settle(self.workers)
-        with self.lock:
+        with self.condition:
             if self.ahead is not None:
                 self.ahead.delivery = None
             self.begun = begun
@@ -166,7 +164,7 @@ class Driver:
 
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""
-        with self.lock:
+        with self.condition:
             self.note_setup()
             self.is_closed = True
             self.engine.table.forget()
@@ -181,7 +179,7 @@ class Driver:
 
     def feed(self, event: Callable[[Engine[Node], float], None]) -> None:
         """Report an event to the engine, and carry out its decisions."""
-        with self.lock:
+        with self.condition:
             if self.is_closed:
                 return
             now = self.now()
@@ -194,14 +192,14 @@ class Driver:
 
     def fail(self, error: BaseException) -> None:
         """End the pass with an error."""
-        with self.lock:
+        with self.condition:
             if self.engine.failure is None and not self.is_closed:
                 self.engine.failure = error
             self.condition.notify_all()
 
     def lost(self, number: int, loss: Loss) -> None:
         """Report that a worker has ended, or could not be started."""
-        with self.lock:
+        with self.condition:
             self.seats.pop(number, None)
         if self.executor.is_over:
             self.fail(loss.error)
@@ -236,7 +234,7 @@ class Driver:
             if wants_input and not self._drawn:
                 draw(self._drawn, began)
             try:
-                with self.lock:
+                with self.condition:
                     if wants_input:
                         if not self._drawn:
                             table.end_of_input()
@@ -275,7 +273,7 @@ class Driver:
         return self.engine.table.has_deliverable if self.ahead is None else self.ahead.delivery is not None
 
     def take(self) -> Entry | None:
-        """Return the next delivery, if it is here; with the lock."""
+        """Return the next delivery, if it is here; with the condition."""
         if self.engine.failure is not None:
             return None  # the failure has caused errors that say less
         return self.engine.deliver() if self.ahead is None else self.ahead.take()
@@ -291,7 +289,7 @@ class Driver:
         return self.sleeps_until
 
     def wakes_up(self, now: float) -> float:
-        """Note the end of that wait; with the lock.
+        """Note the end of that wait; with the condition.
 
         Returns:
             Seconds asleep while a later batch was here.
@@ -306,7 +304,7 @@ class Driver:
         return max(0.0, now - self.later_since)
 
     def wake(self) -> None:
-        """Wake the sleeping consumer if an answer gives it something to do; with the lock.
+        """Wake the sleeping consumer if an answer gives it something to do; with the condition.
 
         A needless wake costs two changes of thread.
         """
@@ -340,13 +338,13 @@ class Driver:
                 raise
 
     def _places(self) -> dict[int, int]:
-        with self.lock:
+        with self.condition:
             return {number: self.engine.crew.members[number].place for number in self.engine.workers}
 
     # Actions
 
     def act(self, now: float) -> ToDo | None:
-        """Take the engine's decisions, if any; with the lock, so that tasks are queued in their order."""
+        """Take the engine's decisions, if any; with the condition, so that tasks are queued in their order."""
         actions = self.engine.act(now)
         if not actions or self.is_closed:
             return None
@@ -360,7 +358,7 @@ class Driver:
         return todo
 
     def carry_out(self, todo: ToDo) -> None:
-        """Carry out decisions; without the lock.
+        """Carry out decisions; without the condition.
 
         Other threads may overtake this one: only the tasks of a worker keep their order.
         """
@@ -395,7 +393,7 @@ class Driver:
             seat.worker.connection.cancel(sent.request_id)
 
     def _close(self, number: int) -> None:
-        with self.lock:
+        with self.condition:
             seat = self.seats.get(number)
             if seat is None:
                 self._unwanted.add(number)
@@ -420,14 +418,14 @@ class Driver:
             except BaseException as exc:
                 self.fail(exc)
                 return
-            with self.lock:
+            with self.condition:
                 if self.is_closed:
                     return
                 if opening.begun is self.begun:
                     is_wanted = action.worker not in self._unwanted
                     self._unwanted.discard(action.worker)
                     if is_wanted and (session := self.executor.session(action.node)) is not None:
-                        # With the lock: the worker is ready only after its first request was sent.
+                        # With the condition: the worker is ready only after its first request was sent.
                         self._request(action, session, opening)
                         return
                     break
@@ -445,7 +443,7 @@ class Driver:
 
     def _end(self, ends: Sequence[End], begun: Pass) -> None:
         """End workers that exceed a task's time limit, all at the same time."""
-        with self.lock:
+        with self.condition:
             late = [
                 # Not the engine's task: another worker may have answered it, and it may be delivered.
                 (seat.worker, sent.task)
@@ -454,7 +452,7 @@ class Driver:
                 and (sent := seat.sent.get(end.number)) is not None
                 and sent.begun is begun
             ]
-            # With the lock: the consumer hears of these losses when the tasks have their stacks.
+            # With the condition: the consumer hears of these losses when the tasks have their stacks.
             self.executor.end(late)
 
     # Queries
@@ -470,12 +468,12 @@ class Driver:
 
     def is_alone(self) -> bool:
         """Whether no worker has started yet: then a busy node is worth waiting for."""
-        with self.lock:
+        with self.condition:
             return not self.engine.num_workers and not self.is_closed
 
     def diagnosis(self) -> Diagnosis:
         """The reason why the loop waits."""
-        with self.lock:
+        with self.condition:
             self.note_setup()
             waiting = self.now() - self.sleeps_since if self.sleeps_until != -math.inf else 0.0
         return diagnose(self.recorder.snapshot(waiting))
@@ -495,7 +493,7 @@ class Driver:
 
     def note_setup(self) -> None:
         """Record the workers and limits of the pass; a pass that is over keeps its last ones."""
-        with self.lock:
+        with self.condition:
             self.has_changed = False
             workers = {number: str(node) for number, node in self.engine.workers.items()}
             if self.is_closed or not workers:
@@ -515,7 +513,7 @@ class Driver:
 class Ahead:
     """The one batch on its way to a device, while the consumer has the previous one.
 
-    All methods need the pass's lock, so they run one after the other.
+    All methods need the pass's condition, so they run one after the other.
     """
 
     def __init__(self, engine: Engine[Node], carrier: Carrier) -> None:

@@ -1,7 +1,7 @@
 """What a pass waits for: threads, sockets, other processes, and the clock.
 
 The driver decides when each of these is asked for; results go to it from the thread that notices them. Except for
-:meth:`Executor.open` and :meth:`Executor.end`, nothing here is called with the pass's lock.
+:meth:`Executor.open` and :meth:`Executor.end`, nothing here is called with the pass's condition.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Executor:
         dataset: The dataset; held as long as workers exist.
 
     Attributes:
-        lock: Lock of the pass.
-        condition: The condition on which its consumer waits, with the lock. The lock itself is taken, which is C code.
+        condition: Lock of the pass, on which its consumer waits.
         now: Clock.
         idle: Loaders whose persistent workers wait for their next pass.
         name: Name of the dataset.
@@ -66,8 +65,7 @@ class Executor:
     now = staticmethod(time.monotonic)
 
     def __init__(self, settings: PassSettings, dataset: RemoteDataset, placement: Placement) -> None:
-        self.lock = threading.RLock()
-        self.condition = threading.Condition(self.lock)
+        self.condition = threading.Condition()
         self._client = get_client()
         self.idle = self._client.idle
         self.name = dataset.name

@@ -191,7 +191,7 @@ class RemoteIterator(PassIterator):
     def is_ready(self) -> bool:
         """Whether the next call of ``next`` need not wait: there is a batch, or the end, or a failure."""
         driver, engine = self.driver, self.driver.engine
-        with driver.lock:
+        with driver.condition:
             return engine.failure is not None or driver.has_delivery() or engine.table.finished
 
     def _next(self) -> Answer:
@@ -203,7 +203,7 @@ class RemoteIterator(PassIterator):
         deadline = None if timeout is None else began + timeout
         blocked = 0.0
         while True:
-            with driver.lock:
+            with driver.condition:
                 delivery = self._take()
                 if delivery is None:
                     if engine.failure is None and engine.table.finished:
@@ -217,7 +217,7 @@ class RemoteIterator(PassIterator):
         if delivery is None:
             driver.begun.source.check_end()
             self.progress.finished = True
-            # Without the lock: why the loop has waited goes to handlers of the user.
+            # Without the condition: why the loop has waited goes to handlers of the user.
             driver.rest() if self._settings.persistent_workers else driver.close()
             raise StopIteration
         task: Task = delivery.payload
@@ -248,7 +248,7 @@ class RemoteIterator(PassIterator):
         return answer
 
     def _take(self) -> Entry | None:
-        """Return the next delivery, with the lock; None until it is here."""
+        """Return the next delivery, with the condition; None until it is here."""
         if self._delivery is None:
             try:
                 self._delivery = self.driver.take()
@@ -281,7 +281,7 @@ class RemoteIterator(PassIterator):
         driver.decide()
 
     def _wait(self, deadline: float | None) -> float:
-        """Wait, with the lock, until the next batch or another action is due.
+        """Wait, with the condition, until the next batch or another action is due.
 
         Returns:
             Seconds asleep.
@@ -359,7 +359,7 @@ class RemoteIterator(PassIterator):
         if driver.sleeps_until == -math.inf and now - driver.recorder.last >= _PAUSE:
             return None
         diagnosis = driver.diagnosis()
-        with driver.lock:
+        with driver.condition:
             wait, present = driver.engine.long_wait(now), driver.engine.num_workers
         more = 0 if diagnosis.more_workers is None else diagnosis.more_workers[1]
         wanted = present if driver.wants is None else driver.wants.wanted(present, more)

@@ -59,7 +59,7 @@ class Seat(WorkerOwner):
         self._decode = driver.intake.decode
 
     def enqueue(self, load: Load, begun: Pass) -> None:
-        """Queue a task; with the pass's lock, so that the order is that of the decisions."""
+        """Queue a task; with the pass's condition, so that the order is that of the decisions."""
         task = load.payload
         sent = Sent(task, load.number, begun)
         if (drawn := task.probe) is not None:
@@ -67,7 +67,7 @@ class Seat(WorkerOwner):
         self._queue.append(sent)
 
     def send(self) -> None:
-        """Send the queued tasks; without the lock."""
+        """Send the queued tasks; without the condition."""
         with self._sending:
             while self._queue:
                 sent = self._queue.popleft()
@@ -118,7 +118,7 @@ class Seat(WorkerOwner):
         driver = self._driver
         if answer.lacks is not None:
             answer.where = self.worker.name
-        with driver.lock:
+        with driver.condition:
             if sent.begun is not driver.begun or driver.is_closed:
                 return
             # Only now: numbers restart in another epoch.

@@ -172,7 +172,7 @@ class Pass:
         self.rank = rank
         self.options = options
         self.homes = set(homes)
-        self.condition = self.lock = Condition(self)
+        self.condition = Condition(self)
         self.is_beginning = False
         self.judge = Judge(options, homes, others, turn)
         self.judge.expects_more = cluster.scenario.expects_more

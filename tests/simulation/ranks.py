@@ -188,7 +188,7 @@ class Rank:
             self._wake_up(crew)
         while self.paused_until <= now:
             is_over, delivery = False, None
-            with driver.lock:
+            with driver.condition:
                 delivery = driver.take()
                 if delivery is None:
                     is_over = engine.failure is not None or engine.table.finished
@@ -217,7 +217,7 @@ class Rank:
         self.later(self.paused_until - now, self.consume)
 
     def _wake_up(self, crew: Pass) -> None:
-        with crew.driver.lock:
+        with crew.driver.condition:
             crew.driver.wakes_up(self.cluster.now)
             wants_input = crew.engine.failure is None and crew.engine.table.wants_input
         self.advance(crew, wants_input=wants_input)
