@@ -30,14 +30,6 @@ _SLOW_FACTOR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Seconds per batch."""
-
-    mean: float
-    p95: float
-
-
-@dataclass(frozen=True, slots=True)
 class SlowNode:
     """A node whose tasks take far longer than those of other nodes."""
 
@@ -54,7 +46,6 @@ class Figures:
     # Numbers by their names, which end with their units: ``_seconds`` and ``_bytes`` per batch, ``_rate`` in batches
     # per second, ``_share`` from 0 to 1.
     evidence: dict[str, float]
-    stages: dict[str, Stage]
     # Batches per second of ``workers``, ``network``, ``receiving``, ``copies`` and ``window``, as far as measured.
     capacities: dict[str, float]
     slow: SlowNode | None
@@ -97,16 +88,15 @@ def measure(records: Records) -> Figures | None:
     loading = {worker: node for worker, node in setup.workers.items() if not setup.is_stream or tasks.get(worker)}
     # Overhead outside of the worker, of requests that found the worker idle.
     transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
-    stages = _stages(probes, known, transit)
     decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
     # A backlog that is used up took longer to decode than to deliver.
     decoded_in = max(elapsed, probes[-1].answered - first.answered)
-    drawn = stages["draw"].mean
+    drawn, copy = _mean([p.draw for p in probes]), _mean([p.copy for p in probes if p.copy])  # the last is not over
     lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
     link = ratio(batches, totals.link, math.inf)
     # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying needs no lock.
     rebuilt = min(ratio(1, decode, math.inf), ratio(max(1, len(setup.workers)), receiving, math.inf))
-    capacities = {"receiving": rebuilt, "copies": ratio(1, stages["copy"].mean, math.inf), "network": link}
+    capacities = {"receiving": rebuilt, "copies": ratio(1, copy, math.inf), "network": link}
     if all(node == "local" or node.startswith("unix:") for node in setup.workers.values()):
         # Both ends of a Unix socket copy its bytes, on CPUs of this machine.
         capacities["receiving"] = min(rebuilt, capacities.pop("network"))
@@ -146,14 +136,15 @@ def measure(records: Records) -> Figures | None:
         "decode_share": min(1.0, ratio(batches * decode, decoded_in)),
         "lock_seconds": lock,
         "starved_share": 1.0 - min(1.0, ratio(receiving + lock, present, 1.0)),
-        "peer_limited_share": min(1.0, ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known))),
-        "copy_seconds": stages["copy"].mean,
+        "copy_seconds": copy,
+        "fetch_seconds": _mean([s.fetch for _, s in known]),
+        "collate_seconds": _mean([s.collate for _, s in known]),
         **_shares([s for _, s in known if s.task <= max([_LATE_FACTOR * task, *times])]),
         **_cpus(known, setup),
     }
     capacities = {name: rate for name, rate in capacities.items() if rate < math.inf}
     evidence |= {f"{name}_rate": rate for name, rate in capacities.items()}
-    return Figures(evidence, stages, capacities, slow, late, means)
+    return Figures(evidence, capacities, slow, late, means)
 
 
 def _usual(durations: Sequence[float]) -> list[float]:
@@ -194,28 +185,6 @@ def _find_slow(
     return SlowNode(name, factor, usual, sum(ratio(1, seconds, math.inf) for seconds in healed))
 
 
-def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], transit: float) -> dict[str, Stage]:
-    def queue(probe: Probe, stages: Stages) -> float:
-        # A worker reads requests between two tasks, so only the trainer sees how long one has waited there.
-        return 0.0 if stages.idle > 0 else max(0.0, probe.answered - probe.sent - stages.task - transit)
-
-    return {
-        "draw": _stage(probe.draw for probe in probes),
-        "window": _stage(probe.assigned - probe.added for probe in probes),
-        "send": _stage(probe.sent - probe.assigned for probe in probes),
-        "queue": _stage(queue(probe, stages) for probe, stages in known),
-        "fetch": _stage(stages.fetch for _, stages in known),
-        "collate": _stage(stages.collate for _, stages in known),
-        "encode": _stage(stages.encode for _, stages in known),
-        "reply": _stage(stages.reply for _, stages in known),
-        "receive": _stage(probe.received - probe.arrived for probe in probes),
-        "decode": _stage(probe.answered - probe.received for probe in probes),
-        "reorder": _stage(probe.reorder for probe in probes),
-        "copy": _stage(probe.copy for probe in probes if probe.copy),  # that of the last probe is not over
-        "wait": _stage(probe.wait for probe in probes),
-    }
-
-
 def _shares(usual: Sequence[Stages]) -> dict[str, float]:
     """Shares of the tasks' time: on a CPU, in all and by stage; waiting for one; off a CPU."""
     total = sum(s.task for s in usual)
@@ -247,11 +216,6 @@ def _cpus(known: Sequence[tuple[Probe, Stages]], setup: Setup) -> dict[str, floa
             seen[setup.machines.get(probe.worker, node)].append(stages)
     names = ("cpus", "busy_cpus") if seen else ()
     return {name: sum(fmean([getattr(s, name) for s in every]) for every in seen.values()) for name in names}
-
-
-def _stage(seconds: Iterable[float]) -> Stage:
-    ordered = sorted(seconds)
-    return Stage(fmean(ordered), ordered[(len(ordered) * 95 - 1) // 100]) if ordered else Stage(0.0, 0.0)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -87,7 +87,6 @@ class Probe:
     lock: float = 0.0
     copy: float = 0.0  # seconds of the copy on the device
     stalled: float = 0.0  # seconds that the device stalled for the copy, after ``next``
-    reorder: float = 0.0  # seconds that it waited here for the delivery of the batch before it
     wait: float = 0.0  # seconds that the consumer was in ``next`` for it
     stages: Stages | None = None  # durations that the worker sent; None without them
     worker: int = -1  # number of the worker that answered
@@ -252,8 +251,6 @@ class Recorder:
             probe: The batch, if it is timed.
         """
         with self._lock:
-            if probe is not None:
-                probe.reorder = max(0.0, self.last - probe.answered)
             if not self.batches:
                 self.start.wait, self.start.first = waited, now
                 seconds = self.start.dataset()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rpcdataloader.diagnosis.figures import Figures, SlowNode, Stage, measure, ratio
+from rpcdataloader.diagnosis.figures import Figures, SlowNode, measure, ratio
 from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.diagnosis.words import Value, in_short, say
 
@@ -76,7 +76,6 @@ class Diagnosis:
         evidence: Numbers behind the verdict, such as the capacity of each part; their names end with their units.
         more_workers: Number of further workers that would end the waiting (at least, likely, at most), or bring it to
             the next bound; None if more workers would not help.
-        stages: Seconds per batch in each stage.
     """
 
     wait_share: float
@@ -86,7 +85,6 @@ class Diagnosis:
     short: str = ""
     evidence: dict[str, Value] = field(default_factory=dict)
     more_workers: tuple[int, int, int] | None = None
-    stages: dict[str, Stage] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.text
@@ -100,8 +98,7 @@ class Diagnosis:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers as a flat dict for TensorBoard, Weights & Biases, MLflow; names end with units."""
-        numbers = {f"{name}_seconds": stage.mean for name, stage in self.stages.items()}
-        numbers |= {name: value for name, value in self.evidence.items() if isinstance(value, float)}
+        numbers = {name: value for name, value in self.evidence.items() if isinstance(value, float)}
         numbers |= {"wait_share": self.wait_share, "more_workers": float((self.more_workers or (0, 0, 0))[1])}
         return {name: value for name, value in numbers.items() if value < math.inf}
 
@@ -127,13 +124,13 @@ def diagnose(records: Records) -> Diagnosis:
     # Seconds of the pass that the first batch was waited for, against those since.
     is_start = first_wait >= HARMLESS * total > 0 and first_wait > share * (total - first_wait)
     if evidence["decode_share"] >= _CROWDED:
-        return _make(_Verdict("trainer", "receiving"), evidence, figures)
+        return _make(_Verdict("trainer", "receiving"), evidence)
     if is_start:
         return _diagnose_whole(records, figures)
-    return _make(_Verdict("none") if share < HARMLESS else _find_bound(figures, records.setup), evidence, figures)
+    return _make(_Verdict("none") if share < HARMLESS else _find_bound(figures, records.setup), evidence)
 
 
-def _make(verdict: _Verdict, evidence: dict[str, float], figures: Figures | None) -> Diagnosis:
+def _make(verdict: _Verdict, evidence: dict[str, float]) -> Diagnosis:
     share, more = evidence["wait_share"], verdict.more_workers
     step = ratio(1.0, evidence["delivered_rate"])
     steps = {"step_seconds": step, "waiting_seconds": share * step, "yours_seconds": (1.0 - share) * step}
@@ -146,7 +143,6 @@ def _make(verdict: _Verdict, evidence: dict[str, float], figures: Figures | None
         short=in_short(share, verdict.part or verdict.bound, more),
         evidence=values,
         more_workers=more,
-        stages={} if figures is None else figures.stages,
     )
 
 
@@ -179,7 +175,7 @@ def _diagnose_whole(records: Records, figures: Figures | None = None) -> Diagnos
         stays = "yes" if records.setup.is_persistent and part not in ("dataset", "batch") else ""
         values: dict[str, Value] = {"part_seconds": min(first, parts[part]), "stays": stays}
         verdict = _Verdict("start", "sending" if part == "dataset" and start.is_instance else part, values)
-    return _make(verdict, evidence, figures)
+    return _make(verdict, evidence)
 
 
 def _without_workers(evidence: dict[str, float]) -> _Verdict:
@@ -218,8 +214,7 @@ def _find_bound(figures: Figures, setup: Setup) -> _Verdict:
             is_lost = slow is not None and slowest < (1 - _LOST_TO_NODE) * slow.capacity
             return _slow_node(slow) if slow is not None and is_lost else _more_workers(figures, setup)
         # A link is busy, too, while its bytes wait to be read.
-        is_full = evidence["starved_share"] >= 0.5 and evidence["peer_limited_share"] <= 0.5
-        if lowest == "network" and is_full:
+        if lowest == "network" and evidence["starved_share"] >= 0.5:
             return _Verdict("network", values={"link_bytes": evidence["batch_bytes"] * slowest})
         part = "copies" if lowest == "copies" else "lock" if lowest == "network" and lock > receiving else "receiving"
         return _Verdict("trainer", part, {"receiving_seconds": max(receiving, ratio(1.0, slowest))})

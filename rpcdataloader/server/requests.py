@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
-import operator
 import queue
 import resource
 import threading
@@ -17,7 +15,6 @@ from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.host.resources import CpuUse, read
 from rpcdataloader.wire.channel import Outgoing
 from rpcdataloader.wire.messages import Stages
-from rpcdataloader.wire.transport import Transport
 
 # Limit in bytes of received requests, and of unsent messages: little against the memory of a node with many workers,
 # and enough to keep a network busy.
@@ -126,13 +123,9 @@ def _runqueue_seconds() -> float:
 class Meter:
     """Timing of those requests that ask for it, about 50 per second at most: one at a time, in the main thread."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self) -> None:
         self._idle = self._cpu = self._fetch_cpu = self._runqueue = self._encode = 0.0
         self._cpus = CpuUse()
-        self._sending = 0.0, 0.0  # at the previous measured reply
-        self._reply = 0.0  # seconds of the previous one
-        self._leaving: collections.deque[float] = collections.deque()  # times since which measured replies wait
 
     def begin(self, idle: float) -> None:
         """Start timing a request, for which the worker has waited ``idle`` seconds."""
@@ -153,23 +146,4 @@ class Meter:
         encode = time.perf_counter() - self._encode
         cpu, runqueue = _cpu_seconds() - self._cpu, _runqueue_seconds() - self._runqueue
         cpus, busy_cpus = self._cpus.look(time.monotonic())
-        before, self._sending = self._sending, self._transport.sending_times()
-        sending, peer_limited = map(operator.sub, self._sending, before)
-        stages = Stages(
-            idle=self._idle,
-            encode=encode,
-            reply=self._reply,
-            cpu=cpu,
-            runqueue=runqueue,
-            sending=sending,
-            peer_limited=peer_limited,
-            fetch_cpu=self._fetch_cpu,
-            cpus=cpus,
-            busy_cpus=busy_cpus,
-        )
-        self._leaving.append(time.perf_counter())
-        return stages.pack()
-
-    def left(self) -> None:
-        """Note that the oldest waiting measured reply was written, in any thread."""
-        self._reply = time.perf_counter() - self._leaving.popleft()
+        return Stages(0.0, 0.0, self._idle, encode, cpu, runqueue, self._fetch_cpu, cpus, busy_cpus).pack()

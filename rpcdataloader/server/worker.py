@@ -129,7 +129,7 @@ class Worker:
         self._next_look = 0
         self._idle = 0  # measured wait for the first request of the inbox, in nanoseconds
         self._next_idle = 0
-        self._meter = Meter(channel.transport)
+        self._meter = Meter()
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
         self._outbox = Outbox(self._send)
@@ -281,8 +281,6 @@ class Worker:
     def _send(self, message: Outgoing) -> None:
         try:
             self._channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
-            if message.flags & Flag.MEASURED:
-                self._meter.left()
         except RPCError:
             # The client left while we wrote.
             os._exit(0)
@@ -370,8 +368,6 @@ class Worker:
             return  # the next receive sees the same error and ends this process
         if not is_sent:
             self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers, flags))
-        elif flags:
-            self._meter.left()
 
     # --- the watcher
 

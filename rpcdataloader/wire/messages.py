@@ -197,7 +197,7 @@ def unpack_blocks(payload: bytes | bytearray | memoryview) -> list[tuple[int, in
 
 
 # Without the two that every reply carries.
-_STAGES = struct.Struct("<10f")
+_STAGES = struct.Struct("<7f")
 STAGES_BYTES = _STAGES.size
 
 # A peer may send infinity. Three years is longer than any batch.
@@ -215,13 +215,8 @@ class Stages(NamedTuple):
     collate: float = 0.0  # in the collate function
     idle: float = 0.0  # without any request before; 0 if this one was there when the previous one was answered
     encode: float = 0.0  # to pickle the batch
-    reply: float = 0.0  # that the worker's previous measured reply waited to be written, and was written
     cpu: float = 0.0  # CPU time of all threads of the worker, and of its ended children, in fetch, collate and encode
     runqueue: float = 0.0  # that the main thread waited for a CPU in these (second number of /proc/self/schedstat)
-    # Since the previous measured reply, that the connection had unacknowledged data (``tcpi_busy_time``), and the part
-    # with the trainer's receive window full (``tcpi_rwnd_limited``); 0 for a Unix socket.
-    sending: float = 0.0
-    peer_limited: float = 0.0
     fetch_cpu: float = 0.0  # part of ``cpu`` in fetch
     # CPUs of the machine that the worker may use, and how many of these were busy, with any program, in the last
     # moments; 0 where the kernel does not tell.

@@ -62,9 +62,6 @@ CUT_OFF_PERIOD = 2.0
 # Fields of struct tcp_info (linux/tcp.h): tcpi_retransmits and tcpi_probes, tcpi_last_data_recv, tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB48xII")
 
-# Further fields: tcpi_busy_time and tcpi_rwnd_limited, in microseconds.
-_TCP_TIMES = struct.Struct("=168xQQ")
-
 
 class Transport:
     """A connected stream socket: gathered sends and exact receives.
@@ -214,18 +211,6 @@ class Transport:
         with contextlib.suppress(OSError):
             fcntl.ioctl(self._sock, termios.FIONREAD, waiting)
         return int.from_bytes(waiting, sys.byteorder)
-
-    def sending_times(self) -> tuple[float, float]:
-        """Seconds that the connection had unacknowledged data, and that the peer's window was full.
-
-        Both since the beginning; zeros for a Unix socket.
-        """
-        if self._is_tcp:
-            with contextlib.suppress(OSError, struct.error):  # an older kernel tells less
-                info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_TIMES.size)
-                busy, window_full = _TCP_TIMES.unpack(info)
-                return busy / 1e6, window_full / 1e6
-        return 0.0, 0.0
 
     def read_ahead(self) -> None:
         """From now on, receive a short piece together with what follows: a small message costs one system call.

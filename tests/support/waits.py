@@ -42,8 +42,11 @@ Pool = Callable[[Zygote], contextlib.AbstractContextManager[list[str]]]
 
 
 def hurry() -> None:
-    """Let the calling thread, and what it starts, come before other programs."""
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    """Let the calling thread, and what it starts, come before other programs.
+
+    Not as a real-time thread: from those, the kernel takes 50 ms of a second in which others wait.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, -20)
 
 
 @functools.cache
@@ -61,13 +64,13 @@ def hurrying() -> Iterator[None]:
         yield
     finally:
         if may_hurry():
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 # --- pools: node servers, and what is between them and the trainer
 
 
-HURRY = "os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))" if may_hurry() else ""
+HURRY = "os.setpriority(os.PRIO_PROCESS, 0, -20)" if may_hurry() else ""
 
 
 @contextlib.contextmanager

@@ -51,7 +51,6 @@ def draw() -> dict[Path, str]:
         "cost": results.draw_cost().render(),
         "startup": results.draw_startup().render(),
         "memory": results.draw_memory().render(),
-        "waiting-stages": waiting.draw_stages(waits),
         "waiting-capacities": waiting.draw_capacities(waits),
     }
     readme, page = ROOT / "README.md", ROOT / "docs" / "waiting.md"

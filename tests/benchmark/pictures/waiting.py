@@ -26,11 +26,6 @@ NAMES = (
     "node: node", "network", "trainer: sampler", "trainer: receiving", "setting: max_in_flight_bytes",
 )  # fmt: skip
 
-# Where a batch is, from the window to its turn, with colours that differ on white and on black.
-STAGES = {
-    "window": "#9aa0a6", "send": "#5f6368", "queue": "#c58af9", "fetch": "#4285f4", "collate": "#12b5cb",
-    "encode": "#0d9d58", "reply": "#e8a600", "receive": "#f2711c", "decode": "#d93025", "reorder": "#b08968",
-}  # fmt: skip
 PARTS = {"workers": "#4285f4", "network": "#f2711c", "receiving": "#d93025", "window": "#c58af9"}
 _WIDTH, _LEFT, _RIGHT, _ROW = 720, 200, 640, 34
 
@@ -62,7 +57,6 @@ def record() -> dict[str, Any]:
                 "wait_share": diagnosis.wait_share,
                 "demand": numbers["demand_rate"],
                 "capacities": {part: rate for part in PARTS if (rate := numbers.get(f"{part}_rate"))},
-                "stages": {stage: seconds.mean for stage, seconds in diagnosis.stages.items()},
             }
     return found
 
@@ -107,27 +101,6 @@ def legend(colours: dict[str, str], y: float) -> list[str]:
         ]
         x += 26 + 7 * len(name)
     return lines
-
-
-def draw_stages(found: dict[str, Any]) -> str:
-    """A bar for each pass: where its batches spend their time."""
-    lines = legend(STAGES, 20)
-    for row, (name, one) in enumerate(found.items()):
-        y, x = 38.0 + row * _ROW, float(_LEFT)
-        seconds = {stage: one["stages"][stage] for stage in STAGES}
-        total = sum(seconds.values())
-        lines.append(label(8, y + 16, name))
-        for stage, value in seconds.items():
-            width = value / total * (_RIGHT - _LEFT)
-            shown = f"{stage}: {1e3 * value:.3g} ms"
-            lines.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="22" fill="{STAGES[stage]}">'
-                f"<title>{shown}</title></rect>"
-            )
-            x += width
-        lines.append(label(_RIGHT + 8, y + 16, f"{1e3 * total:.3g} ms"))
-    text = "For each pass, the share of the time between sampler and delivery that a batch spends in each stage."
-    return write("waiting-stages", "Where batches are", text, 38 + _ROW * len(found), lines)
 
 
 def draw_capacities(found: dict[str, Any]) -> str:
