@@ -1,7 +1,7 @@
 """``python -m tests.simulation.bugs``: plant bugs into engine and driver, and see that the simulation finds each.
 
-A bug is a text of a module of ``rpcdataloader.plan`` or ``rpcdataloader.loader`` and what it is replaced with, so that
-it survives what does not concern it. It is planted in memory, in a process of its own.
+A bug is a text of a module, which occurs once there, and what it is replaced with, so that it survives what does not
+concern it. It is planted in memory, in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,515 +18,290 @@ import rpcdataloader
 SECONDS = 60.0  # at most, for each bug
 
 
+# By module of the package: the name of a mistake that somebody could make, a text and what it is replaced with, and
+# perhaps another text.
+_MISTAKES: dict[str, list[tuple[str, ...]]] = {
+    "plan.table": [
+        (
+            "a batch that has killed a worker is sent to a second one",
+            "len(task.holders) == 1 and not task.killed",
+            "len(task.holders) == 1",
+            "task.size_bytes is not None or task.killed:",
+            "task.size_bytes is not None:",
+        ),
+        (
+            "second copies are sent while a batch that has killed a worker is waited for",
+            "task.size_bytes is not None or task.killed:",
+            "task.size_bytes is not None:",
+        ),
+        ("one second copy too many", "(self.num_doubled and", "(self.num_doubled > 1 and"),
+        ("second copies count for ever", "self.num_doubled -= 1", "pass"),
+        ("a lost copy is sent again while another worker has one", "not None and not task.holders:\n", "not None:\n"),
+        ("what a lost worker had stays in the budget", "self._num_in_flight -= len(record.in_flight)", "pass"),
+        ("a draining worker is chosen again after its next answer", "if not record.draining and", "if"),
+        ("a deadly batch kills one worker too many", "if len(task.killed) <", "if len(task.killed) <="),
+        (
+            "a batch is condemned while another worker has a copy",
+            "if len(task.killed) < self._max_deaths or task.holders:",
+            "if len(task.killed) < self._max_deaths:",
+        ),
+        (
+            "the oldest batch is blamed for another one",
+            "number = said if said in in_flight and not self._has_streams else next(iter(in_flight), None)",
+            "number = next(iter(in_flight), None)",
+        ),
+        (
+            "the window is one too large",
+            "len(self.tasks) < self.window",
+            "len(self.tasks) <= self.window",
+            "len(self.tasks) >= self.window",
+            "len(self.tasks) > self.window",
+        ),
+        ("a worker gets one batch too many", "if len(record.in_flight) >=", "if len(record.in_flight) >"),
+        (
+            "the window never shrinks",
+            "self.window = self._wanted_window\n        self.answered_bytes",
+            "self.answered_bytes",
+        ),
+        ("the newest batch is sent first", "number in self._waiting:\n", "number in reversed(self._waiting):\n"),
+        (
+            "the byte limit holds back what the consumer waits for",
+            "return number == next(iter(self.tasks))\n        return len(self.tasks) ==",
+            "return False\n        return len(self.tasks) <",
+        ),
+        ("a task that died with its second copy is not answered", "self._note_answer(task, 0)", "task.size_bytes = 0"),
+        ("no batch of a stream is ever deadly", "or task.holders:", "or task.holders or task.stream is not None:"),
+        (
+            "what an ended stream had stays in the budget",
+            "del holders[0].in_flight[number]\n                self._num_in_flight -= 1",
+            "del holders[0].in_flight[number]",
+        ),
+        ("a saved pass goes on with another stream", "self._turn.rotate(-turn)", "self._turn.rotate(turn)"),
+        (
+            "a slow stream holds up the others",
+            "if not self._in_order:\n                stream = next(",
+            "if self._num_added < 0:\n                stream = next(",
+        ),
+        (
+            "the task behind one that was answered has no limit of time",
+            "self._head_changed(record, now)\n        self._num_in_flight",
+            "self._deadlines.pop(worker)\n        self._num_in_flight",
+        ),
+        ("the tasks of a condemned stream go on", "self._end_stream(task.stream, number + 1)", "pass"),
+        ("the size of a batch is estimated by the average", "if size_bytes >", "if not"),
+        ("what is delivered stays in the budget", "self.answered_bytes -= task.size_bytes or 0", "pass"),
+        (
+            "the time of a task begins with that of the one before",
+            "self._deadlines.pop(record.id, None)",
+            "before = self._deadlines.pop(record.id, None)",
+            "self._deadlines[record.id] = now",
+            "self._deadlines[record.id] = before or now",
+        ),
+        ("a late worker is ended again and again", "del self._deadlines[worker]", "pass"),
+        ("a late worker is ended a second later", "<= now,", "<= now - 1,"),
+    ],
+    "plan.workers": [
+        (
+            "a task is kept for a worker that hangs",
+            "if other is not None and other.overdue_at() <= now:",
+            "if False:",
+            "else min(other.overdue_at(), stale_at)",
+            "else stale_at + 1e9",
+        ),
+        ("a second copy goes to a worker that is draining", "is not first and not worker.draining", "is not first"),
+        ("a fast answer is late by far", "= max(_LATE_SECONDS, _LATE_FACTOR * median)", "= _LATE_FACTOR * median"),
+        ("nothing is ever late", "self.late_seconds = max(_LATE_SECONDS", "self.late_seconds = max(1e9"),
+    ],
+    "plan.roster": [
+        (
+            "a node that has refused a worker is never asked again",
+            "for place in self._places:\n            place.refused_by.discard(node)",
+            "pass",
+        ),
+        ("a new epoch remembers who had no room", "place.refused_by.clear()", "pass"),
+        ("a place whose node had no room is never asked for again", "place.is_closed = False", "pass"),
+        (
+            "a stream goes home while its worker is elsewhere",
+            "return place.node if is_settled and self._needs_all else place.home",
+            "return place.home",
+        ),
+        (
+            "no other node helps when all homes are gone",
+            "wanted = [*homes, *self._others(homes)] if self._needs_others else homes",
+            "wanted = homes",
+        ),
+        ("a stand-in is forgotten", "place.node = stand_in", "place.node = None"),
+        (
+            "streams whose workers die are forgotten",
+            "self._places[number].is_closed = self._places[number].is_given_up = True",
+            "self._places[number].is_closed = True",
+        ),
+        (
+            "the last nodes that are removed take their places with them",
+            "if not self._needs_all and any(place.home != node for place in self._places if not place.is_closed):",
+            "if not self._needs_all:",
+        ),
+        (
+            "a stream that has ended gets a worker when its node is added again",
+            "place.home == node and (place.is_given_up or not self._needs_all)",
+            "place.home == node",
+        ),
+        ("a node is tried again without a longer pause", "min(2 * self.pauses[node], MAX_PAUSE)", "FIRST_PAUSE"),
+        (
+            "another node that does not answer is asked, and one that does is not",
+            "answering = [node for node in candidates if node not in self.mute]",
+            "answering = candidates",
+        ),
+        ("a home that does not answer is not asked again", "if self._is_mute_home(place) and is_unasked:", "if False:"),
+        (
+            "places that the loop does not want get workers",
+            "dict(itertools.islice(possible, self.most))",
+            "dict(possible)",
+        ),
+    ],
+    "plan.crew": [
+        ("the late news of a worker takes down the node that has come back", "if is_current and (not", "if (not"),
+        ("a place stays promised", "self._promised.pop(worker.place, None)", "pass"),
+        (
+            "all ranks take all workers of a new node",
+            "sum(number % options.world_size == options.rank for number in numbers)",
+            "len(numbers)",
+        ),
+        (
+            "a worker that was sent away while its node was full closes its place",
+            "was_refused = loss.was_refused and not worker.is_sent_away",
+            "was_refused = loss.was_refused",
+        ),
+        (
+            "a worker that does not come is asked for without end",
+            "if not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused)):",
+            "if not is_blamed and died:",
+        ),
+        ("the loss of a node blames nothing, and neither do deaths", "> self._max_deaths:", "> 1e9:"),
+        (
+            "a pass gives up as soon as it has no workers",
+            "return self.stuck_since + self._options.reconnect_timeout",
+            "return self.stuck_since",
+        ),
+        ("a pass without workers remembers an earlier time", "self.stuck_since = None  # also", "pass  # also"),
+        ("a worker whose node answers at last stays late", "other.is_late = False", "pass"),
+        (
+            "a worker that comes elsewhere ends the one that comes home",
+            "and not self.roster.is_at_home(place, other.node)",
+            "and True",
+        ),
+        (
+            "a node that had no room is not asked again for one that does not answer",
+            "self.roster.ask_again(worker.place)",
+            "pass",
+        ),
+        (
+            "a node that cannot be reached is counted on for ever",
+            "unreached = {node for node in self.roster.pauses if self._sought.get(node) == math.inf}",
+            "unreached: set[N] = set()",
+        ),
+        ("a node that has not answered is forgotten with its worker", "workers, self._mute |", "workers,"),
+        (
+            "a node server that is stopped seems to be back as its session answers",
+            "if self._incarnations.get(node) != incarnation:  # otherwise",
+            "if True:  # otherwise",
+        ),
+        (
+            "a worker that cannot begin ends the pass though others work",
+            "if not self._has_begun:\n            return False",
+            "if self._num_opened:\n            return False",
+        ),
+        ("a node whose workers cannot begin is used for ever", "< MAX_FAILED_STARTS:", "< 1e9:"),
+        ("exceptions of first requests count though others begin", "self._num_failed.pop(worker.node, None)", "pass"),
+        (
+            "workers that the loop does not want stay",
+            "[worker for worker in self if worker.place in spare and not worker.is_sent_away]",
+            "[]",
+        ),
+    ],
+    "plan.engine": [
+        ("deaths count though workers answer", "self.crew.num_deaths = 0\n        task =", "task ="),
+        ("a node that does not answer is waited for alone", "self.crew.tick(now)", "pass"),
+        ("a constructor that always raises is tried again", "self.failure = self.failure or error", "pass"),
+        (
+            "tasks of a worker that cannot begin stay there",
+            "worker.has_joined = False\n            self._leave(number)\n        if worker.is_sent_away:",
+            "worker.has_joined = False\n        if worker.is_sent_away:",
+        ),
+        (
+            "a worker that cannot begin is kept",
+            "self._send_away(worker)\n        if not self.crew.start_failed",
+            "if not self.crew.start_failed",
+        ),
+        (
+            "the other copy of an answered task is not cancelled",
+            "self._out += [Cancel(loser.id, number) for loser in task.holders]",
+            "pass",
+        ),
+        (
+            "draining workers take part in the next epoch",
+            "if worker.is_draining:\n                # All",
+            "if False:\n                # All",
+        ),
+        (
+            "a draining worker that hangs in the last epoch is waited for",
+            "worker.has_joined = False\n                self._close_when_done(worker)",
+            "worker.has_joined = False",
+        ),
+        (
+            "a worker that was sent away before it began is never closed",
+            "worker.is_at_work = True",
+            "worker.is_at_work = not worker.is_sent_away",
+        ),
+        ("a node that is lost blames what its workers were at", "died = loss.node_is_up and", "died ="),
+        ("a worker that is still starting is blamed on a task", "loss if died and worker.is_at_work", "loss if died"),
+        ("a long wait is told again all the time", "= now + REPORT_AGAIN", "= now + 1.0"),
+        ("a long wait is never told", "now, now + REPORT_AFTER", "now, math.inf"),
+        ("a wait that is over is told", "self._waiting_since = None\n        return task", "pass\n        return task"),
+    ],
+    "loader.driver": [
+        (
+            "the first decision comes before the nodes are up",
+            "crew = self.engine.crew",
+            "crew = self.engine.crew\n            self.feed(lambda _engine, _now: None)",
+        ),
+        ("a worker that was closed before it was opened stays", "self._unwanted.add(number)", "pass"),
+        ("a lost worker is kept, with its tasks", "self.seats.pop(number, None)", "pass"),
+        ("a lost node wakes nobody", "self.has_changed = True\n            self.condition.notify_all()", "pass"),
+        ("a worker that is sent the first requests of an earlier epoch", "if opening.begun is self.begun:", "if True:"),
+        (
+            "an open that fails is not reported",
+            "self.feed(lambda engine, _now: engine.crew.open_failed(",
+            "(lambda engine, _now: engine.crew.open_failed(",
+        ),
+        ("workers are not told of another epoch", "self._restart(action.worker, todo.begun)", "pass"),
+        ("late workers are not ended", "if ends:", "if False:"),
+        ("workers of a pass that is left stay", "self.executor.close(workers)", "pass"),
+        ("the consumer sleeps past what is due", "if self._due <= now:", "if False:"),
+    ],
+    "loader.seat": [
+        ("answers of an earlier epoch count", "if sent.begun is not driver.begun or", "if"),
+        ("tasks of an earlier epoch are sent", "self._queue.clear()", "pass"),
+        ("an answer wakes nobody", "if driver.sleeps_until != -math.inf:", "if False:"),
+        ("a task is sent to the workers in another order", "self._queue.popleft()", "self._queue.pop()"),
+        ("a stream goes on elsewhere from its beginning", "driver.streams[task.stream] = answer.stream", "pass"),
+    ],
+}
+
+
 class Bug(NamedTuple):
-    """A mistake that somebody could make."""
+    """A mistake in a module."""
 
     name: str
     module: str
-    old: str  # occurs once
-    new: str
-    also_old: str = ""
-    also_new: str = ""
+    changes: tuple[str, ...]  # what is replaced, with what, and so on
+
+    @property
+    def path(self) -> Path:
+        return Path(rpcdataloader.__file__).parent / f"{self.module.replace('.', '/')}.py"
 
 
-BUGS = [
-    # The table of batches
-    Bug(
-        "a batch that has killed a worker is sent to a second one",
-        "table",
-        "len(task.holders) == 1 and not task.killed",
-        "len(task.holders) == 1",
-        "task.size_bytes is not None or task.killed:",
-        "task.size_bytes is not None:",
-    ),
-    Bug(
-        "second copies are sent while a batch that has killed a worker is waited for",
-        "table",
-        "task.size_bytes is not None or task.killed:",
-        "task.size_bytes is not None:",
-    ),
-    Bug(
-        "one second copy too many",
-        "table",
-        "(self.num_doubled and self.num_doubled >=",
-        "(self.num_doubled > 1 and self.num_doubled >=",
-    ),
-    Bug(
-        "second copies count for ever",
-        "table",
-        "            self.num_doubled -= 1\n",
-        "            pass\n",
-    ),
-    Bug(
-        "a lost copy is sent again while another worker has one",
-        "table",
-        "if task is not None and not task.holders:\n                bisect.insort",
-        "if task is not None:\n                bisect.insort",
-    ),
-    Bug(
-        "what a lost worker had stays in the budget",
-        "table",
-        "        self._num_in_flight -= len(record.in_flight)\n",
-        "",
-    ),
-    Bug(
-        "a draining worker is chosen again after its next answer",
-        "table",
-        "if not record.draining and len(record.in_flight) < self._prefetch_factor:",
-        "if len(record.in_flight) < self._prefetch_factor:",
-    ),
-    Bug(
-        "a deadly batch kills one worker too many",
-        "table",
-        "if len(task.killed) < self._max_deaths or",
-        "if len(task.killed) <= self._max_deaths or",
-    ),
-    Bug(
-        "a batch is condemned while another worker has a copy",
-        "table",
-        "if len(task.killed) < self._max_deaths or task.holders:",
-        "if len(task.killed) < self._max_deaths:",
-    ),
-    Bug(
-        "the oldest batch is blamed for another one",
-        "table",
-        "number = said if said in in_flight and not self._has_streams else next(iter(in_flight), None)",
-        "number = next(iter(in_flight), None)",
-    ),
-    Bug(
-        "the window is one too large",
-        "table",
-        "len(self.tasks) < self.window",
-        "len(self.tasks) <= self.window",
-        "len(self.tasks) >= self.window",
-        "len(self.tasks) > self.window",
-    ),
-    Bug(
-        "a worker gets one batch too many",
-        "table",
-        "if len(record.in_flight) >= self._prefetch_factor:",
-        "if len(record.in_flight) > self._prefetch_factor:",
-    ),
-    Bug(
-        "the window never shrinks",
-        "table",
-        "        self.window = self._wanted_window\n        self.answered_bytes",
-        "        self.answered_bytes",
-    ),
-    Bug(
-        "the newest batch is sent first",
-        "table",
-        "        for number in self._waiting:\n            if not self._may_send",
-        "        for number in reversed(self._waiting):\n            if not self._may_send",
-    ),
-    Bug(
-        "the byte limit holds back what the consumer waits for",
-        "table",
-        "            return number == next(iter(self.tasks))\n        return len(self.tasks) ==",
-        "            return False\n        return len(self.tasks) <",
-    ),
-    Bug(
-        "a task that died with its second copy is not answered",
-        "table",
-        "        self._note_answer(task, 0)\n",
-        "        task.size_bytes = 0\n",
-    ),
-    # The table of streams
-    Bug(
-        "no batch of a stream is ever deadly",
-        "table",
-        "if len(task.killed) < self._max_deaths or task.holders:",
-        "if len(task.killed) < self._max_deaths or task.holders or task.stream is not None:",
-    ),
-    Bug(
-        "what an ended stream had stays in the budget",
-        "table",
-        "                del holders[0].in_flight[number]\n                self._num_in_flight -= 1\n",
-        "                del holders[0].in_flight[number]\n",
-    ),
-    Bug("a saved pass goes on with another stream", "table", "self._turn.rotate(-turn)", "self._turn.rotate(turn)"),
-    Bug(
-        "a slow stream holds up the others",
-        "table",
-        "            if not self._in_order:\n                stream = next(",
-        "            if self._num_added < 0:\n                stream = next(",
-    ),
-    Bug(
-        "the task behind one that was answered has no limit of time",
-        "table",
-        "            self._head_changed(record, now)\n        self._num_in_flight",
-        "            self._deadlines.pop(worker)\n        self._num_in_flight",
-    ),
-    Bug(
-        "the tasks of a condemned stream go on",
-        "table",
-        "            self._end_stream(task.stream, number + 1)\n",
-        "            pass\n",
-    ),
-    # Bytes and time
-    Bug(
-        "the size of a batch is estimated by the average",
-        "table",
-        "if size_bytes > self.batch_size_bytes:",
-        "if not self.batch_size_bytes:",
-    ),
-    Bug("what is delivered stays in the budget", "table", "self.answered_bytes -= task.size_bytes or 0", "pass"),
-    Bug(
-        "the time of a task begins with that of the one before",
-        "table",
-        "        self._deadlines.pop(record.id, None)\n",
-        "        before = self._deadlines.pop(record.id, None)\n",
-        "self._deadlines[record.id] = now",
-        "self._deadlines[record.id] = before or now",
-    ),
-    Bug(
-        "a late worker is ended again and again",
-        "table",
-        "            del self._deadlines[worker]\n",
-        "            pass\n",
-    ),
-    Bug(
-        "a late worker is ended a second later",
-        "table",
-        "self._deadlines[worker] <= now,",
-        "self._deadlines[worker] <= now - 1,",
-    ),
-    # Choosing
-    Bug(
-        "a task is kept for a worker that hangs",
-        "workers",
-        "    if other is not None and other.overdue_at() <= now:\n",
-        "    if False:\n",
-        "else min(other.overdue_at(), stale_at)",
-        "else stale_at + 1e9",
-    ),
-    Bug(
-        "a second copy goes to a worker that is draining",
-        "workers",
-        "worker is not first and not worker.draining and",
-        "worker is not first and",
-    ),
-    Bug(
-        "a fast answer is late by far",
-        "workers",
-        "self.late_seconds = max(_LATE_SECONDS, _LATE_FACTOR * median)",
-        "self.late_seconds = _LATE_FACTOR * median",
-    ),
-    Bug("nothing is ever late", "workers", "self.late_seconds = max(_LATE_SECONDS", "self.late_seconds = max(1e9"),
-    # Places and nodes
-    Bug(
-        "a node that has refused a worker is never asked again",
-        "roster",
-        "        for place in self._places:\n            place.refused_by.discard(node)\n",
-        "",
-    ),
-    Bug(
-        "a new epoch remembers who had no room",
-        "roster",
-        "            place.refused_by.clear()\n",
-        "",
-    ),
-    Bug(
-        "a place whose node had no room is never asked for again",
-        "roster",
-        "                    place.is_closed = False\n",
-        "",
-    ),
-    Bug(
-        "a stream goes home while its worker is elsewhere",
-        "roster",
-        "return place.node if is_settled and self._needs_all else place.home",
-        "return place.home",
-    ),
-    Bug(
-        "no other node helps when all homes are gone",
-        "roster",
-        "wanted = [*homes, *self._others(homes)] if self._needs_others else homes",
-        "wanted = homes",
-    ),
-    Bug("a stand-in is forgotten", "roster", "place.node = stand_in", "place.node = None"),
-    Bug(
-        "streams whose workers die are forgotten",
-        "roster",
-        "self._places[number].is_closed = self._places[number].is_given_up = True",
-        "self._places[number].is_closed = True",
-    ),
-    Bug(
-        "the last nodes that are removed take their places with them",
-        "roster",
-        "if not self._needs_all and any(place.home != node for place in self._places if not place.is_closed):",
-        "if not self._needs_all:",
-    ),
-    Bug(
-        "a stream that has ended gets a worker when its node is added again",
-        "roster",
-        "place.home == node and (place.is_given_up or not self._needs_all)",
-        "place.home == node",
-    ),
-    # The crew
-    Bug(
-        "the late news of a worker takes down the node that has come back",
-        "crew",
-        "if is_current and (not loss.node_is_up or",
-        "if (not loss.node_is_up or",
-    ),
-    Bug("a place stays promised", "crew", "        self._promised.pop(worker.place, None)\n", ""),
-    Bug(
-        "a node is tried again without a longer pause", "roster", "min(2 * self.pauses[node], MAX_PAUSE)", "FIRST_PAUSE"
-    ),
-    Bug(
-        "all ranks take all workers of a new node",
-        "crew",
-        "sum(number % options.world_size == options.rank for number in numbers)",
-        "len(numbers)",
-    ),
-    Bug(
-        "deaths count though workers answer",
-        "engine",
-        "        self.crew.num_deaths = 0\n        task = ",
-        "        task = ",
-    ),
-    Bug(
-        "a worker that was sent away while its node was full closes its place",
-        "crew",
-        "was_refused = loss.was_refused and not worker.is_sent_away",
-        "was_refused = loss.was_refused",
-    ),
-    Bug(
-        "a worker that does not come is asked for without end",
-        "crew",
-        "if not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused)):",
-        "if not is_blamed and died:",
-    ),
-    Bug(
-        "the loss of a node blames nothing, and neither do deaths",
-        "crew",
-        "if self.num_deaths > self._max_deaths:",
-        "if self.num_deaths > 1e9:",
-    ),
-    Bug(
-        "a pass gives up as soon as it has no workers",
-        "crew",
-        "return self.stuck_since + self._options.reconnect_timeout",
-        "return self.stuck_since",
-    ),
-    Bug(
-        "a pass without workers remembers an earlier time",
-        "crew",
-        "            self.stuck_since = None  # also",
-        "            pass  # also",
-    ),
-    # Nodes that accept everything and answer nothing
-    Bug("a node that does not answer is waited for alone", "engine", "        self.crew.tick(now)\n", ""),
-    Bug(
-        "another node that does not answer is asked, and one that does is not",
-        "roster",
-        "answering = [node for node in candidates if node not in self.mute]",
-        "answering = candidates",
-    ),
-    Bug(
-        "a worker whose node answers at last stays late",
-        "crew",
-        "                    other.is_late = False\n",
-        "                    pass\n",
-    ),
-    Bug(
-        "a worker that comes elsewhere ends the one that comes home",
-        "crew",
-        "and not self.roster.is_at_home(place, other.node)",
-        "and True",
-    ),
-    Bug(
-        "a node that had no room is not asked again for one that does not answer",
-        "crew",
-        "                self.roster.ask_again(worker.place)\n",
-        "                pass\n",
-    ),
-    Bug(
-        "a node that cannot be reached is counted on for ever",
-        "crew",
-        "unreached = {node for node in self.roster.pauses if self._sought.get(node) == math.inf}",
-        "unreached: set[N] = set()",
-    ),
-    Bug(
-        "a node that has not answered is forgotten with its worker",
-        "crew",
-        "workers, self._mute | unreached)",
-        "workers, unreached)",
-    ),
-    Bug(
-        "a node server that is stopped seems to be back as its session answers",
-        "crew",
-        "        if self._incarnations.get(node) != incarnation:  # otherwise",
-        "        if True:  # otherwise",
-    ),
-    Bug(
-        "a home that does not answer is not asked again",
-        "roster",
-        "if self._is_mute_home(place) and is_unasked:",
-        "if False:",
-    ),
-    # Workers that cannot begin
-    Bug(
-        "a worker that cannot begin ends the pass though others work",
-        "crew",
-        "        if not self._has_begun:\n            return False\n",
-        "        if self._num_opened:\n            return False\n",
-    ),
-    Bug(
-        "a constructor that always raises is tried again",
-        "engine",
-        "            self.failure = self.failure or error\n",
-        "            pass\n",
-    ),
-    Bug(
-        "a node whose workers cannot begin is used for ever",
-        "crew",
-        "if self._num_failed[node] < MAX_FAILED_STARTS:",
-        "if self._num_failed[node] < 1e9:",
-    ),
-    Bug(
-        "exceptions of first requests count though others begin",
-        "crew",
-        "        self._num_failed.pop(worker.node, None)\n",
-        "",
-    ),
-    Bug(
-        "tasks of a worker that cannot begin stay there",
-        "engine",
-        "            worker.has_joined = False\n            self._leave(number)\n        if worker.is_sent_away:",
-        "            worker.has_joined = False\n        if worker.is_sent_away:",
-    ),
-    Bug(
-        "a worker that cannot begin is kept",
-        "engine",
-        "        self._send_away(worker)\n        if not self.crew.start_failed",
-        "        if not self.crew.start_failed",
-    ),
-    # The engine
-    Bug(
-        "the other copy of an answered task is not cancelled",
-        "engine",
-        "            self._out += [Cancel(loser.id, number) for loser in task.holders]\n",
-        "            pass\n",
-    ),
-    Bug(
-        "draining workers take part in the next epoch",
-        "engine",
-        "            if worker.is_draining:\n                # All",
-        "            if False:\n                # All",
-    ),
-    Bug(
-        "a draining worker that hangs in the last epoch is waited for",
-        "engine",
-        "                worker.has_joined = False\n                self._close_when_done(worker)\n",
-        "                worker.has_joined = False\n",
-    ),
-    Bug(
-        "a worker that was sent away before it began is never closed",
-        "engine",
-        "worker.is_at_work = True",
-        "worker.is_at_work = not worker.is_sent_away",
-    ),
-    Bug(
-        "a node that is lost blames what its workers were at",
-        "engine",
-        "died = loss.node_is_up and loss.came and not worker.is_draining",
-        "died = loss.came and not worker.is_draining",
-    ),
-    Bug(
-        "a worker that is still starting is blamed on a task",
-        "engine",
-        "loss if died and worker.is_at_work else None)",
-        "loss if died else None)",
-    ),
-    Bug(
-        "a long wait is told again all the time",
-        "engine",
-        "self._report_at = now + REPORT_AGAIN",
-        "self._report_at = now + 1.0",
-    ),
-    Bug("a long wait is never told", "engine", "now, now + REPORT_AFTER", "now, math.inf"),
-    Bug(
-        "a wait that is over is told",
-        "engine",
-        "            self._waiting_since = None\n        return task",
-        "            pass\n        return task",
-    ),
-    # The driver
-    Bug(
-        "the first decision comes before the nodes are up",
-        "driver",
-        "            crew = self.engine.crew\n",
-        "            crew = self.engine.crew\n            self.feed(lambda _engine, _now: None)\n",
-    ),
-    Bug(
-        "answers of an earlier epoch count",
-        "seat",
-        "if sent.begun is not driver.begun or driver.is_closed:",
-        "if driver.is_closed:",
-    ),
-    Bug("tasks of an earlier epoch are sent", "seat", "            self._queue.clear()\n", ""),
-    Bug(
-        "a worker that was closed before it was opened stays",
-        "driver",
-        "                self._unwanted.add(number)\n",
-        "                pass\n",
-    ),
-    Bug(
-        "a lost worker is kept, with its tasks",
-        "driver",
-        "            self.seats.pop(number, None)\n",
-        "            pass\n",
-    ),
-    Bug("an answer wakes nobody", "seat", "if driver.sleeps_until != -math.inf:", "if False:"),
-    Bug(
-        "a lost node wakes nobody",
-        "driver",
-        "            self.has_changed = True\n            self.condition.notify_all()\n",
-        "",
-    ),
-    Bug(
-        "a worker that is sent the first requests of an earlier epoch",
-        "driver",
-        "if opening.begun is self.begun:",
-        "if True:",
-    ),
-    Bug("a task is sent to the workers in another order", "seat", "self._queue.popleft()", "self._queue.pop()"),
-    Bug(
-        "an open that fails is not reported",
-        "driver",
-        "        self.feed(lambda engine, _now: engine.crew.open_failed(",
-        "        (lambda engine, _now: engine.crew.open_failed(",
-    ),
-    Bug(
-        "workers are not told of another epoch",
-        "driver",
-        "                    self._restart(action.worker, todo.begun)\n",
-        "                    pass\n",
-    ),
-    Bug("late workers are not ended", "driver", "        if ends:\n", "        if False:\n"),
-    Bug("workers of a pass that is left stay", "driver", "        self.executor.close(workers)\n", ""),
-    Bug(
-        "a stream goes on elsewhere from its beginning",
-        "seat",
-        "            driver.streams[task.stream] = answer.stream\n",
-        "            pass\n",
-    ),
-    Bug("the consumer sleeps past what is due", "driver", "        if self._due <= now:\n", "        if False:\n"),
-    Bug(
-        "workers that the loop does not want stay",
-        "crew",
-        "[worker for worker in self if worker.place in spare and not worker.is_sent_away]",
-        "[]",
-    ),
-    Bug(
-        "places that the loop does not want get workers",
-        "roster",
-        "dict(itertools.islice(possible, self.most))",
-        "dict(possible)",
-    ),
-]
+BUGS = [Bug(name, module, changes) for module, found in _MISTAKES.items() for name, *changes in found]
 
 
 def replaced(bug: Bug) -> str:
@@ -535,20 +310,12 @@ def replaced(bug: Bug) -> str:
     Raises:
         ValueError: The source has changed, so that the bug is none any more.
     """
-    source = path_of(bug).read_text("utf-8")
-    for old, new in ((bug.old, bug.new), (bug.also_old, bug.also_new)):
-        if old and source.count(old) != 1:
-            raise ValueError(f"{bug.name!r} cannot be planted: {old!r} is {source.count(old)} times in {bug.module}.py")
-        source = source.replace(old, new) if old else source
+    source = bug.path.read_text("utf-8")
+    for old, new in zip(bug.changes[::2], bug.changes[1::2], strict=True):
+        if source.count(old) != 1:
+            raise ValueError(f"{bug.name!r} cannot be planted: {old!r} is {source.count(old)} times in {bug.path}")
+        source = source.replace(old, new)
     return source
-
-
-def path_of(bug: Bug) -> Path:
-    return Path(rpcdataloader.__file__).parent / package_of(bug) / f"{bug.module}.py"
-
-
-def package_of(bug: Bug) -> str:
-    return "loader" if bug.module in ("driver", "seat") else "plan"
 
 
 def plant(bug: Bug) -> None:
@@ -557,11 +324,11 @@ def plant(bug: Bug) -> None:
     planted = ("rpcdataloader.plan.", "rpcdataloader.loader.", "tests.simulation.")
     for name in [name for name in sys.modules if name.startswith(planted)]:
         del sys.modules[name]
-    name = f"rpcdataloader.{package_of(bug)}.{bug.module}"
+    name = f"rpcdataloader.{bug.module}"
     spec = importlib.util.spec_from_loader(name, None)
     assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    exec(compile(source, str(path_of(bug)), "exec"), module.__dict__)
+    exec(compile(source, str(bug.path), "exec"), module.__dict__)
 
 
 def hunt(number: int, seconds: float = SECONDS) -> tuple[int, float, str]:
