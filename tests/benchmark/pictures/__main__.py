@@ -6,7 +6,8 @@
     python -m tests.benchmark.pictures --check            # fail if a file differs from what would be drawn
     python -m tests.benchmark.pictures --record losses    # run it first: waiting, losses, terminal, page, or all
 
-The data are the JSON files and tables in ``docs/figures``, and ``tests/benchmark/recorded.json``.
+The data are the JSON files and tables in ``docs/figures``, and ``tests/benchmark/recorded.json``. The pictures without
+data, ``overview.svg`` and ``processes.svg``, are edited as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from tests.benchmark.processes import stop_by_signals
 
-from . import losses, numbers, overview, page, results, terminal, waiting
+from . import losses, numbers, page, results, terminal, waiting
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "docs" / "figures"
@@ -41,8 +42,6 @@ def draw() -> dict[Path, str]:
     """Return what belongs into which file."""
     lost, waits = _read("losses"), _read("waiting")
     pictures = {
-        "overview": overview.draw_overview().render(),
-        "processes": overview.draw_processes().render(),
         "killed": losses.draw_killed(lost["killed"]).render(),
         "terminal": terminal.draw_terminal(_read("terminal")).render(),
         "loaders": results.draw_loaders().render(),

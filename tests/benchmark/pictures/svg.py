@@ -47,10 +47,6 @@ class Picture:
         place = f'x="{x:.1f}" y="{y:.1f}"'
         self.add(f'<text class="{look}" {place} text-anchor="{anchor}"{more and " " + more}>{escape(words)}</text>')
 
-    def box(self, x: float, y: float, width: float, height: float, look: str = "box", more: str = 'rx="5"') -> None:
-        size = f'width="{width:.1f}" height="{height:.1f}"'
-        self.add(f'<rect class="{look}" x="{x:.1f}" y="{y:.1f}" {size}{more and " " + more}/>')
-
     def bar(self, x: float, y: float, width: float, height: float, colour: str, shown: str) -> None:
         size = f'width="{max(width, 1.0):.1f}" height="{height:.1f}"'
         title = f"<title>{escape(shown)}</title>"
