@@ -5,17 +5,17 @@
     python -m tests.benchmark                        # everything: about 25 minutes on 2 cores
     python -m tests.benchmark --claims               # only what is claimed of our loader: about 10 minutes
     python -m tests.benchmark --quick                # one short round, to see that it works
-    python -m tests.benchmark --workloads float32 --loaders torch,ours-tcp,bare --rounds 5 --json figures.json
+    python -m tests.benchmark --workloads float32 --loaders torch ours-tcp bare --rounds 5
     python -m tests.benchmark.startup                # how passes begin, and what idle workers occupy
     python -m tests.benchmark.scale                  # how costs grow with workers, epochs and indices
 
 It measures and prints, and asserts nothing, but with ``--check``: see ``recorded.py``. Progress goes to standard error,
 Markdown tables to standard output.
 
-**Loaders**, each with 2 workers: ``ours-tcp``, ``ours-unix`` and ``ours-tls`` (this project, one node server on this
-host), ``torch`` (``torch.utils.data.DataLoader``), ``original`` (rpcdataloader 0.2.1 from the package index, see
-``original.py``), ``bare`` and ``bare-made`` (what the sockets of this machine can do with the same bytes, see
-``bare.py``) and ``ready`` (a list of ready batches, which only a busy trainer is measured with).
+**Loaders**, each with 2 workers: ``ours-tcp`` and ``ours-unix`` (this project, one node server on this host), ``torch``
+(``torch.utils.data.DataLoader``), ``original`` (rpcdataloader 0.2.1 from the package index, see ``original.py``),
+``bare`` and ``bare-made`` (what the sockets of this machine can do with the same bytes, see ``bare.py``) and ``ready``
+(a list of ready batches, which only a busy trainer is measured with).
 
 **Workloads**: see ``workloads.py``. The datasets cost little and the same for everybody; ``jpeg`` does real work.
 
@@ -34,7 +34,7 @@ that computes and takes batches. *x torch* and the like: the median of the ratio
 ``ready``. What is claimed is a ratio with a goal: see ``claims.py``.
 
 A batch is only received, and not read. torch's workers hand over shared memory, which costs the trainer page
-faults only once it is read; ``--copy`` makes the trainer copy each batch to one place, as a copy to a GPU does.
+faults only once it is read.
 
 Read ``workloads.py`` and ``loaders.py`` first, then ``trainer.py``.
 """

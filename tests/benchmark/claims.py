@@ -2,153 +2,142 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .table import format_ratio, format_table
 
+# What was measured in each round, by the number of the round, of each subject and loader.
+Found = Mapping[tuple[str, str], Mapping[int, Any]]
+
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """A ratio, and what is good.
+class Claim:
+    """A figure of a loader, divided by that of another one, and what is good.
 
     Attributes:
         work: What is done, for the table.
         against: What the ratio is to, for the table.
-        ratio: The goal.
+        goal: The ratio that is wanted.
+        subject: Name of the workload, or of the row of ``startup.py``.
+        loader: Name of the loader that the claim is about.
+        reference: Name of the one that it is compared with.
+        figure: Attribute of what was measured, as ``idle.rate``.
         at_most: Whether less is better.
     """
 
     work: str
     against: str
-    ratio: float
+    goal: float
+    subject: str
+    loader: str
+    reference: str
+    figure: str
     at_most: bool = False
 
     def is_met(self, ratio: float) -> bool:
-        return ratio <= self.ratio if self.at_most else ratio >= self.ratio
+        return ratio <= self.goal if self.at_most else ratio >= self.goal
 
     def loss(self, ratio: float, before: float) -> float:
         """How much is left of what there was before: 1 for as much, 0.5 for half as good."""
         return before / ratio if self.at_most else ratio / before
 
 
-def median_ratio(values: Mapping[int, float], references: Mapping[int, float]) -> float | None:
-    """Return the median of the ratios within one round, which a slow minute of the machine changes least.
-
-    None if no round has both.
-    """
-    ratios = [value / references[number] for number, value in values.items() if references.get(number)]
-    return statistics.median(ratios) if ratios else None
-
-
-def format_claims(goals: Mapping[str, Goal], ratios: Mapping[str, float]) -> str:
-    """Return a table of the claims that were measured, in the order of the goals."""
-    rows = []
-    for name, goal in goals.items():
-        if name in ratios:
-            wanted = f"{'at most' if goal.at_most else 'at least'} {goal.ratio:g}"
-            verdict = "yes" if goal.is_met(ratios[name]) else "no"
-            rows.append([goal.work, goal.against, format_ratio(ratios[name]), wanted, verdict])
-    return format_table(["work", "against", "ratio", "goal", "met"], rows, 2)
-
-
-def find_losses(
-    goals: Mapping[str, Goal], ratios: Mapping[str, float], recorded: Mapping[str, float], least: float
-) -> list[str]:
-    """Return a line for each ratio that has less than ``least`` left of what was recorded.
-
-    A claim that is recorded and was not measured is a line, too; one that was never recorded is none.
-    """
-    lines = []
-    for name, goal in goals.items():
-        if name not in recorded:
-            continue
-        what = f"{name} ({goal.work}, against {goal.against})"
-        if name not in ratios:
-            lines.append(f"{what}: not measured, {recorded[name]:.2f} recorded")
-        elif (left := goal.loss(ratios[name], recorded[name])) < least:
-            lines.append(f"{what}: {ratios[name]:.2f}, {recorded[name]:.2f} recorded: {left:.0%} of that")
-    return lines
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One that the harness can measure: two loaders at one workload.
-
-    Attributes:
-        goal: What is good.
-        workload: Name.
-        loader: Name of the one that the claim is about.
-        reference: Name of the one that it is compared with.
-        figure: Name of the figure that is compared, see ``report.py``.
-    """
-
-    goal: Goal
-    workload: str
-    loader: str
-    reference: str
-    figure: str
-
-
 _IMAGES = "64x3x224x224 float32"
 _TORCH = "torch DataLoader"
+_READY = "bare sockets, ready batches"
 
 CLAIMS = {
-    "float32-tcp": Claim(Goal(_IMAGES, _TORCH, 1.35), "float32", "ours-tcp", "torch", "rate"),
-    "float32-unix": Claim(Goal(f"{_IMAGES}, one machine", _TORCH, 4.0), "float32", "ours-unix", "torch", "rate"),
-    "uint8-unix": Claim(Goal("64x3x224x224 uint8, one machine", _TORCH, 5.0), "uint8", "ours-unix", "torch", "rate"),
-    "jpeg-unix": Claim(Goal("JPEG decode and crop, one machine", _TORCH, 1.15), "jpeg", "ours-unix", "torch", "rate"),
+    "float32-tcp": Claim(_IMAGES, _TORCH, 1.35, "float32", "ours-tcp", "torch", "idle.rate"),
+    "float32-unix": Claim(f"{_IMAGES}, one machine", _TORCH, 4.0, "float32", "ours-unix", "torch", "idle.rate"),
+    "uint8-unix": Claim(
+        "64x3x224x224 uint8, one machine", _TORCH, 5.0, "uint8", "ours-unix", "torch", "idle.rate"
+    ),
+    "jpeg-unix": Claim(
+        "JPEG decode and crop, one machine", _TORCH, 1.15, "jpeg", "ours-unix", "torch", "idle.rate"
+    ),
     "cpu-unix": Claim(
-        Goal("trainer CPU per GB, one machine", _TORCH, 0.25, True), "float32", "ours-unix", "torch", "cpu"
+        "trainer CPU per GB, one machine", _TORCH, 0.25, "float32", "ours-unix", "torch", "idle.cpu", at_most=True
     ),
     "float32-bare": Claim(
-        Goal(_IMAGES, "bare sockets, batches made", 0.95), "float32", "ours-tcp", "bare-made", "rate"
+        _IMAGES, "bare sockets, batches made", 0.95, "float32", "ours-tcp", "bare-made", "idle.rate"
     ),
-    "float32-moved": Claim(Goal(_IMAGES, "bare sockets, ready batches", 0.95), "float32", "ours-tcp", "bare", "rate"),
-    "ready": Claim(
-        Goal("38.5 MB that are ready", "bare sockets, ready batches", 0.95), "ready", "ours-tcp", "bare", "rate"
-    ),
-    "uint8-tcp": Claim(Goal("64x3x224x224 uint8", _TORCH, 1.5), "uint8", "ours-tcp", "torch", "rate"),
-    "integer": Claim(Goal("one integer per batch", _TORCH, 6.0), "integer", "ours-tcp", "torch", "rate"),
-    "tensors": Claim(Goal("2,000 small tensors per batch", _TORCH, 60.0), "tensors", "ours-tcp", "torch", "rate"),
-    "jpeg": Claim(Goal("JPEG decode and crop", _TORCH, 1.05), "jpeg", "ours-tcp", "torch", "rate"),
-    "cpu": Claim(Goal("trainer CPU per GB", "bare sockets", 1.1, True), "float32", "ours-tcp", "bare", "cpu"),
+    "float32-moved": Claim(_IMAGES, _READY, 0.95, "float32", "ours-tcp", "bare", "idle.rate"),
+    "ready": Claim("38.5 MB that are ready", _READY, 0.95, "ready", "ours-tcp", "bare", "idle.rate"),
+    "uint8-tcp": Claim("64x3x224x224 uint8", _TORCH, 1.5, "uint8", "ours-tcp", "torch", "idle.rate"),
+    "integer": Claim("one integer per batch", _TORCH, 6.0, "integer", "ours-tcp", "torch", "idle.rate"),
+    "tensors": Claim("2,000 small tensors per batch", _TORCH, 60.0, "tensors", "ours-tcp", "torch", "idle.rate"),
+    "jpeg": Claim("JPEG decode and crop", _TORCH, 1.05, "jpeg", "ours-tcp", "torch", "idle.rate"),
+    "cpu": Claim("trainer CPU per GB", "bare sockets", 1.1, "float32", "ours-tcp", "bare", "idle.cpu", at_most=True),
     "busy": Claim(
-        Goal("trainer busy for 10 ms per batch", "original", 2.0), "float32", "ours-tcp", "original", "busy rate"
+        "trainer busy for 10 ms per batch", "original", 2.0, "float32", "ours-tcp", "original", "busy.rate"
     ),
     "step": Claim(
-        Goal("CPU time of a busy trainer's thread", "list of ready batches", 1.05, True),
-        "float32",
-        "ours-tcp",
-        "ready",
-        "busy thread",
+        "CPU time of a busy trainer's thread", "list of ready batches", 1.05, "float32", "ours-tcp", "ready",
+        "busy.thread", at_most=True,
     ),
-}
+}  # fmt: skip
 
 
 def plan(claims: Mapping[str, Claim], order: Sequence[str]) -> dict[str, list[str]]:
     """Return which loaders to measure at which workload, in the order of the claims and of the loaders."""
     wanted: dict[str, set[str]] = {}
     for claim in claims.values():
-        wanted.setdefault(claim.workload, set()).update((claim.loader, claim.reference))
-    return {workload: [loader for loader in order if loader in loaders] for workload, loaders in wanted.items()}
+        wanted.setdefault(claim.subject, set()).update((claim.loader, claim.reference))
+    return {subject: [loader for loader in order if loader in loaders] for subject, loaders in wanted.items()}
 
 
-def measure_claims(
-    claims: Mapping[str, Claim], get: Callable[[str, str, str], Mapping[int, float]]
-) -> dict[str, float]:
-    """Return the ratios of those claims for which there is enough.
+def median_ratio(found: Found, subject: str, loader: str, reference: str, figure: str) -> float | None:
+    """Return the median of the ratios within one round, which a slow minute of the machine changes least.
 
-    Args:
-        claims: By name.
-        get: Called with workload, loader and figure; returns the figure in each round, by number.
+    None if no round has both.
     """
-    ratios = {}
+    get = operator.attrgetter(figure)
+    others = found.get((subject, reference), {})
+    pairs = [
+        (get(one), get(others[number])) for number, one in found.get((subject, loader), {}).items() if number in others
+    ]
+    ratios = [one / other for one, other in pairs if other]
+    return statistics.median(ratios) if ratios else None
+
+
+def measure_claims(claims: Mapping[str, Claim], found: Found) -> dict[str, float]:
+    """Return the ratios of those claims for which there is enough."""
+    ratios = {
+        name: median_ratio(found, claim.subject, claim.loader, claim.reference, claim.figure)
+        for name, claim in claims.items()
+    }
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+
+
+def format_claims(claims: Mapping[str, Claim], ratios: Mapping[str, float]) -> str:
+    """Return a table of the claims that were measured, in their order."""
+    rows = []
     for name, claim in claims.items():
-        ratio = median_ratio(
-            get(claim.workload, claim.loader, claim.figure), get(claim.workload, claim.reference, claim.figure)
-        )
-        if ratio is not None:
-            ratios[name] = ratio
-    return ratios
+        if name in ratios:
+            wanted = f"{'at most' if claim.at_most else 'at least'} {claim.goal:g}"
+            verdict = "yes" if claim.is_met(ratios[name]) else "no"
+            rows.append([claim.work, claim.against, format_ratio(ratios[name]), wanted, verdict])
+    return format_table(["work", "against", "ratio", "goal", "met"], rows, 2)
+
+
+def find_losses(
+    claims: Mapping[str, Claim], ratios: Mapping[str, float], recorded: Mapping[str, float], least: float
+) -> list[str]:
+    """Return a line for each ratio that has less than ``least`` left of what was recorded.
+
+    A claim that is recorded and was not measured is a line, too; one that was never recorded is none.
+    """
+    lines = []
+    for name, claim in claims.items():
+        if name not in recorded:
+            continue
+        what = f"{name} ({claim.work}, against {claim.against})"
+        if name not in ratios:
+            lines.append(f"{what}: not measured, {recorded[name]:.2f} recorded")
+        elif (left := claim.loss(ratios[name], recorded[name])) < least:
+            lines.append(f"{what}: {ratios[name]:.2f}, {recorded[name]:.2f} recorded: {left:.0%} of that")
+    return lines

@@ -23,37 +23,25 @@ NUM_SAMPLES = 10**9
 _SIZE = 224
 
 
-class Images(Dataset):
+class Endless(Dataset):
+    """Has no end that any measurement meets."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class Images(Endless):
     """Copies of one preallocated image of 3x224x224."""
 
     def __init__(self, dtype: str) -> None:
         self.image = torch.randint(1, 255, (3, _SIZE, _SIZE)).to(getattr(torch, dtype))
 
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.image.clone()
 
 
-class Files(Dataset):
-    """Copies of the bytes of one file that nobody has decoded."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.content = torch.randint(1, 255, (num_bytes,), dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.content.clone()
-
-
-class Integers(Dataset):
+class Integers(Endless):
     """The index itself."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -72,14 +60,11 @@ class Paths(Dataset):
         return len(self.paths[index]), _get_worker_id()
 
 
-class Naps(Dataset):
+class Naps(Endless):
     """Samples that take some time and no work; each is the number of the worker that has slept."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> int:
         time.sleep(self.seconds)
@@ -93,33 +78,27 @@ def _get_worker_id() -> int:
     return info.id
 
 
-class Ready(Dataset):
+class Ready(Endless):
     """One tensor of so many bytes, always the same: samples that cost nothing but to be sent."""
 
     def __init__(self, size_bytes: int) -> None:
         self.tensor = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)
 
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.tensor
 
 
-class Features(Dataset):
+class Features(Endless):
     """Dictionaries of many small int64 tensors, each with memory of its own (a clone costs about 1 us)."""
 
     def __init__(self, num_features: int, num_values: int) -> None:
         self.features = {f"feature_{i}": torch.full((num_values,), i) for i in range(num_features)}
 
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: values.clone() for name, values in self.features.items()}
 
 
-class Photographs(Dataset):
+class Photographs(Endless):
     """The two sample photographs of scikit-learn (640x427 JPEGs), decoded and cropped at random to uint8 3x224x224."""
 
     def __init__(self) -> None:
@@ -131,9 +110,6 @@ class Photographs(Dataset):
             raise ModuleNotFoundError("the photographs are scikit-learn's: pip install scikit-learn")
         folder = Path(spec.origin).parent / "datasets" / "images"
         self.files = [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
         image = Image.open(io.BytesIO(self.files[index % len(self.files)])).convert("RGB")

@@ -27,18 +27,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
-import resource
-import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,13 +44,15 @@ from torch.utils.data import DataLoader
 
 from . import datasets
 from .bare import BareLoader
-from .loaders import LOADERS, PACKAGE
-from .processes import Child, ChildError, running
+from .claims import Found, median_ratio
+from .loaders import LOADERS, node_server, run_servers
+from .processes import PACKAGE, ChildError, ask_trainer, be_trainer, measure_rounds, stop_by_signals
+from .table import format_number, format_ratio, format_spread, format_table
+from .taking import get_cpu_seconds
+from .workloads import WORKLOADS
 
 # No measurement begins later than this, so that the whole takes less than 8 minutes.
 _LAST_START_SECONDS = 400.0
-_START_TIMEOUT = 60.0
-_IMAGE_VALUES = 3 * 224 * 224
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +60,23 @@ class Subject:
     """Something that is measured.
 
     Attributes:
-        factory: Name of a class in ``datasets.py``, with its arguments.
+        workload: Name of what is loaded.
         batch_size: Samples in a batch, with a GPU and without.
-        sample_bytes: Of its tensors.
-        collate: Name of a function in ``datasets.py``; None for the default collation.
         contestants: In the order of the rounds.
         limit: That of them which shows what is possible; empty if none does.
     """
 
-    factory: tuple[str, tuple[object, ...]]
+    workload: str
     batch_size: tuple[int, int]
-    sample_bytes: int
-    collate: str | None
     contestants: tuple[str, ...]
     limit: str = ""
 
 
 SUBJECTS = {
-    "receiving": Subject(
-        ("Images", ("float32",)), (64, 64), 4 * _IMAGE_VALUES, None,
-        ("ours", "ours-unix", "ours-device", "torch", "bare"), "bare",
-    ),
-    "training": Subject(
-        ("Images", ("uint8",)), (256, 2), _IMAGE_VALUES, None, ("ours-device", "ours", "torch", "resident"), "resident"
-    ),
-    "features": Subject(
-        ("Features", (2000, 64)), (1, 1), 2000 * 64 * 8, "get_only", ("ours-device", "ours", "torch")
-    ),
-}  # fmt: skip
+    "receiving": Subject("float32", (64, 64), ("ours", "ours-unix", "ours-device", "torch", "bare"), "bare"),
+    "training": Subject("uint8", (256, 2), ("ours-device", "ours", "torch", "resident"), "resident"),
+    "features": Subject("tensors", (1, 1), ("ours-device", "ours", "torch")),
+}
 
 TITLES = {
     "ours": "ours, TCP, pin_memory",
@@ -112,11 +100,6 @@ class Task:
     batch_size: int
     seconds: float
 
-    @property
-    def batch_bytes(self) -> int:
-        """Of the tensors of a batch."""
-        return self.batch_size * SUBJECTS[self.subject].sample_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Figures:
@@ -130,6 +113,12 @@ class Figures:
     def rate(self) -> float:
         """Batches per second."""
         return self.num_batches / self.seconds
+
+
+def _count_bytes(subject: str, batch_size: int) -> int:
+    """Return the size of a batch."""
+    workload = WORKLOADS[SUBJECTS[subject].workload]
+    return workload.batch_bytes // workload.batch_size * batch_size
 
 
 # --- the trainer
@@ -205,15 +194,14 @@ def _make_step(task: Task, device: torch.device) -> Callable[[Any], None]:
 
 
 def _make_batches(task: Task, device: torch.device) -> Iterator[Any]:
-    subject = SUBJECTS[task.subject]
-    name, args = subject.factory
-    factory = getattr(datasets, name)
+    workload = WORKLOADS[SUBJECTS[task.subject].workload]
+    factory, args = getattr(datasets, workload.dataset), workload.args
     options: dict[str, Any] = {"batch_size": task.batch_size, "num_workers": task.num_workers}
-    if subject.collate is not None:
-        options["collate_fn"] = getattr(datasets, subject.collate)
+    if workload.collate is not None:
+        options["collate_fn"] = getattr(datasets, workload.collate)
     has_device = device.type != "cpu"
     if task.contestant == "bare":
-        return iter(BareLoader(task.addresses, task.batch_bytes))
+        return iter(BareLoader(task.addresses, _count_bytes(task.subject, task.batch_size)))
     if task.contestant == "resident":
         batch = torch.stack([factory(*args)[0]] * task.batch_size)
         return itertools.repeat(batch.to(device))
@@ -233,8 +221,9 @@ def _check(task: Task, batch: Any, device: torch.device) -> None:
     """That a batch is what was ordered."""
     tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values()) if isinstance(batch, dict) else []
     size = sum(tensor.nbytes for tensor in tensors) if tensors else len(batch)
-    if size != task.batch_bytes:
-        raise ValueError(f"a batch of {size} bytes, where {task.batch_bytes} were expected")
+    expected = _count_bytes(task.subject, task.batch_size)
+    if size != expected:
+        raise ValueError(f"a batch of {size} bytes, where {expected} were expected")
     if device.type == "cpu":
         return
     on_device = task.contestant in ("ours-device", "resident")
@@ -242,19 +231,14 @@ def _check(task: Task, batch: Any, device: torch.device) -> None:
         raise ValueError(f"a batch that is not {'on the device' if on_device else 'pinned'}")
 
 
-def _get_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def _take(batches: Iterator[Any], step: Callable[[Any], None], seconds: float, finish: Callable[[], None]) -> Figures:
     num_batches = 0
-    cpu_start, start = _get_cpu_seconds(), time.perf_counter()
+    cpu_start, start = get_cpu_seconds(), time.perf_counter()
     while time.perf_counter() - start < seconds:
         step(next(batches))
         num_batches += 1
     finish()
-    return Figures(num_batches, time.perf_counter() - start, _get_cpu_seconds() - cpu_start)
+    return Figures(num_batches, time.perf_counter() - start, get_cpu_seconds() - cpu_start)
 
 
 def measure(task: Task) -> Figures:
@@ -270,14 +254,6 @@ def measure(task: Task) -> Figures:
     return _take(batches, step, task.seconds, finish)
 
 
-def _train(text: str) -> None:
-    # torch's loader keeps a descriptor open for each tensor that its workers send.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    figures = measure(Task(**json.loads(text)))
-    print("figures", json.dumps(asdict(figures)), flush=True)
-
-
 # --- the harness
 
 
@@ -288,144 +264,87 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each, interleaved (default: 2)")
     parser.add_argument("--seconds", type=float, default=6.0, help="length of each, after a warm-up (default: 6)")
     parser.add_argument("--quick", action="store_true", help="one round of 0.2 s with two workers: does it work?")
-    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS), help="some of them")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)  # in the trainer
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="some of them")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.seconds, args.num_workers = 1, 0.2, 2
-    if args.rounds < 1 or args.seconds <= 0 or args.num_workers < 1:
-        parser.error("--rounds, --seconds and --num-workers must be positive")
     return args
 
 
 @contextlib.contextmanager
-def _serving(task: Task, env: dict[str, str], folder: Path) -> Iterator[list[str]]:
+def _serving(
+    contestant: str, workload: str, num_workers: int, env: dict[str, str], folder: Path
+) -> Iterator[list[str]]:
     """Run the servers of a contestant; gives their addresses."""
-    if task.contestant in ("torch", "resident"):
+    if contestant in ("torch", "resident"):
         yield []
-        return
-    with contextlib.ExitStack() as stack:
-
-        def start(module: str, args: list[str]) -> Child:
-            return stack.enter_context(running(module, args, env, folder))
-
-        if task.contestant == "bare":
-            children = [start(f"{PACKAGE}.bare_sender", [str(task.batch_bytes)]) for _ in range(task.num_workers)]
-            yield [child.read_line("ready ", _START_TIMEOUT).split()[0] for child in children]
-            return
-        where = [f"unix:{folder}/ours"] if task.contestant == "ours-unix" else ["127.0.0.1", "--port", "0"]
-        server = start("rpcdataloader.launch", ["--host", *where, "--num-workers", str(task.num_workers)])
-        yield server.read_line("rpcdataloader ready ", _START_TIMEOUT).split()[:1]
+    elif contestant == "bare":
+        with run_servers("bare_sender", [workload, "ready"], num_workers, env, folder) as addresses:
+            yield addresses
+    else:
+        host = ["--host", f"unix:{folder}/ours"] if contestant == "ours-unix" else []
+        with node_server(num_workers, env, folder, *host) as (address, _pid):
+            yield [address]
 
 
-def _measure(task: Task) -> Figures:
+def _measure(args: argparse.Namespace, subject: str, contestant: str, batch_size: int) -> Figures:
     """Start servers and trainer, wait for the figures, stop both.
 
     Raises:
         ChildError: One of the processes failed.
     """
-    timeout = 120 + 10 * task.seconds
     with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
         folder = Path(name)
         env = LOADERS["ours-tcp"].make_environment(folder)
-        with _serving(task, env, folder) as addresses:
-            given = json.dumps({**asdict(task), "addresses": addresses})
-            with running(f"{PACKAGE}.gpu", ["--measure", given], env, folder) as trainer:
-                figures = json.loads(trainer.read_line("figures ", timeout))
-                trainer.wait(timeout)
-    return Figures(**figures)
+        with _serving(contestant, SUBJECTS[subject].workload, args.num_workers, env, folder) as addresses:
+            task = Task(subject, contestant, addresses, args.device, args.num_workers, batch_size, args.seconds)
+            return Figures(**ask_trainer("gpu", task, env, folder, 120 + 10 * args.seconds))
 
 
-# By subject and contestant: the figures of each round that succeeded.
-Found = dict[tuple[str, str], dict[int, Figures]]
-
-
-def _format(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2 if value >= 1 else 3}f}"
-
-
-def _ratio(rounds: dict[int, Figures], references: dict[int, Figures]) -> str:
-    ratios = [figures.rate / references[number].rate for number, figures in rounds.items() if number in references]
-    return f"{statistics.median(ratios):.2f}" if ratios else "-"
-
-
-def make_table(found: Found, batch_bytes: dict[str, int]) -> str:
-    """One row for each subject and contestant that was tried.
-
-    Args:
-        batch_bytes: Of each subject.
-    """
-    lines = [
-        "| subject | loader | batches/s | GB/s | CPU ms | x torch | x limit |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+def make_table(found: Found, batch_sizes: dict[str, int]) -> str:
+    """Return a row for each subject and contestant that was tried."""
+    rows = []
     for (subject, contestant), rounds in found.items():
-        cells = [subject, TITLES[contestant]]
-        if rounds:
-            rates = [figures.rate for figures in rounds.values()]
-            spread = f" ({_format(min(rates))} to {_format(max(rates))})" if len(rates) > 1 else ""
-            cpu = statistics.median(figures.cpu_seconds / figures.num_batches for figures in rounds.values())
-            cells += [
-                _format(statistics.median(rates)) + spread,
-                _format(statistics.median(rates) * batch_bytes[subject] / 1e9) if contestant != "resident" else "-",
-                _format(cpu * 1e3),
-                _ratio(rounds, found.get((subject, "torch"), {})),
-                _ratio(rounds, found.get((subject, SUBJECTS[subject].limit), {})),
-            ]
-        else:
-            cells += ["failed", "-", "-", "-", "-"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        labels = [subject, TITLES[contestant]]
+        if not rounds:
+            rows.append([*labels, "failed", "-", "-", "-", "-"])
+            continue
+        rates = [figures.rate for figures in rounds.values()]
+        size = statistics.median(rates) * _count_bytes(subject, batch_sizes[subject]) / 1e9
+        cpu = statistics.median(figures.cpu_seconds / figures.num_batches for figures in rounds.values())
+        ratios = [
+            format_ratio(median_ratio(found, subject, contestant, reference, "rate"))
+            for reference in ("torch", SUBJECTS[subject].limit)
+        ]
+        size_cell = format_number(size) if contestant != "resident" else "-"
+        rows.append([*labels, format_spread(rates), size_cell, format_number(cpu * 1e3), *ratios])
+    return format_table(["subject", "loader", "batches/s", "GB/s", "CPU ms", "x torch", "x limit"], rows, 2)
 
 
 def _run(args: argparse.Namespace) -> None:
     start = time.monotonic()
     has_device = args.device != "cpu"
-    found: Found = {}
-    batch_bytes: dict[str, int] = {}
-    num_left_out = 0
-    for number in range(args.rounds):
-        for name in args.subjects:
-            subject = SUBJECTS[name]
-            batch_size = subject.batch_size[0 if has_device else 1]
-            for contestant in subject.contestants:
-                if time.monotonic() - start > _LAST_START_SECONDS:
-                    num_left_out += 1
-                    continue
-                task = Task(name, contestant, [], args.device, args.num_workers, batch_size, args.seconds)
-                batch_bytes[name] = task.batch_bytes
-                rounds = found.setdefault((name, contestant), {})
-                print(
-                    f"{name}, round {number + 1} of {args.rounds}, {contestant}", end=": ", file=sys.stderr, flush=True
-                )
-                try:
-                    rounds[number] = _measure(task)
-                    print(f"{rounds[number].rate:.1f} batches/s", file=sys.stderr)
-                except ChildError as error:
-                    print(f"failed\n{error}", file=sys.stderr)
-    print(make_table(found, batch_bytes))
+    batch_sizes = {name: SUBJECTS[name].batch_size[0 if has_device else 1] for name in args.subjects}
+
+    def measure_in_time(subject: str, contestant: str) -> Figures:
+        if time.monotonic() - start > _LAST_START_SECONDS:
+            raise ChildError("there is no time left")
+        return _measure(args, subject, contestant, batch_sizes[subject])
+
+    planned = {name: SUBJECTS[name].contestants for name in args.subjects}
+    found = measure_rounds(planned, args.rounds, measure_in_time, lambda one: f"{one.rate:.1f} batches/s")
+    print(make_table(found, batch_sizes))
     device = torch.cuda.get_device_name(args.device) if has_device else "no GPU, so these figures mean nothing"
     print(
         f"\nMedian of up to {args.rounds} interleaved rounds of {args.seconds:g} s, {args.num_workers} workers, "
-        f"{len(os.sched_getaffinity(0))} CPUs, {device}, torch {torch.__version__}"
-        f"{f'; {num_left_out} measurements were left out for lack of time' if num_left_out else ''}."
+        f"{len(os.sched_getaffinity(0))} CPUs, {device}, torch {torch.__version__}."
     )
 
 
-def _stop(_signal: int, _frame: object) -> NoReturn:
-    sys.exit("stopped by a signal")
-
-
 def main() -> int:
-    """Run as the harness or, with ``--measure``, as a trainer; returns the exit status."""
+    """Run as the harness; returns the exit status."""
     args = _parse_args()
-    # So that the context managers stop what was started, and torch's loader ends its workers.
-    for end in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(end, _stop)
-    if args.measure is not None:
-        _train(args.measure)
-        return 0
+    stop_by_signals()
     if args.device != "cpu" and not torch.cuda.is_available():
         print(
             "no GPU: this benchmark needs a CUDA device, and torch sees none. "
@@ -438,4 +357,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if __package__ == PACKAGE:  # in the trainer's process
+        be_trainer(Task, measure)
+    else:
+        sys.exit(main())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .original import install
-from .processes import running
+from .processes import PACKAGE, running
 from .workloads import WORKLOADS, Workload
 
 NUM_WORKERS = 2
@@ -24,12 +24,6 @@ _NUM_READY = 4
 _START_TIMEOUT = 60.0
 _TESTS = Path(__file__).resolve().parent.parent
 _REPOSITORY = _TESTS.parent
-
-# What this package is called in the processes that it starts. The repository is not on the path of all of them,
-# because it holds the package of the same name as the original's.
-PACKAGE = "benchmark"
-
-_TLS_FILES = {"CERT": "node.pem", "KEY": "node.key", "CA": "ca.pem"}
 
 Servers = contextlib.AbstractContextManager[list[str]]
 
@@ -43,7 +37,6 @@ class Loader:
         path: Folders to put on the path of its processes, found or filled on first use.
         serve: Starts its servers; entered, gives their addresses. Takes workload, environment, folder for files.
         build: Called in the trainer with workload and addresses; returns what the trainer iterates over.
-        tls: Whether clients and servers talk TLS, with the certificates of the tests.
         loads: Whether it loads anything; otherwise its rate means nothing, and only its busy trainer is shown.
     """
 
@@ -51,7 +44,6 @@ class Loader:
     path: Callable[[], list[Path]]
     serve: Callable[[Workload, dict[str, str], Path], Servers]
     build: Callable[[Workload, list[str]], Iterable[Any]]
-    tls: bool = False
     loads: bool = True
 
     def make_environment(self, folder: Path) -> dict[str, str]:
@@ -64,23 +56,15 @@ class Loader:
             token.touch(mode=0o600)
             token.write_text(secrets.token_urlsafe(32))
         env["RPCDATALOADER_TOKEN_FILE"] = str(token)
-        if self.tls:
-            for name, file in _TLS_FILES.items():
-                # Copied, because git does not keep modes, and a key must be readable by its owner only.
-                (folder / file).touch(mode=0o600)
-                (folder / file).write_bytes((_TESTS / "certificates" / file).read_bytes())
-                env[f"RPCDATALOADER_TLS_{name}"] = str(folder / file)
         return env
 
 
 @contextlib.contextmanager
-def _serve(
-    module: str, args: Sequence[str], ready: str, count: int, env: dict[str, str], folder: Path
-) -> Iterator[list[str]]:
-    """Run ``count`` times the same server; gives the first word after ``ready`` on the line that each one writes."""
+def run_servers(module: str, args: Sequence[str], count: int, env: dict[str, str], folder: Path) -> Iterator[list[str]]:
+    """Run so many times a module of this package that tells its address when it is ready; gives these."""
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(running(module, args, env, folder)) for _ in range(count)]
-        yield [child.read_line(ready, _START_TIMEOUT).split()[0] for child in children]
+        children = [stack.enter_context(running(f"{PACKAGE}.{module}", args, env, folder)) for _ in range(count)]
+        yield [child.read_line("ready ", _START_TIMEOUT).split()[0] for child in children]
 
 
 def _get_workload(workload: Workload) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -93,14 +77,24 @@ def _get_workload(workload: Workload) -> tuple[Callable[..., Any], dict[str, Any
     return getattr(datasets, workload.dataset), arguments
 
 
-def _serve_ours(host: str, *, tls: bool = False) -> Callable[[Workload, dict[str, str], Path], Servers]:
-    def serve(_workload: Workload, env: dict[str, str], folder: Path) -> Servers:
-        listen = ["--host", f"unix:{folder}/ours"] if host == "unix" else ["--host", host, "--port", "0"]
-        files = [f"--tls-{name.lower()}={folder / file}" for name, file in _TLS_FILES.items()] if tls else []
-        args = [*listen, "--num-workers", str(NUM_WORKERS), *files]
-        return _serve("rpcdataloader.launch", args, "rpcdataloader ready ", 1, env, folder)
+@contextlib.contextmanager
+def node_server(num_workers: int, env: dict[str, str], folder: Path, *host: str) -> Iterator[tuple[str, int]]:
+    """Run one of ours on a free port, or at these options; gives its address and its process."""
+    args = ["--num-workers", str(num_workers), *(host or ("--port", "0"))]
+    with running("rpcdataloader.launch", args, env, folder) as server:
+        yield server.read_line("rpcdataloader ready ", _START_TIMEOUT).split()[0], server.pid
 
-    return serve
+
+@contextlib.contextmanager
+def _serve_ours(_workload: Workload, env: dict[str, str], folder: Path) -> Iterator[list[str]]:
+    with node_server(NUM_WORKERS, env, folder) as (address, _pid):
+        yield [address]
+
+
+@contextlib.contextmanager
+def _serve_ours_here(_workload: Workload, env: dict[str, str], folder: Path) -> Iterator[list[str]]:
+    with node_server(NUM_WORKERS, env, folder, "--host", f"unix:{folder}/ours") as (address, _pid):
+        yield [address]
 
 
 def _build_ours(workload: Workload, addresses: list[str]) -> Iterable[Any]:
@@ -123,7 +117,7 @@ def _build_torch(workload: Workload, _addresses: list[str]) -> Iterable[Any]:
 
 
 def _serve_original(_workload: Workload, env: dict[str, str], folder: Path) -> Servers:
-    return _serve(f"{PACKAGE}.original_worker", [], "ready ", NUM_WORKERS, env, folder)
+    return run_servers("original_worker", [], NUM_WORKERS, env, folder)
 
 
 def _build_original(workload: Workload, addresses: list[str]) -> Iterable[Any]:
@@ -139,7 +133,7 @@ def _build_original(workload: Workload, addresses: list[str]) -> Iterable[Any]:
 def _serve_bare(mode: str) -> Callable[[Workload, dict[str, str], Path], Servers]:
     def serve(workload: Workload, env: dict[str, str], folder: Path) -> Servers:
         (name,) = (name for name, known in WORKLOADS.items() if known is workload)
-        return _serve(f"{PACKAGE}.bare_sender", [name, mode], "ready ", NUM_WORKERS, env, folder)
+        return run_servers("bare_sender", [name, mode], NUM_WORKERS, env, folder)
 
     return serve
 
@@ -169,9 +163,8 @@ def _find_original() -> list[Path]:
 
 # In the order of the rounds.
 LOADERS = {
-    "ours-tcp": Loader("ours, TCP", _find_ours, _serve_ours("127.0.0.1"), _build_ours),
-    "ours-unix": Loader("ours, Unix socket", _find_ours, _serve_ours("unix"), _build_ours),
-    "ours-tls": Loader("ours, TLS", _find_ours, _serve_ours("127.0.0.1", tls=True), _build_ours, tls=True),
+    "ours-tcp": Loader("ours, TCP", _find_ours, _serve_ours, _build_ours),
+    "ours-unix": Loader("ours, Unix socket", _find_ours, _serve_ours_here, _build_ours),
     "torch": Loader("torch DataLoader", list, _serve_nobody, _build_torch),
     "original": Loader("original 0.2.1", _find_original, _serve_original, _build_original),
     "bare": Loader("bare sockets", list, _serve_bare("ready"), _build_bare),

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.benchmark.link import shape
 from tests.support.network import Cable, Host, Network, why_not
 
 _PORT = "29500"  # nothing else is in these namespaces
@@ -46,10 +45,9 @@ def main() -> None:
         sys.exit(f"this needs root and network namespaces ({reason})")
     with contextlib.closing(Network()) as network:
         host, cable = network.add()
-        places = (network.trainer, host)
-        shape(places, cable, args.megabits / 1000, delays=False)
+        cable.limit(args.megabits / 1000)
         print(f"A link of {args.megabits:g} Mbit/s:", flush=True)
-        sys.exit(run_ranks(list(places), cable, options))
+        sys.exit(run_ranks([network.trainer, host], cable, options))
 
 
 if __name__ == "__main__":

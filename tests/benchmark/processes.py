@@ -1,22 +1,33 @@
-"""Child processes of the harness: started in groups of their own, stopped with everything they started."""
+"""Child processes of the harness: started in groups of their own, stopped with everything they started.
+
+A trainer is a module that does one measurement: it is given a task as JSON, and prints what it has found as JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
+
+# What this package is called in the processes that it starts. The repository is not on the path of all of them,
+# because it holds the package of the same name as the original's.
+PACKAGE = "benchmark"
 
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT = 10.0
 _libc = ctypes.CDLL(None)
+_Result = TypeVar("_Result")
 
 
 def _die_with_parent() -> None:
@@ -136,3 +147,61 @@ def running(module: str, args: Sequence[str], env: Mapping[str, str], folder: Pa
         yield child
     finally:
         child.stop()
+
+
+def ask_trainer(module: str, task: Any, env: Mapping[str, str], folder: Path, timeout: float) -> dict[str, Any]:
+    """Run a trainer of this package; returns what it has found.
+
+    Raises:
+        ChildError: It failed.
+    """
+    with running(f"{PACKAGE}.{module}", [json.dumps(asdict(task))], env, folder) as trainer:
+        found: dict[str, Any] = json.loads(trainer.read_line("found ", timeout))
+        trainer.wait(timeout)
+    return found
+
+
+def be_trainer(kind: Callable[..., Any], measure: Callable[[Any], Any]) -> None:
+    """The main program of a trainer.
+
+    Args:
+        kind: Dataclass of its task.
+        measure: From a task to the dataclass of what was found.
+    """
+    stop_by_signals()  # so that torch's loader ends its workers
+    # torch's loader keeps a descriptor open for each tensor that its workers send.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    print("found", json.dumps(asdict(measure(kind(**json.loads(sys.argv[1]))))), flush=True)
+
+
+def measure_rounds(
+    planned: Mapping[str, Sequence[str]],
+    num_rounds: int,
+    measure: Callable[[str, str], _Result],
+    show: Callable[[_Result], str],
+) -> dict[tuple[str, str], dict[int, _Result]]:
+    """Measure all loaders in interleaved rounds, so that a machine that slows down slows all of them down.
+
+    Args:
+        planned: Loaders by what they are measured with.
+        num_rounds: So many.
+        measure: Called with a key of these and a loader.
+        show: What is shown of a result.
+
+    Returns:
+        By subject, loader and number of the round; without those that have failed, which is shown.
+    """
+    found: dict[tuple[str, str], dict[int, _Result]] = {
+        (subject, loader): {} for subject, loaders in planned.items() for loader in loaders
+    }
+    for number in range(num_rounds):
+        for subject, loader in found:
+            label = f"{subject}, round {number + 1} of {num_rounds}, {loader}"
+            print(label, end=": ", file=sys.stderr, flush=True)
+            try:
+                found[subject, loader][number] = measure(subject, loader)
+                print(show(found[subject, loader][number]), file=sys.stderr)
+            except (ChildError, OSError) as error:
+                print(f"failed\n{error}", file=sys.stderr)
+    return found

@@ -1,22 +1,18 @@
-"""One measurement at scale in a process of its own: a trainer with many workers.
-
-Argument: a :class:`Task` as JSON. Writes ``scaled {...}`` (the figures as JSON) to standard output.
-"""
+"""One measurement at scale in a process of its own: a trainer with many workers."""
 
 from __future__ import annotations
 
-import json
-import resource
-import sys
+import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader import RPCDataloader, RPCDataset
 
 from . import datasets, proc
-from .everybody import wait_for_workers
+from .processes import be_trainer
+from .taking import Phase, take, wait_for_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +40,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Batches that flowed, and what they cost the trainer.
+    """Batches that flowed, and threads and open descriptors of the trainer meanwhile."""
 
-    Attributes:
-        num_batches: So many.
-        seconds: On the clock.
-        cpu_seconds: Of all threads.
-        thread_seconds: CPU time of the thread that takes the batches, which also sends most requests.
-        voluntary: How often threads gave up the processor because they waited.
-        involuntary: How often because others were given it.
-        num_threads: Of this process.
-        num_descriptors: Of this process.
-    """
-
-    num_batches: int
-    seconds: float
-    cpu_seconds: float
-    thread_seconds: float
-    voluntary: int
-    involuntary: int
+    phase: Phase
     num_threads: int
     num_descriptors: int
 
@@ -86,25 +66,10 @@ class Forks:
     all_bytes: int
 
 
-def _get_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def _flow(batches: Iterator[Any], seconds: float, round_length: int = 1) -> Flow:
-    """Take batches for that long, and on to the end of a round of so many."""
-    switches = proc.count_switches()
-    cpu, thread = _get_cpu_seconds(), time.thread_time()
-    start = time.perf_counter()
-    num_batches = 0
-    elapsed = 0.0
-    while elapsed < seconds or num_batches % round_length:
-        next(batches)
-        num_batches += 1
-        elapsed = time.perf_counter() - start
-    thread, cpu = time.thread_time() - thread, _get_cpu_seconds() - cpu
-    switched = proc.switches_between(switches, proc.count_switches())
-    return Flow(num_batches, elapsed, cpu, thread, *switched, proc.count_threads(), proc.count_descriptors())
+    phase = take(batches, seconds, round_length=round_length)
+    # Without the descriptor of this look.
+    return Flow(phase, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")) - 1)
 
 
 def _measure_naps(task: Task) -> Flow:
@@ -124,9 +89,7 @@ def _measure_bytes(task: Task) -> Flow:
     dataset = RPCDataset(task.address, datasets.Ready, int(task.amount))
     loader = RPCDataloader(dataset, batch_size=None, num_workers=task.num_workers)
     batches = iter(loader)
-    end = time.perf_counter() + task.seconds / 4
-    while time.perf_counter() < end:
-        next(batches)
+    take(batches, task.seconds / 4)
     return _flow(batches, task.seconds)
 
 
@@ -154,10 +117,9 @@ MEASURES: dict[str, Callable[[Task], Flow | Forks]] = {
 }
 
 
-def main() -> None:
-    task = Task(**json.loads(sys.argv[1]))
-    print("scaled", json.dumps(asdict(MEASURES[task.kind](task))), flush=True)
+def measure(task: Task) -> Flow | Forks:
+    return MEASURES[task.kind](task)
 
 
 if __name__ == "__main__":
-    main()
+    be_trainer(Task, measure)

@@ -30,19 +30,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import recorded, slow_modules
 from .__main__ import describe_machine
-from .claims import Goal, format_claims, median_ratio
-from .loaders import LOADERS, PACKAGE
-from .processes import ChildError, running, stop_by_signals
+from .claims import Claim, Found, format_claims, measure_claims
+from .loaders import LOADERS, node_server
+from .processes import ask_trainer, measure_rounds, stop_by_signals
 from .startup_trainer import Start, Task
 from .table import format_number, format_table
 
@@ -55,16 +54,15 @@ _QUICK_DIVISOR = 10
 class Row:
     """A dataset and the loaders that begin with it; the last one is what the others are compared with."""
 
-    dataset: str
     title: str
     num_workers: int
     loaders: tuple[str, ...]
 
 
 ROWS = {
-    "small": Row("small", "a short list of paths", 2, ("ours", "ours-built", "torch-fork")),
-    "paths": Row("paths", "a list of a million paths", 32, ("ours", "ours-built", "torch-fork", "torch-spawn")),
-    "imports": Row("imports", "imports from a slow mount", 8, ("ours", "ours-built", "torch-fork", "torch-spawn")),
+    "small": Row("a short list of paths", 2, ("ours", "ours-built", "torch-fork")),
+    "paths": Row("a list of a million paths", 32, ("ours", "ours-built", "torch-fork", "torch-spawn")),
+    "imports": Row("imports from a slow mount", 8, ("ours", "ours-built", "torch-fork", "torch-spawn")),
 }
 
 TITLES = {
@@ -75,128 +73,84 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StartClaim:
-    """A figure of ours at a row, against that of another loader."""
-
-    goal: Goal
-    row: str
-    reference: str
-    figure: str
-    loader: str = "ours"
-
-
+_FORK, _SPAWN = "torch DataLoader, fork", "torch DataLoader, spawn"
+_SECOND = "first batch of the second epoch"
 _MILLION = "a million paths, 32 workers"
 
 # Times and sizes: less is better, so goals are upper limits.
 CLAIMS = {
-    "first-batch-built": StartClaim(
-        Goal("first batch, RPCDataset", "torch DataLoader, fork", 1.0, True),
-        "small",
-        "torch-fork",
-        "first_seconds",
-        "ours-built",
+    "first-batch-built": Claim(
+        "first batch, RPCDataset", _FORK, 1.0, "small", "ours-built", "torch-fork", "first_seconds", True
     ),
-    "second-epoch-built": StartClaim(
-        Goal("first batch of the second epoch, RPCDataset", "torch DataLoader, fork", 1.0, True),
-        "small",
-        "torch-fork",
-        "second_seconds",
-        "ours-built",
+    "second-epoch-built": Claim(
+        f"{_SECOND}, RPCDataset", _FORK, 1.0, "small", "ours-built", "torch-fork", "second_seconds", True
     ),
-    "first-batch": StartClaim(
-        Goal("first batch", "torch DataLoader, fork", 1.0, True), "small", "torch-fork", "first_seconds"
+    "first-batch": Claim("first batch", _FORK, 1.0, "small", "ours", "torch-fork", "first_seconds", True),
+    "second-epoch": Claim(_SECOND, _FORK, 1.0, "small", "ours", "torch-fork", "second_seconds", True),
+    "first-batch-paths": Claim(
+        f"first batch, {_MILLION}", _SPAWN, 0.1, "paths", "ours", "torch-spawn", "first_seconds", True
     ),
-    "second-epoch": StartClaim(
-        Goal("first batch of the second epoch", "torch DataLoader, fork", 1.0, True),
-        "small",
-        "torch-fork",
-        "second_seconds",
-    ),
-    "first-batch-paths": StartClaim(
-        Goal(f"first batch, {_MILLION}", "torch DataLoader, spawn", 0.1, True), "paths", "torch-spawn", "first_seconds"
-    ),
-    "idle-memory": StartClaim(
-        Goal(f"memory, {_MILLION}", "torch DataLoader, spawn", 0.25, True), "paths", "torch-spawn", "idle_bytes"
-    ),
+    "idle-memory": Claim(f"memory, {_MILLION}", _SPAWN, 0.25, "paths", "ours", "torch-spawn", "idle_bytes", True),
 }
-
-Found = Mapping[tuple[str, str], Mapping[int, Start]]
 
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.startup", description="Compare how passes begin.")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each, interleaved (default: 3)")
-    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated (default: all)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="some of them (default: all)")
     parser.add_argument("--quick", action="store_true", help="one round of a tenth of everything: does it work?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
-    parser.add_argument("--record", action="store_true", help="write the ratios to recorded.json")
-    parser.add_argument("--check", action="store_true", help="fail below 80 %% of the recorded ratios")
+    recorded.add_options(parser)
     args = parser.parse_args()
-    args.rows = args.rows.split(",")
-    for name in args.rows:
-        if name not in ROWS:
-            parser.error(f"{name!r} is none of {', '.join(ROWS)}")
     if args.quick:
         args.rounds = 1
-    if args.rounds < 1:
-        parser.error("--rounds must be positive")
-    if args.quick and (args.record or args.check):
-        parser.error("--quick measures something else than what is claimed")
+        if args.record or args.check:
+            parser.error("--quick measures something else than what is claimed")
     return args
 
 
-@contextlib.contextmanager
-def _served(loader: str, num_workers: int, env: dict[str, str], folder: Path) -> Iterator[tuple[list[str], list[int]]]:
-    """A node server for ours, nobody for torch: addresses and process ids."""
-    if not loader.startswith("ours"):
-        yield [], []
-        return
-    args = ["--port", "0", "--num-workers", str(num_workers)]
-    with running("rpcdataloader.launch", args, env, folder) as server:
-        yield [server.read_line("rpcdataloader ready ", _TIMEOUT).split()[0]], [server.pid]
-
-
-def _measure(row: Row, loader: str, divisor: int) -> Start:
-    """Start a server and a trainer, wait for the figures, stop both.
+def _measure(dataset: str, num_workers: int, loader: str, divisor: int) -> Start:
+    """Start a server for ours, and a trainer; wait for the figures, stop both.
 
     Raises:
         ChildError: One of the processes failed.
     """
-    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         modules = folder / "mount"
         modules.mkdir()
-        if row.dataset == "imports":
+        if dataset == "imports":
             slow_modules.write(modules, 1000 // divisor)
         env = LOADERS["ours-tcp"].make_environment(folder)
         env["PYTHONPATH"] += f":{modules}"
-        with _served(loader, row.num_workers, env, folder) as (addresses, servers):
-            second = (row.dataset, loader) != ("paths", "torch-spawn")
-            task = Task(loader, row.dataset, row.num_workers, 10**6 // divisor, second, addresses, servers)
-            with running(f"{PACKAGE}.startup_trainer", [json.dumps(asdict(task))], env, folder) as trainer:
-                start = json.loads(trainer.read_line("started ", _TIMEOUT))
-                trainer.wait(_TIMEOUT)
-    return Start(**start)
+        servers = [stack.enter_context(node_server(num_workers, env, folder))] if loader.startswith("ours") else []
+        task = Task(
+            loader=loader,
+            dataset=dataset,
+            num_workers=num_workers,
+            num_paths=10**6 // divisor,
+            second=(dataset, loader) != ("paths", "torch-spawn"),
+            addresses=[address for address, _pid in servers],
+            servers=[pid for _address, pid in servers],
+        )
+        return Start(**ask_trainer("startup_trainer", task, env, folder, _TIMEOUT))
 
 
-def make_table(rows: Sequence[Row], found: Found) -> str:
+def make_table(rows: Mapping[str, Row], found: Found) -> str:
     """Return a row for each dataset and loader: medians of the rounds."""
     header = ["dataset", "workers", "loader", "build ms", "first ms", "all ms", "second ms", "memory MB", "processes"]
     lines = []
-    for row in rows:
-        for loader in row.loaders:
-            starts = list(found.get((row.dataset, loader), {}).values())
-            labels = [row.title, str(row.num_workers), TITLES[loader]]
-            if not starts:
-                lines.append([*labels, "failed", *["-"] * (len(header) - 4)])
-                continue
-            times = [
-                _format_milliseconds([getattr(start, name) for start in starts])
-                for name in ("build_seconds", "first_seconds", "all_seconds", "second_seconds")
-            ]
-            memory = format_number(statistics.median(start.idle_bytes for start in starts) / 1e6)
-            lines.append([*labels, *times, memory, str(starts[0].num_processes)])
+    for (dataset, loader), rounds in found.items():
+        labels = [rows[dataset].title, str(rows[dataset].num_workers), TITLES[loader]]
+        starts = list(rounds.values())
+        if not starts:
+            lines.append([*labels, "failed", *["-"] * (len(header) - 4)])
+            continue
+        times = [
+            _format_milliseconds([getattr(start, name) for start in starts])
+            for name in ("build_seconds", "first_seconds", "all_seconds", "second_seconds")
+        ]
+        memory = format_number(statistics.median(start.idle_bytes for start in starts) / 1e6)
+        lines.append([*labels, *times, memory, str(starts[0].num_processes)])
     return format_table(header, lines, 3)
 
 
@@ -206,64 +160,26 @@ def _format_milliseconds(seconds: Sequence[float | None]) -> str:
     return format_number(statistics.median(known) * 1e3) if known else "-"
 
 
-def measure_claims(found: Found) -> dict[str, float]:
-    """Return the ratios of those claims for which there is enough."""
-    ratios = {}
-    for name, claim in CLAIMS.items():
-        ours, theirs = (
-            {number: getattr(start, claim.figure) for number, start in found.get((claim.row, loader), {}).items()}
-            for loader in (claim.loader, claim.reference)
-        )
-        ratio = median_ratio(ours, theirs)
-        if ratio is not None:
-            ratios[name] = ratio
-    return ratios
-
-
 def main() -> None:
     args = _parse_args()
     stop_by_signals()
     divisor = _QUICK_DIVISOR if args.quick else 1
-    rows = [replace(ROWS[name], num_workers=max(2, ROWS[name].num_workers // divisor)) for name in args.rows]
-    goals = {name: claim.goal for name, claim in CLAIMS.items()}
-    if args.check and not recorded.find_known(goals):
-        sys.exit(2)
+    rows = {name: replace(ROWS[name], num_workers=max(2, ROWS[name].num_workers // divisor)) for name in args.rows}
     machine = describe_machine()
-    found: dict[tuple[str, str], dict[int, Start]] = {}
-    for row in rows:
-        for number in range(args.rounds):
-            for loader in row.loaders:
-                print(
-                    f"{row.dataset}, round {number + 1} of {args.rounds}, {loader}",
-                    end=": ",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                try:
-                    start = _measure(row, loader, divisor)
-                except (ChildError, OSError) as error:
-                    print(f"failed\n{error}", file=sys.stderr)
-                    continue
-                print(f"{start.first_seconds * 1e3:.0f} ms", file=sys.stderr)
-                found.setdefault((row.dataset, loader), {})[number] = start
-    ratios = measure_claims(found)
+    found = measure_rounds(
+        {name: row.loaders for name, row in rows.items()},
+        args.rounds,
+        lambda name, loader: _measure(name, rows[name].num_workers, loader, divisor),
+        lambda start: f"{start.first_seconds * 1e3:.0f} ms",
+    )
+    ratios = measure_claims(CLAIMS, found)
     print(make_table(rows, found))
     if args.quick:
         print("\nA tenth of the paths and modules.")
     elif ratios:
-        print(f"\nWhat is claimed:\n\n{format_claims(goals, ratios)}")
-    print(f"\nMedians of {args.rounds} interleaved rounds, {machine['text']}.")
-    if args.json is not None:
-        starts = [
-            {"dataset": dataset, "loader": loader, "round": number, **asdict(start)}
-            for (dataset, loader), rounds in found.items()
-            for number, start in rounds.items()
-        ]
-        args.json.write_text(json.dumps({"machine": machine, "ratios": ratios, "starts": starts}, indent=1))
-    if args.record:
-        recorded.record(ratios, machine)
-    if args.check:
-        sys.exit(recorded.check(goals, ratios))
+        print(f"\nWhat is claimed:\n\n{format_claims(CLAIMS, ratios)}")
+    print(f"\nMedians of {args.rounds} interleaved rounds, {machine}.")
+    sys.exit(recorded.conclude(args, CLAIMS, ratios, machine))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,18 @@
-"""One measurement of a start in a process of its own: dataset, loader, first batch, twice, and the memory of workers.
-
-Argument: a :class:`Task` as JSON. Writes ``started {...}`` (:class:`Start` as JSON) to standard output.
-"""
+"""One measurement of a start in a process of its own: dataset, loader, first batch twice, and memory of workers."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 from . import proc
-from .everybody import wait_for_workers
+from .processes import be_trainer
 from .slow_modules import NAME
+from .taking import wait_for_workers
 
 # Enough for all workers to be seen.
 _NUM_SMALL = 100_000
@@ -116,15 +111,5 @@ def measure(task: Task) -> Start:
     return Start(built - start, first - built, everybody - built, second_seconds, idle_bytes, len(processes))
 
 
-def _stop(_signal: int, _frame: object) -> NoReturn:
-    sys.exit("terminated")
-
-
-def main() -> None:
-    # So that torch's loader ends its workers.
-    signal.signal(signal.SIGTERM, _stop)
-    print("started", json.dumps(asdict(measure(Task(**json.loads(sys.argv[1]))))), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    be_trainer(Task, measure)

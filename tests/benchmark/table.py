@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 
@@ -13,9 +14,9 @@ def format_number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def format_spread(values: Sequence[float], middle: float) -> str:
-    """The middle one, with the smallest and the largest in brackets if there are several."""
-    text = format_number(middle)
+def format_spread(values: Sequence[float]) -> str:
+    """The median, with the smallest and the largest in brackets if there are several."""
+    text = format_number(statistics.median(values))
     return text if len(values) < 2 else f"{text} ({format_number(min(values))} to {format_number(max(values))})"
 
 
@@ -31,21 +32,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_label
         header: Titles of the columns.
         rows: Cells, as many in each as there are titles.
         num_labels: So many columns stand to the left; the rest are numbers, to the right.
-
-    Raises:
-        ValueError: A row has another number of cells.
     """
-    for row in rows:
-        if len(row) != len(header):
-            raise ValueError(f"a row of {len(row)} cells under {len(header)} titles: {list(row)}")
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = []
-    for row in [header, *rows]:
-        cells = [
-            cell.ljust(width) if column < num_labels else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    rule = ["-" * width if column < num_labels else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
-    lines.insert(1, f"| {' | '.join(rule)} |")
-    return "\n".join(lines)
+    rule = ["---" if column < num_labels else "---:" for column in range(len(header))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])

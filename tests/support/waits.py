@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from rpcdataloader import Diagnosis, RPCDataloader
-from tests.benchmark.link import shape
 from tests.support.causes import (
     SLOW_NODE,
     Causes,
@@ -126,7 +125,7 @@ def over_a_gigabit(zygote: Zygote) -> Iterator[list[str]]:
     """A node in another network namespace, at a link of 1 Gb/s; the calling thread is at the other end. Needs root."""
     with contextlib.closing(Network()) as network:
         host, cable = network.add()
-        shape((network.trainer, host), cable, 1.0, delays=False)
+        cable.limit(1.0)
         options = ("--host", cable.address, "--port", "0", "--num-workers", "4")
         # Its ready line is all that is read of it here; only this thread is in the other network.
         with quick_server(zygote, *options, before=f"{HURRY}\n{host.move_in}") as server, network.trainer.entered():

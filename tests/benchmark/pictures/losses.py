@@ -76,7 +76,7 @@ def record() -> dict[str, Any]:
             args = ["--port", port, "--num-workers", str(num_workers)]
             return running("rpcdataloader.launch", args, env, folder)
 
-        return {"machine": describe_machine()["text"], "killed": record_kill(start), "resumed": record_resume(start)}
+        return {"machine": describe_machine(), "killed": record_kill(start), "resumed": record_resume(start)}
 
 
 def _address(server: Child) -> str:

@@ -14,8 +14,8 @@ BEGIN, END = "<!-- numbers -->\n", "<!-- end of numbers -->\n"
 
 def _range(name: str) -> str:
     """Return the recorded ratio, which is that of the less favourable machine, and the one of the other machine."""
-    goal, recorded = CLAIMS[name].goal, load()[name]
-    (row,) = [row for row in read_table("claims") if (row["work"], row["against"]) == (goal.work, goal.against)]
+    claim, recorded = CLAIMS[name], load()[name]
+    (row,) = [row for row in read_table("claims") if (row["work"], row["against"]) == (claim.work, claim.against)]
     ratios = [found for cell in ("ratio", "on a slower machine") if (found := number(row[cell])) is not None]
     if recorded not in ratios:
         raise ValueError(f"{name} is {recorded} in recorded.json, and {ratios} in claims.md: record both in one run")
