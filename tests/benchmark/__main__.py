@@ -28,9 +28,6 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each phase of each (default: 3)")
     for option, known in ("workloads", list(WORKLOADS)), ("loaders", list(LOADERS)):
         parser.add_argument(f"--{option}", nargs="+", choices=known, default=known, help="some of them (default: all)")
-    parser.add_argument(
-        "--claims", action="store_true", help="measure what the claims need, as --record and --check do"
-    )
     recorded.add_options(parser)
     parser.add_argument("--quick", action="store_true", help="one round of 0.5 s: does it work?")
     args = parser.parse_args()
@@ -69,9 +66,11 @@ def main() -> None:
     args = _parse_args()
     stop_by_signals()
     machine = describe_machine()
-    planned = {workload: [name for name in LOADERS if name in args.loaders] for workload in args.workloads}
-    if args.claims or args.record or args.check:
-        planned = plan(CLAIMS, list(LOADERS))
+    planned = {
+        workload: [name for name in loaders if name in args.loaders]
+        for workload, loaders in plan(CLAIMS, list(LOADERS)).items()
+        if workload in args.workloads
+    }
     # Once for all, so that the steps of a busy trainer are the same work for everybody.
     step_loops = count_loops(_STEP_SECONDS)
     found = measure_rounds(

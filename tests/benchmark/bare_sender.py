@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,35 +27,18 @@ from .workloads import WORKLOADS, Workload
 _NUM_BUFFERS = 2
 
 
-class _Maker:
-    """Makes the batches of a workload, each in one piece of memory that is given.
+def _make_batches_of(workload: Workload) -> Callable[[np.ndarray], None]:
+    """Return what makes the next batch of a workload, whose samples are tensors, in one piece of memory."""
+    dataset = getattr(datasets, workload.dataset)(*workload.args)
+    positions = itertools.count()
 
-    Stacking tensors writes each byte once, as a worker that collates does. Batches of other kinds are collated first
-    and then copied together.
-    """
+    def make(memory: np.ndarray) -> None:
+        samples = [dataset[next(positions)] for _ in range(workload.batch_size)]
+        shape = (len(samples), *samples[0].shape)
+        # Stacking writes each byte once, as a worker that collates does.
+        torch.stack(samples, out=torch.from_numpy(memory).view(samples[0].dtype).view(shape))
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._dataset = getattr(datasets, workload.dataset)(*workload.args)
-        self._positions = itertools.count()
-
-    def __call__(self, memory: np.ndarray) -> None:
-        samples = [self._dataset[next(self._positions)] for _ in range(self._workload.batch_size)]
-        if isinstance(samples[0], torch.Tensor):
-            shape = (len(samples), *samples[0].shape)
-            torch.stack(samples, out=torch.from_numpy(memory).view(samples[0].dtype).view(shape))
-            return
-        offset = 0
-        for tensor in _collate(samples):
-            data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-            memory[offset : offset + data.nbytes] = data
-            offset += data.nbytes
-
-
-def _collate(samples: list[Any]) -> list[torch.Tensor]:
-    if isinstance(samples[0], dict):
-        return list(datasets.get_only(samples).values())
-    return [torch.tensor(samples)]
+    return make
 
 
 def _send_ready(sock: socket.socket, make: Callable[[np.ndarray], None], buffers: list[np.ndarray]) -> None:
@@ -89,7 +71,7 @@ def _send_made(sock: socket.socket, make: Callable[[np.ndarray], None], buffers:
 def main(workload: Workload, mode: str) -> None:
     # As any worker does.
     torch.set_num_threads(1)
-    make = _Maker(workload)
+    make = _make_batches_of(workload)
     buffers = [np.empty(workload.batch_bytes, np.uint8) for _ in range(_NUM_BUFFERS)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         print(f"ready 127.0.0.1:{server.getsockname()[1]}", flush=True)
