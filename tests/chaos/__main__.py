@@ -8,8 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.chaos import network
 from tests.chaos.driver import ChaosError, Scenario, environment, run
+from tests.support.network import why_not
 from tests.support.zygote import Zygote
 
 
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--soak", action="store_true", help="watch that memory and descriptors stay flat")
     parser.add_argument("--quiet", action="store_true", help="do not show events as they happen")
     args = parser.parse_args()
-    if args.network and (reason := network.why_not()):
+    if args.network and (reason := why_not()):
         parser.error(f"--network: {reason}")
     scenario = Scenario(
         args.seed,

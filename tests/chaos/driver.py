@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.chaos import network, plan
+from tests.chaos import plan
 from tests.chaos.datasets import Traps
 from tests.chaos.plan import Event, Kind
 from tests.chaos.pool import Pool
@@ -20,6 +20,7 @@ from tests.chaos.ranks import Comparison, Ranks, compare
 from tests.chaos.trainer import Job
 from tests.chaos.watch import Trend, Watch
 from tests.conftest import TIMEOUT_SCALE
+from tests.support.network import Network
 from tests.support.zygote import Zygote
 
 # Seconds without a batch of any rank: nothing that the adversary does takes so long to get over.
@@ -199,16 +200,11 @@ def _pool(scenario: Scenario, zygote: Zygote, folder: Path, traps: Traps) -> Ite
     """The node servers, and the statements with which a script gets to where they can be reached."""
     folder.mkdir()
     traps.make()
-    net = network.Network(zygote) if scenario.in_network else None
-    try:
-        pool = Pool(zygote, folder, scenario.num_places, scenario.num_workers, net, traps)
-        try:
-            yield pool, net.enter_trainers() if net else ""
-        finally:
-            pool.close()
-    finally:
-        if net:
-            net.close()
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(contextlib.closing(Network())) if scenario.in_network else None
+        pool = Pool(zygote, folder, scenario.num_places, scenario.num_workers, network, traps)
+        stack.enter_context(contextlib.closing(pool))
+        yield pool, f"{network.trainer.move_in}\n" if network else ""
 
 
 def _job(scenario: Scenario, folder: Path, pool: Pool, traps: Traps) -> Job:

@@ -8,11 +8,14 @@ import signal
 from pathlib import Path
 
 from tests.chaos.datasets import Traps
-from tests.chaos.network import Network
 from tests.chaos.plan import Event, Kind
 from tests.conftest import descendants, is_running, stat_of, wait_until
+from tests.support.network import Cable, Host, Network
 from tests.support.quick import QuickServer
 from tests.support.zygote import Zygote
+
+# Slower than batches need, and with a queue so short that packets are lost.
+SLOW = ("tbf", "rate", "2mbit", "burst", "16kb", "limit", "20kb")
 
 
 def children(pid: int) -> list[int]:
@@ -43,6 +46,7 @@ class Pool:
         self._zygote = zygote
         self._num_workers = num_workers
         self._network = network
+        self._hosts: dict[int, tuple[Host, Cable]] = {}
         self._traps = traps
         self._servers: dict[int, QuickServer] = {}
         self._ports: dict[int, str] = {}
@@ -60,8 +64,9 @@ class Pool:
         options += ["--register", self.register, "--port", self._ports.get(place, "0")]
         before = ""
         if self._network is not None:
-            options += ["--host", self._network.add(place)]
-            before = self._network.enter(place)
+            host, cable = self._hosts[place] = self._hosts.get(place) or self._network.add()
+            options += ["--host", cable.address]
+            before = host.move_in
         server = QuickServer(self._zygote, tuple(options), before)
         self._servers[place] = server
         self._ports[place] = server.address.rpartition(":")[2]
@@ -81,11 +86,12 @@ class Pool:
         if event.kind in (Kind.SEGFAULT, Kind.HANG):
             self._traps.set(event.kind.name.lower())
             return event.kind.value
-        if event.kind in (Kind.CUT, Kind.SLOW, Kind.HEAL):
-            assert self._network is not None
-            {Kind.CUT: self._network.cut, Kind.SLOW: self._network.slow, Kind.HEAL: self._network.heal}[event.kind](
-                place
-            )
+        if event.kind is Kind.CUT:
+            self._hosts[place][1].cut()
+        elif event.kind is Kind.SLOW:
+            self._hosts[place][1].shape(*SLOW)
+        elif event.kind is Kind.HEAL:
+            self._hosts[place][1].mend()
         elif event.kind in (Kind.START_SERVER, Kind.ADD_SERVER):
             if server is not None:
                 server.wait()  # a drain is over when the port is free

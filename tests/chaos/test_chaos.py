@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -9,15 +10,16 @@ import re
 
 import pytest
 
-from tests.chaos import driver, network
+from tests.chaos import driver
 from tests.chaos.datasets import Traps
 from tests.chaos.driver import ChaosError, Scenario, run
 from tests.chaos.plan import Event, Kind, plan
 from tests.chaos.pool import Pool
 from tests.chaos.ranks import Note, compare
 from tests.conftest import wait_until
+from tests.support.network import Network, why_not
 
-NO_NETWORK = network.why_not()
+NO_NETWORK = why_not()
 
 
 @pytest.fixture
@@ -90,22 +92,17 @@ dataset.epoch = 7
 def test_question_to_a_node_that_is_out_of_reach_fails(zygote, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    net = network.Network(zygote)
-    try:
-        pool = Pool(zygote, tmp_path, 1, 1, net, Traps(tmp_path))
-        try:
-            script = zygote.start(net.enter_trainers() + ASK, *pool.addresses, fifo)
-            wait_until(lambda: script.output, what="a first answer")
-            net.cut(0)
-            fifo.write_text("")
-            ended = script.wait(60)
-            node = pool.addresses[0]
-            told = f"connection to {node} lost: its host no longer answers"
-            assert told in ended.errors, ended.errors
-        finally:
-            pool.close()
-    finally:
-        net.close()
+    with (
+        contextlib.closing(Network()) as network,
+        contextlib.closing(Pool(zygote, tmp_path, 1, 1, network, Traps(tmp_path))) as pool,
+    ):
+        script = zygote.start(f"{network.trainer.move_in}\n{ASK}", *pool.addresses, fifo)
+        wait_until(lambda: script.output, what="a first answer")
+        pool.do(Event(Kind.CUT, 0))
+        fifo.write_text("")
+        told = f"connection to {pool.addresses[0]} lost: its host no longer answers"
+        ended = script.wait(60)
+        assert told in ended.errors, ended.errors
 
 
 def test_failure_tells_how_to_repeat_it(zygote):

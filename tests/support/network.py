@@ -95,21 +95,23 @@ class Cable:
         (_near, near, _), (_far, far, _) = self._ends
         return near, far
 
+    def shape(self, *discipline: str) -> None:
+        """Let both ends send in this way: see tc(8)."""
+        for host, interface, _address in self._ends:
+            host.run("tc", "qdisc", "replace", "dev", interface, "root", *discipline)
+
     def limit(self, gigabits: float) -> None:
         """Let both ends send at most so many Gbit/s."""
         # Of a millisecond: what the timer of the kernel may be late. And more than the largest packet before it is cut.
         burst = max(256 * 1024, int(gigabits * 1e9 / 8 / 1000))
-        limit = ("rate", f"{gigabits:g}gbit", "burst", str(burst), "latency", "20ms")
-        for host, interface, _address in self._ends:
-            host.run("tc", "qdisc", "replace", "dev", interface, "root", "tbf", *limit)
+        self.shape("tbf", "rate", f"{gigabits:g}gbit", "burst", str(burst), "latency", "20ms")
 
     def cut(self) -> None:
         """From now on, nothing arrives at either end, and nobody is told."""
-        for host, interface, _address in self._ends:
-            host.run("tc", "qdisc", "add", "dev", interface, "root", "blackhole")
+        self.shape("blackhole")
 
     def mend(self) -> None:
-        """Undo the cut."""
+        """Undo all of this."""
         for host, interface, _address in self._ends:
             host.run("tc", "qdisc", "delete", "dev", interface, "root")
 
