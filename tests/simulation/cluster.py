@@ -16,11 +16,6 @@ from tests.simulation.scenarios import Scenario
 class Node:
     """A node server, or its absence."""
 
-    __slots__ = (
-        "broken_until", "flapping_until", "foreign_until", "full_until", "has_mute_sessions", "incarnation",
-        "is_building", "is_draining", "is_up", "mute_until", "name", "offered", "raising_until", "room", "used",
-    )  # fmt: skip
-
     def __init__(self, name: str, offered: int, room: int) -> None:
         self.name = name
         self.offered = offered
@@ -46,8 +41,6 @@ class Node:
 class Session:
     """A session of a rank on a node, with the dataset."""
 
-    __slots__ = ("incarnation", "node")
-
     def __init__(self, node: Node) -> None:
         self.node = node
         self.incarnation = node.incarnation
@@ -66,37 +59,6 @@ class Exited(NamedTuple):
 
 class Worker:
     """A worker process, and the connection to it, as the driver knows both."""
-
-    __slots__ = (
-        "at",
-        "cancelled",
-        "complete",
-        "connection",
-        "crew",
-        "dies_answering",
-        "error",
-        "exited",
-        "has_come",
-        "has_failed",
-        "hung_until",
-        "index",
-        "is_alive",
-        "is_busy",
-        "is_draining",
-        "is_lost",
-        "keep_waiting",
-        "node",
-        "num_sent",
-        "owner",
-        "place",
-        "position",
-        "queue",
-        "retired",
-        "session",
-        "was_refused",
-        "will_retire",
-        "wire",
-    )  # fmt: skip
 
     def __init__(self, crew: Any, session: Session, owner: Any, keep_waiting: Callable[[], bool]) -> None:
         self.crew = crew
@@ -150,8 +112,6 @@ class Worker:
 
 class Connection:
     """What is sent to a worker."""
-
-    __slots__ = ("worker",)
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

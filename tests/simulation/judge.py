@@ -43,26 +43,16 @@ class ViolationError(Exception):
 class Task:
     """A task that is not delivered."""
 
-    __slots__ = (
-        "deaths", "holders", "is_answered", "is_condemned", "payload", "since", "size", "stream",
-    )  # fmt: skip
-
     def __init__(self, payload: Any, stream: int | None) -> None:
         self.payload = payload
         self.stream = stream
         self.holders: list[int] = []  # workers with a copy
         self.is_answered = self.is_condemned = False
         self.size = self.deaths = 0
-        self.since = math.inf  # when its first copy was sent
 
 
 class Member:
     """A worker that the engine has asked for, and that is not lost."""
-
-    __slots__ = (
-        "at_work", "closed", "draining", "ended", "in_flight", "incarnation", "is_late", "is_over", "joined", "late_at",
-        "node", "place", "sent_away", "since",
-    )  # fmt: skip
 
     def __init__(self, place: int, node: str, incarnation: Hashable, late_at: float, is_late: bool) -> None:
         self.place = place
@@ -83,8 +73,6 @@ class Member:
 
 class Place:
     """Where a worker should be."""
-
-    __slots__ = ("closed", "home", "promised", "refused", "worker")
 
     def __init__(self, home: str) -> None:
         self.home = home
@@ -136,7 +124,6 @@ class Judge:
         self.waiting_since: float | None = None  # the consumer
         self.reported_at = -math.inf
         self.num_added = 0
-        self.next_delivery = 0
         self.answered_order: deque[int] = deque()
         self.has_input_ended = False
         self.waiting: list[int] = []  # heap, with some that wait no more
@@ -209,7 +196,6 @@ class Judge:
         if condemned is not None and f"has ended {task.deaths} workers" not in condemned:
             self.fail(f"task {number} has ended {task.deaths} workers, which its error does not say: {condemned}")
         self.answered_bytes -= task.size
-        self.next_delivery = number + 1
         self.window = self.wanted_window
         if task.stream is not None:
             self.num_of_stream[task.stream] -= 1
@@ -219,7 +205,7 @@ class Judge:
     def is_finished(self) -> bool:
         return not self.tasks and (not self.turn if self.is_iterable else self.has_input_ended)
 
-    def begin_epoch(self, turn: int) -> None:
+    def begin_epoch(self, now: float, turn: int = 0) -> None:
         self.begin_table(turn)
         has_other_homes = not self.is_iterable and any(place.home not in self.hopeless for place in self.places)
         for place in self.places:
@@ -254,19 +240,17 @@ class Judge:
         self._take(number, task, size)
         return True
 
-    def stream_ended(self, worker: int, number: int) -> bool:
-        """A worker answers that its stream has ended; returns whether that is news."""
+    def stream_ended(self, worker: int, number: int, now: float) -> None:
+        """A worker answers that its stream has ended."""
         self.num_deaths = 0
-        if not self.holds(worker, number):
-            return False
-        stream = self.tasks[number].stream
-        assert stream is not None
-        self._drop_from(stream, number)
-        return True
+        if self.holds(worker, number):
+            stream = self.tasks[number].stream
+            assert stream is not None
+            self._drop_from(stream, number)
 
     # Workers
 
-    def ready(self, number: int, now: float) -> None:
+    def worker_ready(self, number: int, now: float) -> None:
         member = self.members[number]
         if member.closed:
             return
@@ -299,7 +283,7 @@ class Judge:
             self.owners[member.place] = number
         self._rank(number, member)
 
-    def at_work(self, number: int) -> None:
+    def worker_at_work(self, number: int) -> None:
         member = self.members[number]
         member.at_work = self.has_begun = True
         self.num_raised[member.node] = 0
@@ -324,18 +308,18 @@ class Judge:
                 self.node_hopeless(member.node)
         return not self.has_begun
 
-    def draining(self, number: int) -> None:
+    def worker_draining(self, number: int) -> None:
         member = self.members[number]
         if member.joined:
             member.draining = True
             self._rank(number, member)
 
-    def open_failed(self, number: int) -> None:
+    def open_failed(self, number: int, error: BaseException) -> None:
         member = self.members.pop(number)
         self.up.discard(member.node)
         self._vacate(number, member)
 
-    def lost(self, number: int, loss: Loss) -> None:
+    def worker_lost(self, number: int, loss: Loss) -> None:
         node_is_up, came, was_refused = loss.node_is_up, loss.came, loss.was_refused
         member = self.members.pop(number)
         self.roomy.discard(number)
@@ -414,7 +398,7 @@ class Judge:
 
     # Nodes
 
-    def node_up(self, node: str, incarnation: Hashable, num_offered: int) -> None:
+    def node_up(self, node: str, incarnation: Hashable, num_offered: int = 0) -> None:
         self.seeking.pop(node, None)
         if node in self.hopeless or not (node in self.known or node in self.joining):
             return
@@ -443,7 +427,7 @@ class Judge:
             self.places += [Place(node) for _ in range(share)]
         self._resize()
 
-    def node_failed(self, node: str, is_foreign: bool) -> None:
+    def node_failed(self, node: str, error: BaseException, *, is_foreign: bool = False) -> None:
         pause = self.seeking.pop(node, None)
         if pause is None:
             return

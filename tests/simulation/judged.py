@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.plan.actions import Action, End, PlanOptions
-from rpcdataloader.plan.crew import Crew, Loss
+from rpcdataloader.plan.crew import Crew
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry, Table
 from tests.simulation.judge import Judge, Task, ViolationError
+
+
+def _told(kind: type, name: str) -> Any:
+    """A method of a kind of engine or crew, of whose calls the judge is told first."""
+    method, tell = getattr(kind, name), getattr(Judge, name)
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        tell(self.judge, *args, **options)
+        return method(self, *args, **options)
+
+    return call
 
 
 class JudgedEngine(Engine[str]):
@@ -36,10 +47,6 @@ class JudgedEngine(Engine[str]):
         table: Any = self.table
         table.judge = self.judge
         table.__class__ = JudgedTable
-
-    def begin_epoch(self, now: float, turn: int = 0) -> None:
-        self.judge.begin_epoch(turn)
-        super().begin_epoch(now, turn)
 
     # The consumer
 
@@ -93,19 +100,7 @@ class JudgedEngine(Engine[str]):
             raise ViolationError(f"the answer of worker {worker} to task {number} counts: {not expected}")
         return task
 
-    def stream_ended(self, worker: int, number: int, now: float) -> None:
-        self.judge.stream_ended(worker, number)
-        super().stream_ended(worker, number, now)
-
     # Workers and nodes
-
-    def worker_ready(self, number: int, now: float) -> None:
-        self.judge.ready(number, now)
-        super().worker_ready(number, now)
-
-    def worker_at_work(self, number: int) -> None:
-        self.judge.at_work(number)
-        super().worker_at_work(number)
 
     def worker_failed(self, number: int, error: BaseException) -> None:
         has_failed = self.failure is not None
@@ -116,17 +111,13 @@ class JudgedEngine(Engine[str]):
                 f"the exception of worker {number}, which cannot begin, ends the pass: {not ends_pass}"
             )
 
-    def worker_draining(self, number: int) -> None:
-        self.judge.draining(number)
-        super().worker_draining(number)
-
-    def worker_lost(self, number: int, loss: Loss) -> None:
-        self.judge.lost(number, loss)
-        super().worker_lost(number, loss)
-
-    def remove_nodes(self, nodes: Iterable[str]) -> None:
-        self.judge.remove_nodes(list(nodes))
-        super().remove_nodes(nodes)
+    begin_epoch = _told(Engine, "begin_epoch")
+    stream_ended = _told(Engine, "stream_ended")
+    worker_ready = _told(Engine, "worker_ready")
+    worker_at_work = _told(Engine, "worker_at_work")
+    worker_draining = _told(Engine, "worker_draining")
+    worker_lost = _told(Engine, "worker_lost")
+    remove_nodes = _told(Engine, "remove_nodes")
 
 
 class JudgedCrew(Crew[str]):
@@ -136,30 +127,16 @@ class JudgedCrew(Crew[str]):
         super().__init__(*args)
         self.judge = judge
 
-    def use(self, most: int | None) -> None:
-        self.judge.use(most)
-        super().use(most)
-
-    def node_up(self, node: str, incarnation: Hashable, num_offered: int = 0) -> None:
-        self.judge.node_up(node, incarnation, num_offered)
-        super().node_up(node, incarnation, num_offered)
-
-    def node_failed(self, node: str, error: BaseException, *, is_foreign: bool = False) -> None:
-        self.judge.node_failed(node, is_foreign=is_foreign)
-        super().node_failed(node, error, is_foreign=is_foreign)
+    use = _told(Crew, "use")
+    node_up = _told(Crew, "node_up")
+    node_failed = _told(Crew, "node_failed")
+    open_failed = _told(Crew, "open_failed")
+    add_nodes = _told(Crew, "add_nodes")
 
     def node_hopeless(self, node: str, error: BaseException) -> None:
         if node in self.roster.pauses:
             self.judge.node_hopeless(node)
         super().node_hopeless(node, error)
-
-    def open_failed(self, number: int, error: BaseException) -> None:
-        self.judge.open_failed(number)
-        super().open_failed(number, error)
-
-    def add_nodes(self, nodes: Iterable[str]) -> None:
-        self.judge.add_nodes(list(nodes))
-        super().add_nodes(nodes)
 
 
 class JudgedTable(Table):

@@ -41,8 +41,6 @@ BATCH, EXCEPTION, LAST, CANCELLED, FAILED = range(5)
 class Task:
     """A batch that the sampler gives."""
 
-    __slots__ = ("indices", "num_samples", "number", "position", "probe", "request", "stack")
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.request = Encoded((number,))
@@ -92,8 +90,6 @@ class Epoch:
 
 class Condition:
     """The lock of a pass, and its consumer, which wakes up when a thread that has notified it lets go."""
-
-    __slots__ = ("crew", "depth", "is_notified")
 
     def __init__(self, crew: Pass) -> None:
         self.crew = crew

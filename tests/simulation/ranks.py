@@ -25,8 +25,6 @@ class Rank:
         self.is_waiting = self.is_done = False
         self.num_sleeps = 0
         self.paused_until = 0.0
-        self.num_begun = 0
-        self.next_id = 0
         self.generation = 0  # of what is to be called later
 
     def seconds(self) -> float:
@@ -91,7 +89,6 @@ class Rank:
         positions: list[int] | None = None,
         turn: int = 0,
     ) -> None:
-        self.num_begun += 1
         self.cluster.num_passes += 1
         self.crew = Pass(
             self.cluster,
