@@ -10,10 +10,10 @@ import ctypes
 import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -53,7 +53,6 @@ class Child:
     def __init__(self, module: str, args: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
         self.module = module
         self._log = folder / f"{module}-{time.monotonic_ns()}.log"
-        self._output = b""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *args],
@@ -62,6 +61,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                text=True,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
@@ -73,21 +73,15 @@ class Child:
     def read_line(self, start: str, timeout: float) -> str:
         """Return what follows ``start`` on the first line of output that starts so; ChildError after ``timeout`` s."""
         assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        deadline = time.monotonic() + timeout
-        while True:
-            *lines, self._output = self._output.split(b"\n")
-            for i, line in enumerate(lines):
-                if line.startswith(start.encode()):
-                    self._output = b"\n".join([*lines[i + 1 :], self._output])
-                    return line.decode()[len(start) :].strip()
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise ChildError(f"{self.module} did not write {start!r} within {timeout:g} s\n{self.read_log()}")
-            data = os.read(descriptor, 65536)
-            if not data:
-                raise ChildError(f"{self.module} ended without writing {start!r}\n{self.read_log()}")
-            self._output += data
+        timer = threading.Timer(timeout, self._process.kill)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(start):
+                    return line[len(start) :].strip()
+        finally:
+            timer.cancel()
+        raise ChildError(f"{self.module} ended, or {timeout:g} s passed, without {start!r}\n{self.read_log()}")
 
     def read_log(self) -> str:
         """Return the end of what the child wrote to standard error."""

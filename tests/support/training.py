@@ -33,13 +33,6 @@ class Points(Dataset[Any]):
         return make_sample(index)
 
 
-class Texts(Points):
-    """With texts of different lengths."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**super().__getitem__(index), "text": "x" * (index + 1)}
-
-
 class PointStream(IterableDataset[Any]):
     """The same, iterable-style: each worker gives its part."""
 

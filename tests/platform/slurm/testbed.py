@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from tests import conftest
-from tests.conftest import descendants
+from tests.conftest import descendants, stat_of
 
 ROOT = Path(__file__).parents[3]
 # Whoever asks Slurm takes CPU time from its jobs.
@@ -166,10 +166,7 @@ class Testbed:
 
 def state_of(pid: int) -> str:
     """The letter of a process's state; that of a zombie if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    return "".join(stat_of(pid)[:1]) or "Z"
 
 
 def has_stopped(pid: int) -> bool:
