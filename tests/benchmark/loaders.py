@@ -117,7 +117,7 @@ def _build_torch(workload: Workload, _addresses: list[str]) -> Iterable[Any]:
 
 
 def _serve_original(_workload: Workload, env: dict[str, str], folder: Path) -> Servers:
-    return run_servers("original_worker", [], NUM_WORKERS, env, folder)
+    return run_servers("original", [], NUM_WORKERS, env, folder)
 
 
 def _build_original(workload: Workload, addresses: list[str]) -> Iterable[Any]:
