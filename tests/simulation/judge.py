@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Hashable
-from typing import Any, NoReturn
+from typing import Any
 
 from rpcdataloader.plan.actions import (
     Action,
@@ -34,10 +34,6 @@ MAX_RAISED = 3  # first requests that raise in a row, after which a node is no l
 
 _TINY = 1e-9
 _SHORTEST = 1e-6  # shorter times of tasks count as this
-
-
-class ViolationError(Exception):
-    """The engine did what it must not, or did not what it must."""
 
 
 class Task:
@@ -145,9 +141,6 @@ class Judge:
             self.turn.rotate(-turn)
         self.num_of_stream = [0] * options.num_workers
 
-    def fail(self, text: str) -> NoReturn:
-        raise ViolationError(text)
-
     # The input and the consumer
 
     def wants_input(self) -> bool:
@@ -157,8 +150,7 @@ class Judge:
 
     def added(self, number: int, payload: Any) -> int | None:
         """A task was added; returns its stream."""
-        if number != self.num_added:
-            self.fail(f"task {number} was added as number {self.num_added}")
+        assert number == self.num_added, f"task {number} was added as number {self.num_added}"
         stream = None
         if self.is_iterable:
             prefetch = self.options.prefetch_factor
@@ -183,18 +175,15 @@ class Judge:
     def delivered(self, delivery: Entry) -> Task:
         number, payload, stream = delivery.number, delivery.payload, delivery.stream
         condemned = delivery.condemned
-        if number != self.deliverable():
-            self.fail(f"task {number} is delivered, and {self.deliverable()} should be")
+        assert number == self.deliverable(), f"task {number} is delivered, and {self.deliverable()} should be"
         self.waiting_since, self.reported_at = None, -math.inf
         task = self.tasks.pop(number)
         if not self.options.in_order:
             self.answered_order.popleft()
-        if (condemned is not None) != task.is_condemned:
-            self.fail(f"task {number} has ended {task.deaths} workers, and is delivered as {condemned}")
-        if (payload, stream) != (task.payload, task.stream):
-            self.fail(f"task {number} is delivered as {payload} of stream {stream}")
-        if condemned is not None and f"has ended {task.deaths} workers" not in condemned:
-            self.fail(f"task {number} has ended {task.deaths} workers, which its error does not say: {condemned}")
+        assert (condemned is not None) == task.is_condemned, f"task {number} is delivered as {condemned}"
+        assert (payload, stream) == (task.payload, task.stream), f"task {number} is {payload} of stream {stream}"
+        if condemned is not None:
+            assert f"has ended {task.deaths} workers" in condemned, f"task {number} is delivered as {condemned}"
         self.answered_bytes -= task.size
         self.window = self.wanted_window
         if task.stream is not None:
@@ -278,8 +267,7 @@ class Judge:
     def _join(self, number: int, member: Member) -> None:
         self.num_joined += 1
         if self.is_iterable:
-            if member.place in self.owners:
-                self.fail(f"workers {number} and {self.owners[member.place]} both take stream {member.place}")
+            assert member.place not in self.owners, f"two workers take stream {member.place}"
             self.owners[member.place] = number
         self._rank(number, member)
 
@@ -524,8 +512,7 @@ class Judge:
             self._send_superfluous_away()
         for action in actions:
             _SEEN[type(action)](self, action, now)
-        if self.to_cancel:
-            self.fail(f"copies that nobody waits for are not cancelled: {self.to_cancel}")
+        assert not self.to_cancel, f"copies that nobody waits for are not cancelled: {self.to_cancel}"
         self._check_sending(now)
         if self.is_changed:
             self.is_changed = False
@@ -537,14 +524,14 @@ class Judge:
     def _see_report(self, action: ReportWait, now: float) -> None:
         """The consumer is told what it has waited for, and that is the oldest task which is not answered."""
         number, task = next((number, task) for number, task in self.tasks.items() if not task.is_answered)
-        if self.waiting_since is None or abs(now - self.waiting_since - action.seconds) > _TINY:
-            self.fail(f"{action}: the consumer waits since {self.waiting_since}")
-        if now < self.reported_at + REPORT_AGAIN - _TINY or action.seconds < REPORT_AFTER - _TINY:
-            self.fail(f"{action}: it was told at {self.reported_at}")
-        if action.payload != task.payload:
-            self.fail(f"{action}: task {number} is waited for")
-        if action.worker != (task.holders[0] if task.holders else None):
-            self.fail(f"{action}: task {number} is at {task.holders}")
+        assert self.waiting_since is not None, f"{action}: nobody waits"
+        assert abs(now - self.waiting_since - action.seconds) <= _TINY, (
+            f"{action}: the wait began at {self.waiting_since}"
+        )
+        assert action.seconds >= REPORT_AFTER - _TINY, f"{action}: it is too early"
+        assert now >= self.reported_at + REPORT_AGAIN - _TINY, f"{action}: it was told at {self.reported_at}"
+        assert action.payload == task.payload, f"{action}: task {number} is waited for"
+        assert action.worker == (task.holders[0] if task.holders else None), f"{action}: it is at {task.holders}"
         self.reported_at = now
 
     def _check_report(self, due: float) -> None:
@@ -552,25 +539,20 @@ class Judge:
         if self.waiting_since is None or not self.tasks:
             return
         deadline = max(self.waiting_since + REPORT_AFTER, self.reported_at + REPORT_AGAIN)
-        if due > deadline + _TINY:
-            self.fail(f"the consumer waits since {self.waiting_since}, and the engine waits until {due}")
+        assert due <= deadline + _TINY, f"the consumer is to be told, and the engine waits until {due}"
 
     def _see_load(self, action: Load, now: float) -> None:
         worker, number, payload = action
         member = self.members.get(worker)
         task = self.tasks.get(number)
-        if member is None or not member.joined:
-            self.fail(f"{action}: the worker is gone, or not there yet")
-        if task is None or task.is_answered:
-            self.fail(f"{action}: the task is answered, or delivered")
-        if payload != task.payload:
-            self.fail(f"{action}: the task is {task.payload}")
-        if not self.is_iterable and not member.is_usable:
-            self.fail(f"{action}: the worker is to take no more")
-        if self.is_iterable and (task.stream != member.place or member.closed):
-            self.fail(f"{action}: the task belongs to stream {task.stream}")
-        if number in member.in_flight:
-            self.fail(f"{action}: the worker has it already")
+        assert member is not None and member.joined, f"{action}: the worker is gone, or not there yet"
+        assert task is not None and not task.is_answered, f"{action}: the task is answered, or delivered"
+        assert payload == task.payload, f"{action}: the task is {task.payload}"
+        if self.is_iterable:
+            assert task.stream == member.place and not member.closed, f"{action}: it belongs to stream {task.stream}"
+        else:
+            assert member.is_usable, f"{action}: the worker is to take no more"
+        assert number not in member.in_flight, f"{action}: the worker has it already"
         if task.holders:
             self._see_hedge(action, task, now)
         else:
@@ -583,23 +565,16 @@ class Judge:
         self._rank(worker, member)
 
     def _see_hedge(self, action: Load, task: Task, now: float) -> None:
-        if self.is_iterable or len(task.holders) > 1:
-            self.fail(f"{action}: workers {task.holders} have a copy already")
-        if task.deaths:
-            self.fail(f"{action}: a second copy of a task that has killed {task.deaths} workers")
+        assert not self.is_iterable and len(task.holders) <= 1, f"{action}: workers {task.holders} have a copy already"
+        assert not task.deaths, f"{action}: a second copy of a task that has killed {task.deaths} workers"
         self.num_hedged += 1
-        if self.num_hedged > max(1, self.num_joined // 16):
-            self.fail(f"{action}: {self.num_hedged} tasks are at two of {self.num_joined} workers")
+        assert self.num_hedged <= max(1, self.num_joined // 16), f"{action}: {self.num_hedged} tasks are at two workers"
         first = self.members[task.holders[0]]
-        if now - first.since < 1.0 - _TINY:
-            self.fail(f"{action}: a second copy after {now - first.since} s")
-        if not self.num_seen:
-            self.fail(f"{action}: a second copy before anything was answered")
+        assert now - first.since >= 1.0 - _TINY, f"{action}: a second copy after {now - first.since} s"
+        assert self.num_seen, f"{action}: a second copy before anything was answered"
         awaited = self._awaited()
-        if awaited is None:
-            self.fail(f"{action}: a second copy, though the consumer need not wait")
-        if awaited.deaths:
-            self.fail(f"{action}: a second copy, while a task that has killed {awaited.deaths} workers is waited for")
+        assert awaited is not None, f"{action}: a second copy, though the consumer need not wait"
+        assert not awaited.deaths, f"{action}: a second copy, while a deadly task is waited for"
 
     def _awaited(self) -> Task | None:
         """The task that the consumer waits for, if it is under way."""
@@ -612,99 +587,73 @@ class Judge:
 
     def _see_first(self, action: Load, task: Task, member: Member) -> None:
         number = action.number
-        if number not in self.is_waiting:
-            self.fail(f"{action}: the task is to be tried later")
-        if len(member.in_flight) >= self.options.prefetch_factor and not self.is_iterable:
-            self.fail(f"{action}: the worker has {len(member.in_flight)} already")
-        if not self._may_send(number):
-            self.fail(
-                f"{action}: {self.answered_bytes} bytes are here, {self.num_copies} batches of {self.estimate:g} are "
-                f"on their way, and {self.options.max_in_flight_bytes} is the limit"
-            )
+        assert number in self.is_waiting, f"{action}: the task is to be tried later"
+        assert len(member.in_flight) < self.options.prefetch_factor or self.is_iterable, f"{action}: the worker is full"
+        assert self._may_send(number), f"{action}: it is too much for {self.options.max_in_flight_bytes} bytes"
         if not self.is_iterable:
             lowest = self._lowest()
-            if lowest is not None and lowest < number:
-                self.fail(f"{action}: task {lowest} waits for longer")
+            assert lowest is None or lowest >= number, f"{action}: task {lowest} waits for longer"
         self.is_waiting.discard(number)
 
     def _see_cancel(self, action: Cancel, now: float) -> None:
-        if not self.holds(action.worker, action.number):
-            self.fail(f"{action}: the worker does not have it")
-        if (action.worker, action.number) not in self.to_cancel:
-            self.fail(f"{action}: it is waited for, or was cancelled before")
+        assert self.holds(action.worker, action.number), f"{action}: the worker does not have it"
+        assert (action.worker, action.number) in self.to_cancel, f"{action}: it is waited for, or was cancelled before"
         self.to_cancel.discard((action.worker, action.number))
 
     def _see_open(self, action: Open[str], now: float) -> None:
         number, place_number, node, is_promised = action.worker, action.place, action.node, action.is_promised
         self.num_opened += 1
-        if number != self.num_opened:
-            self.fail(f"{action}: its number was used before")
-        if node not in self.up or node in self.hopeless:
-            self.fail(f"{action}: the node is not there")
+        assert number == self.num_opened, f"{action}: its number was used before"
+        assert node in self.up and node not in self.hopeless, f"{action}: the node is not there"
         place = self.places[place_number]
         mute = self._mute()
-        if place_number not in self._used():
-            self.fail(f"{action}: the place is closed, or not wanted")
-        if node in place.refused:
-            self.fail(f"{action}: the node has refused it")
-        if self._is_at(place_number, node):
-            self.fail(f"{action}: the place has a worker there")
+        assert place_number in self._used(), f"{action}: the place is closed, or not wanted"
+        assert node not in place.refused, f"{action}: the node has refused it"
+        assert not self._is_at(place_number, node), f"{action}: the place has a worker there"
         is_home = not self.is_iterable and node == place.home
-        if node in mute and not is_home and (place.worker or self.up - mute - place.refused):
-            self.fail(f"{action}: the node does not answer")
-        if self._is_filled(place_number, or_leaving=False) and (self.is_iterable or node != place.home):
-            self.fail(f"{action}: worker {place.worker} is there already")
+        if not is_home:
+            has_others = place.worker or self.up - mute - place.refused
+            assert node not in mute or not has_others, f"{action}: the node does not answer"
+            assert not self._is_filled(place_number, or_leaving=False), (
+                f"{action}: worker {place.worker} is there already"
+            )
         if node != place.home:
-            if place.home in self.up - mute - place.refused:
-                self.fail(f"{action}: its home is there")
-            if not (self.is_iterable or self._is_deserted()):
-                self.fail(f"{action}: other homes are there")
-        if is_promised != (place.promised == node):
-            self.fail(f"{action}: {place.promised or 'no node'} has promised a place")
+            assert place.home not in self.up - mute - place.refused, f"{action}: its home is there"
+            assert self.is_iterable or self._is_deserted(), f"{action}: other homes are there"
+        assert is_promised == (place.promised == node), f"{action}: {place.promised or 'no node'} has promised a place"
         place.worker = number
         late_at = now + self.options.connect_timeout
         self.members[number] = Member(place_number, node, self.incarnations.get(node), late_at, node in mute)
 
     def _see_close(self, action: Close, now: float) -> None:
         member = self.members.get(action.worker)
-        if member is None or member.closed:
-            self.fail(f"{action}: it is gone")
-        if not (member.sent_away or member.is_over):
-            self.fail(f"{action}: it is needed")
-        if member.in_flight and not self.is_iterable:
-            self.fail(f"{action}: it has not answered {list(member.in_flight)}")
+        assert member is not None and not member.closed, f"{action}: it is gone"
+        assert member.sent_away or member.is_over, f"{action}: it is needed"
+        assert not member.in_flight or self.is_iterable, f"{action}: it has not answered {list(member.in_flight)}"
         member.closed = True
         self._rank(action.worker, member)
 
     def _see_end(self, action: End, now: float) -> None:
         member = self.members.get(action.worker)
         limit = self.options.task_timeout
-        if member is None or limit is None:
-            self.fail(f"{action}: it is gone, or there is no limit")
-        if action.number != next(iter(member.in_flight), None):
-            self.fail(f"{action}: it is at {next(iter(member.in_flight), None)}")
-        if now - member.since < limit - _TINY:
-            self.fail(f"{action}: after {now - member.since} s of {limit} s")
-        if member.ended == action.number:
-            self.fail(f"{action}: it was ended already")
+        assert member is not None and limit is not None, f"{action}: it is gone, or there is no limit"
+        assert action.number == next(iter(member.in_flight), None), f"{action}: it is at another one"
+        assert now - member.since >= limit - _TINY, f"{action}: after {now - member.since} s of {limit} s"
+        assert member.ended != action.number, f"{action}: it was ended already"
         member.ended = action.number
 
     def _see_restart(self, action: Restart, now: float) -> None:
-        if action.worker not in self.members:
-            self.fail(f"{action}: it is gone")
+        assert action.worker in self.members, f"{action}: it is gone"
 
     def _see_seek(self, action: Seek[str], now: float) -> None:
         node, delay = action.node, action.delay
-        if node in self.hopeless:
-            self.fail(f"{action}: the node is not to be used")
-        if self.seeking.get(node, -0.1) != -delay:
-            self.fail(f"{action}: it is sought already, or after {self.seeking.get(node, -0.1)} s")
+        assert node not in self.hopeless, f"{action}: the node is not to be used"
+        assert self.seeking.get(node, -0.1) == -delay, f"{action}: that is too early, or too late"
         self.seeking[node] = delay
         self.seek_late_at[node] = now + delay + self.options.connect_timeout
 
     def _see_say(self, action: Say, now: float) -> None:
-        if not action.text.startswith(self.options.label):
-            self.fail(f"{action}: whose is it?")
+        assert action.text.startswith(self.options.label), f"{action}: whose is it?"
 
     # What was forgotten
 
@@ -713,12 +662,9 @@ class Judge:
             self._check_streams()
             return
         number = self._lowest() if self.roomy else None
-        if number is None or not self._may_send(number):
-            pass
-        elif not self.num_measured or not self.num_copies:
-            self.fail(f"task {number} waits, and workers {sorted(self.roomy)[:9]} have nothing to do")
-        elif not self._may_keep(now):
-            self.fail(f"task {number} is kept, {sorted(self.roomy)[:9]} have room, and all others are overdue")
+        if number is not None and self._may_send(number):
+            assert self.num_measured and self.num_copies, f"task {number} waits, and {sorted(self.roomy)[:9]} have room"
+            assert self._may_keep(now), f"task {number} is kept, {sorted(self.roomy)[:9]} have room, others are overdue"
         if self.idle and self.num_seen >= 8 and self.num_hedged < max(1, self.num_joined // 16):
             self._check_hedge(now)
 
@@ -736,8 +682,8 @@ class Judge:
             return
         (holder,) = task.holders
         late = max(1.0, 5 * self.max_seen)
-        if now - self.members[holder].since > late + _TINY and self.idle - {holder}:
-            self.fail(f"a task is late by far at worker {holder}, and has no second copy: {task.payload}")
+        if self.idle - {holder}:
+            assert now <= self.members[holder].since + late + _TINY, f"{task.payload} is late, and has no second copy"
 
     def _check_streams(self) -> None:
         for number in sorted(self.is_waiting):
@@ -747,8 +693,7 @@ class Judge:
                 continue
             if self.members[owner].closed:
                 continue
-            if self._may_send(number):
-                self.fail(f"task {number} of stream {task.stream} waits, and worker {owner} is there")
+            assert not self._may_send(number), f"task {number} waits, and worker {owner} is there"
             return
 
     def _check_places(self) -> None:
@@ -760,40 +705,35 @@ class Judge:
             there = self.up - place.refused
             if place.home in there - mute:
                 is_home = self.is_iterable or self._is_at(number, place.home)
-                if not is_filled or not (is_home or (member is not None and member.node == place.home)):
-                    self.fail(f"place {number} is empty, and nothing is opened at home, {place.home}")
+                is_home = is_home or (member is not None and member.node == place.home)
+                assert is_filled and is_home, f"place {number} is empty, and nothing is opened at home, {place.home}"
                 continue
-            if place.home in there and not self.is_iterable and not self._is_at(number, place.home):
-                self.fail(f"{place.home}, the home of place {number}, does not answer, and is not asked again")
-            if is_filled or not (self.is_iterable or is_deserted):
-                pass
-            elif there - mute or (there and member is None):
-                self.fail(f"place {number} is empty, and nothing is opened at {sorted(there)}; {sorted(mute)} are mute")
+            if place.home in there:
+                assert self.is_iterable or self._is_at(number, place.home), f"{place.home} is not asked again"
+            if not is_filled and (self.is_iterable or is_deserted):
+                may_wait = not there or (not there - mute and member is not None)
+                assert may_wait, (
+                    f"place {number} is empty, and nothing is opened at {sorted(there)}; mute: {sorted(mute)}"
+                )
 
     def _check_nodes(self) -> None:
         wanted = {self.places[number].home for number in self._used()}
         for node in wanted | self.joining:
-            if node not in self.up and node not in self.hopeless and node not in self.seeking:
-                self.fail(f"{node} is wanted, and nobody looks for it")
-        if any(pause < 0 for pause in self.seeking.values()):
-            self.fail(f"a node is not looked for again: {self.seeking}")
+            assert node in self.up or node in self.hopeless or node in self.seeking, f"{node} is wanted, and not sought"
+        assert not any(pause < 0 for pause in self.seeking.values()), f"a node is not looked for again: {self.seeking}"
         if self._is_deserted():
             others = [node for node in self.known if node not in wanted and node not in self.hopeless]
             asked = [node for node in others if node in self.up or (node in self.seeking and node not in self.tried)]
             asked = [node for node in asked if node not in self._mute()]
             if len(asked) < self._count_open():
                 for node in others:
-                    if node not in self.up and node not in self.seeking:
-                        self.fail(f"{node} could help, and is not looked for: {asked} are")
+                    assert node in self.up or node in self.seeking, f"{node} could help, and is not sought: {asked} are"
 
     def _check_sent_away(self) -> None:
         for number, member in self.members.items():
-            if (
-                (member.sent_away or member.is_over)
-                and not member.closed
-                and not (member.joined and (member.in_flight or not member.at_work))
-            ):
-                self.fail(f"worker {number} leaves, has nothing to do, and is not closed")
+            is_at_work = member.joined and (member.in_flight or not member.at_work)
+            if (member.sent_away or member.is_over) and not is_at_work:
+                assert member.closed, f"worker {number} leaves, has nothing to do, and is not closed"
 
     def is_stuck(self) -> bool:
         """Whether no worker is left that can go on, or, of streams, one is missing."""
@@ -815,25 +755,20 @@ class Judge:
         self._check_stuck(now)
         late_at = min((member.late_at for member in self.members.values() if not member.sent_away), default=math.inf)
         late_at = min(late_at, *(self.seek_late_at[node] for node in self.seeking), math.inf)
-        if late_at < math.inf and (due > late_at + _TINY):
-            self.fail(f"a node has not answered until {late_at}, and the engine waits until {due}")
+        assert due <= late_at + _TINY, f"a node is late at {late_at}, and the engine waits until {due}"
         if self.stuck_since is None:
             return
         if self.asked_since is None:
             self.asked_since = now  # the time without workers counts while the consumer waits
         deadline = self.asked_since + self.options.reconnect_timeout if self.is_hopeful else now
-        if due > deadline + _TINY:
-            self.fail(f"there are no workers since {now - self.stuck_since} s, and the engine waits until {due}")
+        assert due <= deadline + _TINY, f"there are no workers, and the engine waits until {due}"
 
     def _check_limits(self, limit: float, due: float) -> None:
         for number, member in self.members.items():
             running = next(iter(member.in_flight), None)
             if running is None or member.ended == running:
                 continue
-            if due > member.since + limit + _TINY:
-                self.fail(
-                    f"worker {number} is at task {running} since {member.since}, and the engine waits until {due}"
-                )
+            assert due <= member.since + limit + _TINY, f"worker {number} is late, and the engine waits until {due}"
 
     @property
     def is_hopeful(self) -> bool:
@@ -853,14 +788,16 @@ class Judge:
                 self.places[member.place].refused.clear()
                 self.is_changed = True
         if self.has_raised:
-            pass
-        elif failure is None:
-            if self.stuck_since is not None and not self.is_hopeful:
-                self.fail("there are no workers, and no node is looked for, and the pass does not end")
-        elif self.stuck_since is None:
-            self.fail(f"the pass ends, though {len(self.members)} workers are there: {failure}")
-        elif self.is_hopeful and now - self.stuck_since < self.options.reconnect_timeout - _TINY:
-            self.fail(f"the pass ends after {now - self.stuck_since} s without workers: {failure}")
+            return
+        if failure is None:
+            assert self.stuck_since is None or self.is_hopeful, "there are no workers and no hope, and the pass goes on"
+        else:
+            assert self.stuck_since is not None, (
+                f"the pass ends, though {len(self.members)} workers are there: {failure}"
+            )
+            seconds = now - self.stuck_since
+            is_over = not self.is_hopeful or seconds >= self.options.reconnect_timeout - _TINY
+            assert is_over, f"the pass ends after {seconds} s without workers: {failure}"
 
     # Helpers
 

@@ -9,7 +9,7 @@ from rpcdataloader.plan.actions import Action, End, PlanOptions
 from rpcdataloader.plan.crew import Crew
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry, Table
-from tests.simulation.judge import Judge, Task, ViolationError
+from tests.simulation.judge import Judge, Task
 
 
 def _told(kind: type, name: str) -> Any:
@@ -53,14 +53,13 @@ class JudgedEngine(Engine[str]):
     def deliver(self) -> Entry | None:
         has_deliverable = self.table.has_deliverable
         delivery = super().deliver()
-        if (delivery is not None) != has_deliverable:
-            raise ViolationError(f"there is something to deliver: {has_deliverable}, but {delivery}")
+        assert (delivery is not None) == has_deliverable, f"{delivery} is delivered"
         if delivery is not None:
             self.delivered = self.judge.delivered(delivery)
         elif self.judge.deliverable() is not None:
-            raise ViolationError(f"task {self.judge.deliverable()} is answered, and is not delivered")
+            raise AssertionError(f"task {self.judge.deliverable()} is answered, and is not delivered")
         elif self.table.finished != self.judge.is_finished:
-            raise ViolationError(f"the pass ends: {self.table.finished}; {len(self.judge.tasks)} tasks are left")
+            raise AssertionError(f"the pass ends: {self.table.finished}; {len(self.judge.tasks)} tasks are left")
         return delivery
 
     def consumer_waits(self, now: float) -> None:
@@ -96,8 +95,7 @@ class JudgedEngine(Engine[str]):
         task = super().answered(
             worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer
         )
-        if (task is not None) != expected:
-            raise ViolationError(f"the answer of worker {worker} to task {number} counts: {not expected}")
+        assert (task is not None) == expected, f"the answer of worker {worker} to task {number} counts: {not expected}"
         return task
 
     # Workers and nodes
@@ -106,10 +104,9 @@ class JudgedEngine(Engine[str]):
         has_failed = self.failure is not None
         ends_pass = self.judge.could_not_begin(number)
         super().worker_failed(number, error)
-        if not has_failed and (self.failure is not None) != ends_pass:
-            raise ViolationError(
-                f"the exception of worker {number}, which cannot begin, ends the pass: {not ends_pass}"
-            )
+        assert has_failed or (self.failure is not None) == ends_pass, (
+            f"the exception of worker {number}, which cannot begin, ends the pass: {not ends_pass}"
+        )
 
     begin_epoch = _told(Engine, "begin_epoch")
     stream_ended = _told(Engine, "stream_ended")
@@ -146,18 +143,15 @@ class JudgedTable(Table):
         if not self.judge.wants_input():
             return super().add_task(payload)
         number = super().add_task(payload)
-        if number is None:
-            raise ViolationError(f"{len(self.judge.tasks)} tasks are not delivered, and there is no room for another")
+        assert number is not None, f"{len(self.judge.tasks)} tasks are not delivered, and there is no room for another"
         stream = self.judge.added(number, payload)
-        if self.tasks[number].stream != stream:
-            raise ViolationError(f"task {number} is given to stream {self.tasks[number].stream}, not {stream}")
+        assert self.tasks[number].stream == stream, f"task {number} is not given to stream {stream}"
         return number
 
     @property
     def wants_input(self) -> bool:
         wants = super().wants_input
-        if wants != self.judge.wants_input():
-            raise ViolationError(f"{len(self.judge.tasks)} tasks are not delivered, and more are wanted: {wants}")
+        assert wants == self.judge.wants_input(), f"more tasks than {len(self.judge.tasks)} are wanted: {wants}"
         return wants
 
     def end_of_input(self) -> None:

@@ -18,7 +18,7 @@ from rpcdataloader.plan.actions import End, PlanOptions, ReportWait, Say
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.frames import Message
 from tests.simulation.cluster import CLOSED, LOST, Cluster, Exited, Session, Worker
-from tests.simulation.judge import Judge, ViolationError
+from tests.simulation.judge import Judge
 from tests.simulation.judged import JudgedEngine
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Condition:
         if is_notified:
             rank.wake()
         elif rank.is_waiting and (number := self.crew.judge.deliverable()) is not None:
-            raise ViolationError(f"task {number} is answered, and the consumer sleeps on")
+            raise AssertionError(f"task {number} is answered, and the consumer sleeps on")
 
     def notify(self) -> None:
         self.is_notified = True
@@ -231,16 +231,14 @@ class Pass:
         return self.cluster.now
 
     def _is_free(self, what: str) -> None:
-        if self.condition.depth:
-            raise ViolationError(f"{what}, which may take long, and all threads of the pass wait for it")
+        assert not self.condition.depth, f"{what}, which may take long, and all threads of the pass wait for it"
 
     def session(self, name: str) -> Session | None:
         session: Session | None = self.rank.sessions.get(name)
         return session if session is not None and session.is_ready else None
 
     def seek(self, name: str, delay: float, feed: Callable[[Any], None]) -> None:
-        if self.must_not_seek and name not in self.homes:
-            raise ViolationError(f"the dataset is built on {name}, which is not needed")
+        assert not self.must_not_seek or name in self.homes, f"the dataset is built on {name}, which is not needed"
         self.cluster.at(delay, self._seek, name, feed)
 
     def _seek(self, name: str, feed: Callable[[Any], None]) -> None:
@@ -300,23 +298,20 @@ class Pass:
         return worker
 
     def check_closed(self, worker: Worker) -> None:
-        if worker.is_alive and not self.is_closed:
-            raise ViolationError(f"worker {worker.number} was closed before it was opened, and stays")
+        assert not worker.is_alive or self.is_closed, f"worker {worker.number} was closed, and stays"
 
     def at_end(self, action: End) -> None:
         latest = END_LIMIT + self.cluster.scenario.seconds + 0.1
         self.cluster.at(latest, self.must_end, action.worker, action.number, self.driver.begun)
 
     def must_begin(self, epoch: Any) -> None:
-        if epoch is not self.driver.begun:
-            raise ViolationError("a worker is told of an epoch that is over")
+        assert epoch is self.driver.begun, "a worker is told of an epoch that is over"
 
     def must_end(self, number: int, task: int, epoch: Any) -> None:
         """The engine has decided to end a worker."""
         seat = self.driver.seats.get(number)
         is_held = seat is not None and seat.worker.is_alive and self.judge.holds(number, task)
-        if is_held and epoch is self.driver.begun and not self.is_closed:
-            raise ViolationError(f"worker {number} was to be ended at task {task}, and goes on")
+        assert not (is_held and epoch is self.driver.begun and not self.is_closed), f"worker {number} was to be ended"
 
     def end(self, late: Sequence[tuple[Worker, Task]]) -> None:
         for worker, _task in late:
@@ -546,8 +541,7 @@ class Pass:
         member = self.judge.members.get(worker.number)
         unanswered = [] if member is None else list(member.in_flight)
         worker.owner.worker_lost(worker, error)
-        if worker.number in self.driver.seats:
-            raise ViolationError(f"worker {worker.number} is lost, and is kept")
+        assert worker.number not in self.driver.seats, f"worker {worker.number} is lost, and is kept"
         self.rank.lost.append(worker)
         random, likely = self.cluster.random.random, self.cluster.noise.after_loss
         for number in unanswered:
@@ -574,20 +568,18 @@ class Pass:
     def take(self, delivery: Entry) -> None:
         """The consumer gets what comes next."""
         condemned = delivery.condemned
-        if condemned is None and delivery.answer.result[0] in (CANCELLED, FAILED):
-            raise ViolationError(f"task {delivery.number} was to be dropped, or not begun, and is delivered")
+        assert condemned is not None or delivery.answer.result[0] not in (CANCELLED, FAILED), (
+            f"task {delivery.number} was to be dropped, or not begun, and is delivered"
+        )
         if self.lengths:
             self.take_of_stream(delivery)
             return
         payload = delivery.payload.number
         if condemned is None:
             kind, result = delivery.answer.result
-            if result != payload:
-                raise ViolationError(f"task {delivery.number} is batch {payload}, and {result} is delivered")
-            if kind == BATCH and payload in self.cluster.bad:
-                raise ViolationError(f"batch {payload} cannot be loaded, and is delivered")
-        if payload not in self.undelivered:
-            raise ViolationError(f"batch {payload} is delivered twice")
+            assert result == payload, f"task {delivery.number} is batch {payload}, and {result} is delivered"
+            assert kind != BATCH or payload not in self.cluster.bad, f"batch {payload} is bad, and is delivered"
+        assert payload in self.undelivered, f"batch {payload} is delivered twice"
         self.undelivered.discard(payload)
         self.cluster.deadly.pop(payload, None)
         self.cluster.bad.discard(payload)
@@ -600,23 +592,18 @@ class Pass:
             turn = self.expected_turn
             while turn and turn[0] != stream and self.delivered[turn[0]] >= self.lengths[turn[0]]:
                 del turn[0]
-            if not turn or turn[0] != stream:
-                raise ViolationError(f"streams {turn} come next, and a batch of {stream} is delivered")
+            assert turn and turn[0] == stream, f"streams {turn} come next, and a batch of {stream} is delivered"
             turn.append(turn.pop(0))
         if delivery.condemned is not None:
             self.cluster.deadly.pop((stream, self.delivered[stream]), None)
             self.delivered[stream] = self.lengths[stream]
             return
         _kind, result = delivery.answer.result
-        if result != (stream, self.delivered[stream]):
-            raise ViolationError(
-                f"batch {self.delivered[stream]} of stream {stream} comes next, and {result} is delivered"
-            )
+        assert result == (stream, self.delivered[stream]), f"{result} of stream {stream} is delivered"
         self.delivered[stream] += 1
 
     def check_complete(self) -> None:
         """Everything is delivered."""
-        if self.undelivered or self.delivered != self.lengths:
-            raise ViolationError(
-                f"the pass ends without {sorted(self.undelivered)}; streams: {self.delivered}, not {self.lengths}"
-            )
+        assert not self.undelivered and self.delivered == self.lengths, (
+            f"the pass ends without {sorted(self.undelivered)}; streams: {self.delivered}, not {self.lengths}"
+        )
