@@ -138,7 +138,7 @@ def _break(cluster: Cluster, node: Node, fault: Fault) -> None:
 
 def _mute(cluster: Cluster, node: Node, fault: Fault) -> None:
     """It accepts everything, and answers nothing: sessions build, or the server is stopped, or all processes are."""
-    node.mute_until = cluster.now + 10 * fault.size**2 * cluster.scenario.connect_timeout
+    node.mute_until = cluster.now + 10 * fault.size**2 * cluster.scenario.options.connect_timeout
     kind = fault.pick % 3
     node.is_building, node.has_mute_sessions = kind == 0, kind != 1
     for worker in cluster.alive if kind == 2 else []:
@@ -230,7 +230,7 @@ def _resume(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
 
 def _rescale(cluster: Cluster, fault: Fault) -> None:
     """All ranks are saved, and others go on; of streams, each rank by itself."""
-    if cluster.scenario.is_iterable or any(rank.crew is None or rank.crew.is_closed for rank in cluster.ranks):
+    if cluster.scenario.options.is_iterable or any(rank.crew is None or rank.crew.is_closed for rank in cluster.ranks):
         return
     cluster.count("rescale")
     undelivered: list[int] = []

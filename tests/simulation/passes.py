@@ -161,8 +161,8 @@ class Pass:
         *,
         payloads: list[int],
         lengths: list[int],
-        positions: list[int],
-        turn: int,
+        positions: list[int] | None = None,
+        turn: int = 0,
     ) -> None:
         self.cluster = cluster
         self.rank = rank
@@ -182,7 +182,7 @@ class Pass:
             sampler=None,
             partition=SimpleNamespace(rank=1, label=""),  # which logs no diagnosis
         )
-        self.begin(payloads, lengths, positions, turn)
+        self.begin(payloads, lengths, positions or [0] * len(lengths), turn)
         recorder = Recorder(contextlib.nullcontext(), cluster.now)
         # The seam: an executor, and a way of replies into this process; nodes are their names.
         outside: Any = self
@@ -250,7 +250,7 @@ class Pass:
         if node.mute_until > cluster.now and node.answers:
             cluster.count("mute node")
             if self.session(name) is None:
-                patience = cluster.scenario.connect_timeout
+                patience = cluster.scenario.options.connect_timeout
             elif node.has_mute_sessions:
                 # It builds, for as long as that takes.
                 cluster.at(node.mute_until - cluster.now, self._seek, name, feed)
@@ -294,7 +294,7 @@ class Pass:
         if self.judge.members[owner.number].closed:
             # By a thread that this one has overtaken.
             cluster.at(cluster.scenario.seconds, self.check_closed, worker)
-        cluster.at(cluster.latency(), self.connect, worker, cluster.now + cluster.scenario.connect_timeout)
+        cluster.at(cluster.latency(), self.connect, worker, cluster.now + cluster.scenario.options.connect_timeout)
         return worker
 
     def check_closed(self, worker: Worker) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
+from typing import Any
 
-from rpcdataloader.plan.actions import PlanOptions
 from tests.simulation.cluster import Cluster, Session, Worker
 from tests.simulation.passes import Pass
 
@@ -54,52 +55,20 @@ class Rank:
         others = [name for name in names if name not in homes]
         if random.random() < 0.3:
             others = others[: random.randint(0, len(others))]
-        options = PlanOptions(
+        options = replace(
+            scenario.options,
             num_workers=len(homes),
-            is_iterable=scenario.is_iterable,
-            prefetch_factor=scenario.prefetch_factor,
-            in_order=scenario.in_order,
-            max_in_flight_bytes=scenario.max_in_flight_bytes,
-            max_retries=scenario.max_retries,
-            task_timeout=scenario.task_timeout,
-            reconnect_timeout=scenario.reconnect_timeout,
-            connect_timeout=scenario.connect_timeout,
             label=f"rank {self.number}: " if self.world_size > 1 else "",
             rank=self.number,
             world_size=self.world_size,
             num_offered=sum(cluster.nodes[name].offered for name in (*dict.fromkeys(homes), *others)),
-            max_workers=scenario.max_workers,
         )
-        self._start(
-            options,
-            homes,
-            others,
-            payloads if payloads is not None else self.new_payloads(),
-            self.new_lengths(len(homes)),
-        )
+        payloads = self.new_payloads() if payloads is None else payloads
+        self._start(options, homes, others, payloads=payloads, lengths=self.new_lengths(len(homes)))
 
-    def _start(
-        self,
-        options: PlanOptions,
-        homes: list[str],
-        others: list[str],
-        payloads: list[int],
-        lengths: list[int],
-        positions: list[int] | None = None,
-        turn: int = 0,
-    ) -> None:
+    def _start(self, *args: Any, **options: Any) -> None:
         self.cluster.num_passes += 1
-        self.crew = Pass(
-            self.cluster,
-            self,
-            options,
-            homes,
-            others,
-            payloads=payloads,
-            lengths=lengths,
-            positions=positions or [0] * len(lengths),
-            turn=turn,
-        )
+        self.crew = Pass(self.cluster, self, *args, **options)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -110,14 +79,12 @@ class Rank:
         self.consume()
 
     def new_payloads(self) -> list[int]:
-        if self.cluster.scenario.is_iterable:
-            return []
-        num = self.cluster.scenario.num_tasks
-        return self.cluster.new_ids(num)
+        scenario = self.cluster.scenario
+        return [] if scenario.options.is_iterable else self.cluster.new_ids(scenario.num_tasks)
 
     def new_lengths(self, num_streams: int) -> list[int]:
         scenario = self.cluster.scenario
-        if not scenario.is_iterable:
+        if not scenario.options.is_iterable:
             return []
         return [self.cluster.random.randint(0, scenario.num_tasks) for _ in range(num_streams)]
 
@@ -164,8 +131,8 @@ class Rank:
             names = list(self.cluster.nodes)
             self.cluster.random.shuffle(names)
             homes = [names[stream % len(names)] for stream in range(len(crew.lengths))]
-            others = names[len(homes) :]
-            self._start(crew.options, homes, others, [], crew.lengths, crew.delivered, crew.turn)
+            saved = {"lengths": crew.lengths, "positions": crew.delivered, "turn": crew.turn}
+            self._start(crew.options, homes, names[len(homes) :], payloads=[], **saved)
         else:
             self.begin(sorted(crew.undelivered))
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rpcdataloader.plan.actions import PlanOptions
+
 
 class Fault(NamedTuple):
     """Something goes wrong at a moment; ``pick`` and ``size`` choose what is hit, and how hard."""
@@ -26,15 +28,7 @@ class Scenario:
     num_ranks: int
     offered: tuple[int, ...]  # workers of each node
     room: float  # how many times as many a node has room for
-    is_iterable: bool
-    prefetch_factor: int
-    in_order: bool
-    max_in_flight_bytes: int
-    max_retries: int
-    task_timeout: float | None
-    reconnect_timeout: float
-    connect_timeout: float
-    max_workers: int
+    options: PlanOptions  # but for what differs between ranks
     is_persistent: bool
     expects_more: bool
     num_tasks: int  # of a pass of a rank; of a stream, for an iterable-style dataset
@@ -123,15 +117,18 @@ def choose_scenario(seed: int) -> Scenario:
         num_ranks=num_ranks,
         offered=offered,
         room=rng.choice((1.0, 1.0, 1.5, 4.0)),
-        is_iterable=is_iterable,
-        prefetch_factor=rng.choice((1, 2, 2, 2, 3, 5)),
-        in_order=rng.random() < 0.6,
-        max_in_flight_bytes=rng.choice((1, 1000, 5000, 20000, 2**30, 2**30)),
-        max_retries=rng.choice((1, 1, 2, 3, 3, 5)),
-        task_timeout=rng.choice((None, None, 8 * seconds, 40 * seconds)),
-        reconnect_timeout=rng.choice((0.0, 1.0, 20.0, 300.0, 300.0)),
-        connect_timeout=rng.choice((0.5, 5.0, 60.0)),
-        max_workers=rng.choice((0, 0, 1, 3, 50)),
+        options=PlanOptions(
+            num_workers=0,
+            is_iterable=is_iterable,
+            prefetch_factor=rng.choice((1, 2, 2, 2, 3, 5)),
+            in_order=rng.random() < 0.6,
+            max_in_flight_bytes=rng.choice((1, 1000, 5000, 20000, 2**30, 2**30)),
+            max_retries=rng.choice((1, 1, 2, 3, 3, 5)),
+            task_timeout=rng.choice((None, None, 8 * seconds, 40 * seconds)),
+            reconnect_timeout=rng.choice((0.0, 1.0, 20.0, 300.0, 300.0)),
+            connect_timeout=rng.choice((0.5, 5.0, 60.0)),
+            max_workers=rng.choice((0, 0, 1, 3, 50)),
+        ),
         is_persistent=rng.random() < 0.5,
         expects_more=rng.random() < 0.2,
         num_tasks=rng.choice((5, 50, 100) if is_iterable else (5, 50, 100, 300)) * (1 if num_workers < 50 else 4),

@@ -72,15 +72,15 @@ def _run(cluster: Cluster, faults: Iterable[Fault]) -> None:
 def _longest(cluster: Cluster) -> float:
     """Seconds that what is left may take."""
     scenario = cluster.scenario
-    num_undelivered = sum(scenario.offered) * max(2, scenario.prefetch_factor) * 2
+    num_undelivered = sum(scenario.offered) * max(2, scenario.options.prefetch_factor) * 2
     slowest = 22.0 * scenario.seconds  # with the noise that it has begun with
     # A deadly batch may take a hundred times as long before it kills, again and again.
     num_deadly = len(cluster.deadly)
     return (
         1000.0
-        + scenario.reconnect_timeout
+        + scenario.options.reconnect_timeout
         + num_undelivered * (slowest + scenario.step)
-        + num_deadly * 2 * scenario.max_retries * 100 * slowest
+        + num_deadly * 2 * scenario.options.max_retries * 100 * slowest
     )
 
 
