@@ -25,12 +25,12 @@ Tell what a kind of fault is worth with ``--counts``; run one seed again with ``
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
-from tests.simulation.campaign import Report, simulate
 from tests.simulation.scenarios import choose_scenario
 from tests.simulation.shrink import shrink
-from tests.simulation.simulator import run
+from tests.simulation.simulator import run, simulate
 
 
 def main() -> int:
@@ -40,10 +40,7 @@ def main() -> int:
     parser.add_argument("--only", action="store_true", help="no other seed than this one")
     parser.add_argument("--counts", action="store_true", help="show how many faults there were of each kind")
     args = parser.parse_args()
-    report = simulate(0.0 if args.only else args.seconds, args.seed)
-    if args.only:
-        outcome = run(choose_scenario(args.seed))
-        report = Report(outcome.counts, 0.0, outcome.num_passes, args.seed if outcome.violation else None)
+    report = simulate(math.inf, args.seed, 1) if args.only else simulate(args.seconds, args.seed)
     if args.counts:
         for kind, number in report.counts.most_common():
             print(f"{number:10,} {kind}")

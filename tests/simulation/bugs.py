@@ -334,7 +334,7 @@ def plant(bug: Bug) -> None:
 def hunt(number: int, seconds: float = SECONDS) -> tuple[int, float, str]:
     """Look for one bug, in a process that is thrown away; returns how long it took, and what the judge said."""
     plant(BUGS[number])
-    from tests.simulation.campaign import simulate
+    from tests.simulation.simulator import simulate
 
     report = simulate(seconds)
     return number, report.seconds, report.violation

@@ -1,8 +1,10 @@
-"""Run a scenario with its faults, from the first event to the last."""
+"""Run a scenario with its faults, from the first event to the last; and one scenario after the other."""
 
 from __future__ import annotations
 
+import gc
 import heapq
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import heal, inject
 from tests.simulation.ranks import Rank
-from tests.simulation.scenarios import Fault, Scenario, choose_faults
+from tests.simulation.scenarios import Fault, Scenario, choose_faults, choose_scenario
 
 
 @dataclass
@@ -23,10 +25,6 @@ class Outcome:
     violation: str = ""
     trace: str = ""
     ended_at: float = 0.0
-
-    @property
-    def num_faults(self) -> int:
-        return sum(self.counts.values())
 
 
 def run(scenario: Scenario, faults: Iterable[Fault] | None = None) -> Outcome:
@@ -93,3 +91,55 @@ def _describe(cluster: Cluster) -> str:
         members = {number: list(member.in_flight) for number, member in list(judge.members.items())[:8]}
         told.append(f"rank {rank.number} has {len(judge.tasks)} tasks left, at workers {members}")
     return "; ".join(told)
+
+
+@dataclass
+class Report:
+    """What was simulated, and what came of it."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    num_passes: int = 0
+    failed_seed: int | None = None
+    violation: str = ""
+
+    @property
+    def num_faults(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        num_violations = int(self.failed_seed is not None)
+        simulated = f"{self.num_faults:,} faults in {self.seconds:.0f} s, {self.num_passes:,} passes"
+        return f"{simulated}: {num_violations} violations"
+
+
+def simulate(seconds: float, seed: int = 0, num_seeds: int | None = None) -> Report:
+    """Simulate for some time, until a run fails.
+
+    Args:
+        seconds: How long, in seconds that this process has one core for itself: others on the machine do not count.
+        seed: The first one.
+        num_seeds: How many at most; not limited if None.
+    """
+    report = Report()
+    end = None if num_seeds is None else seed + num_seeds
+    began = time.process_time()
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # the cycles of one run are few, and are collected after some of them
+    try:
+        while report.seconds < seconds and seed != end:
+            outcome = run(choose_scenario(seed))
+            report.counts += outcome.counts
+            report.num_passes += outcome.num_passes
+            report.seconds = time.process_time() - began
+            if outcome.violation:
+                report.failed_seed, report.violation = seed, outcome.violation
+                break
+            seed += 1
+            if seed % 100 == 0:
+                gc.collect()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return report

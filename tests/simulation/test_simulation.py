@@ -10,9 +10,8 @@ import pytest
 
 from tests.simulation.__main__ import explain
 from tests.simulation.bugs import BUGS, plant
-from tests.simulation.campaign import simulate
 from tests.simulation.scenarios import choose_scenario
-from tests.simulation.simulator import run
+from tests.simulation.simulator import run, simulate
 
 # As many for each, however busy the machine is: a few seconds.
 NUM_SEEDS = 100
@@ -35,7 +34,7 @@ def test_a_seed_is_always_the_same_run():
 def find_and_explain(name: str) -> str:
     """Plant a bug, for good."""
     plant(next(bug for bug in BUGS if bug.name == name))
-    report = importlib.import_module("tests.simulation.campaign").simulate(600.0)
+    report = importlib.import_module("tests.simulation.simulator").simulate(600.0)
     assert report.failed_seed is not None
     text: str = importlib.import_module("tests.simulation.__main__").explain(report.failed_seed)
     return text
