@@ -34,22 +34,22 @@ class Loader:
 
     Attributes:
         title: For the table.
-        path: Folders to put on the path of its processes, found or filled on first use.
         serve: Starts its servers; entered, gives their addresses. Takes workload, environment, folder for files.
         build: Called in the trainer with workload and addresses; returns what the trainer iterates over.
+        find: Finds its package, and may fetch it first.
         loads: Whether it loads anything; otherwise its rate means nothing, and only its busy trainer is shown.
     """
 
     title: str
-    path: Callable[[], list[Path]]
     serve: Callable[[Workload, dict[str, str], Path], Servers]
     build: Callable[[Workload, list[str]], Iterable[Any]]
+    find: Callable[[], Path] = lambda: _REPOSITORY
     loads: bool = True
 
     def make_environment(self, folder: Path) -> dict[str, str]:
         """Return the environment of its servers and its trainer; ``folder`` holds the secret."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("RPCDATALOADER_")}
-        env["PYTHONPATH"] = os.pathsep.join(str(part) for part in [*self.path(), _TESTS])
+        env["PYTHONPATH"] = f"{self.find()}{os.pathsep}{_TESTS}"
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         token = folder / "token"
         if not token.exists():
@@ -153,21 +153,17 @@ def _build_ready(workload: Workload, _addresses: list[str]) -> Iterable[Any]:
     return itertools.cycle(list(DataLoader(dataset, **arguments)))
 
 
-def _find_ours() -> list[Path]:
-    return [_REPOSITORY]
-
-
-def _find_original() -> list[Path]:
-    return [install(_REPOSITORY / ".bench")]
+def _find_original() -> Path:
+    return install(_REPOSITORY / ".bench")
 
 
 # In the order of the rounds.
 LOADERS = {
-    "ours-tcp": Loader("ours, TCP", _find_ours, _serve_ours, _build_ours),
-    "ours-unix": Loader("ours, Unix socket", _find_ours, _serve_ours_here, _build_ours),
-    "torch": Loader("torch DataLoader", list, _serve_nobody, _build_torch),
-    "original": Loader("original 0.2.1", _find_original, _serve_original, _build_original),
-    "bare": Loader("bare sockets", list, _serve_bare("ready"), _build_bare),
-    "bare-made": Loader("bare sockets, batches made", list, _serve_bare("made"), _build_bare),
-    "ready": Loader("list of ready batches", list, _serve_nobody, _build_ready, loads=False),
+    "ours-tcp": Loader("ours, TCP", _serve_ours, _build_ours),
+    "ours-unix": Loader("ours, Unix socket", _serve_ours_here, _build_ours),
+    "torch": Loader("torch DataLoader", _serve_nobody, _build_torch),
+    "original": Loader("original 0.2.1", _serve_original, _build_original, find=_find_original),
+    "bare": Loader("bare sockets", _serve_bare("ready"), _build_bare),
+    "bare-made": Loader("bare sockets, batches made", _serve_bare("made"), _build_bare),
+    "ready": Loader("list of ready batches", _serve_nobody, _build_ready, loads=False),
 }

@@ -26,12 +26,16 @@ class Node:
         self.incarnation = 1
         # While it is mute: whether its sessions are, too, and whether clients wait for as long as that takes.
         self.has_mute_sessions = self.is_building = False
-        self.flapping_until = self.full_until = self.foreign_until = self.broken_until = 0.0
-        self.mute_until = self.raising_until = 0.0
+        self.mute_until = 0.0
+        self.until: dict[str, float] = {}  # the ends of other faults, by their kinds
 
     @property
     def answers(self) -> bool:
         return self.is_up and not self.is_draining
+
+    def has(self, fault: str, now: float) -> bool:
+        """Whether something is wrong with it."""
+        return self.until.get(fault, 0.0) > now
 
     def has_mute_sessions_at(self, now: float) -> bool:
         """Whether its sessions do not answer."""

@@ -39,10 +39,9 @@ def heal(cluster: Cluster) -> None:
     now = cluster.now
     cluster.noise = NO_NOISE
     for node in cluster.nodes.values():
-        node.flapping_until = node.full_until = node.foreign_until = node.broken_until = now
-        node.mute_until = node.raising_until = now
-        if not node.is_up:
-            node.is_up = True
+        node.until.clear()
+        node.mute_until = now
+        node.is_up = True
     for worker in cluster.alive:
         worker.hung_until = min(worker.hung_until, now)
         worker.dies_answering = False
@@ -118,21 +117,14 @@ def _end_draining(cluster: Cluster, node: Node, incarnation: int, fault: Fault) 
         cluster.at(fault.size * 10, cluster.return_node, node, node.incarnation)
 
 
-def _flap(cluster: Cluster, node: Node, fault: Fault) -> None:
-    node.flapping_until = cluster.now + fault.size * 100 * cluster.scenario.seconds
+def _spoil(cluster: Cluster, node: Node, fault: Fault) -> None:
+    """It lets nobody in, or ends some of its workers, or user code raises in most first requests to them."""
+    node.until[fault.kind] = cluster.now + fault.size * 100 * cluster.scenario.seconds
 
 
-def _fill(cluster: Cluster, node: Node, fault: Fault) -> None:
-    node.full_until = cluster.now + fault.size * 100 * cluster.scenario.seconds
-
-
-def _be_foreign(cluster: Cluster, node: Node, fault: Fault) -> None:
-    node.foreign_until = cluster.now + fault.size * 30
-    _lose_node(cluster, node, fault)
-
-
-def _break(cluster: Cluster, node: Node, fault: Fault) -> None:
-    node.broken_until = cluster.now + fault.size * 30
+def _replace(cluster: Cluster, node: Node, fault: Fault) -> None:
+    """It ends, and comes back as another one, or without what the dataset needs."""
+    node.until[fault.kind] = cluster.now + fault.size * 30
     _lose_node(cluster, node, fault)
 
 
@@ -144,11 +136,6 @@ def _mute(cluster: Cluster, node: Node, fault: Fault) -> None:
     for worker in cluster.alive if kind == 2 else []:
         if worker.node is node:
             worker.hung_until = max(worker.hung_until, node.mute_until)
-
-
-def _raise(cluster: Cluster, node: Node, fault: Fault) -> None:
-    """User code raises in most first requests of its workers."""
-    node.raising_until = cluster.now + fault.size * 100 * cluster.scenario.seconds
 
 
 # Ranks
@@ -254,12 +241,12 @@ _WORKER_FAULTS: dict[str, Callable[[Cluster, Worker, Fault], None]] = {
 _NODE_FAULTS: dict[str, Callable[[Cluster, Node, Fault], None]] = {
     "lose node": _lose_node,
     "drain node": _drain_node,
-    "flapping node": _flap,
-    "full node": _fill,
-    "foreign node": _be_foreign,
-    "broken node": _break,
+    "flapping node": _spoil,
+    "full node": _spoil,
+    "foreign node": _replace,
+    "broken node": _replace,
     "mute node": _mute,
-    "raising node": _raise,
+    "raising node": _spoil,
 }
 _RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
     "pause": _pause,

@@ -263,10 +263,10 @@ class Pass:
         node, now = self.cluster.nodes[name], self.cluster.now
         if not node.answers or (node.mute_until > now and (node.has_mute_sessions or self.session(name) is None)):
             feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE))
-        elif node.foreign_until > now:
+        elif node.has("foreign node", now):
             self.cluster.count("foreign node")
             feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE, is_foreign=True))
-        elif node.broken_until > now:
+        elif node.has("broken node", now):
             self.cluster.count("broken node")
             feed(lambda engine, _now: engine.crew.node_hopeless(name, ValueError("no such file")))
         else:
@@ -368,19 +368,19 @@ class Pass:
                 cluster.at_time(min(deadline, node.mute_until), self.connect, worker, deadline)
             else:
                 cluster.die(worker, REFUSED)
-        elif node.full_until > now or node.used >= node.room:
+        elif node.has("full node", now) or node.used >= node.room:
             if now < deadline and worker.keep_waiting():
                 cluster.at(1.0, self.connect, worker, deadline)
             else:
                 cluster.count("refusal")
                 worker.was_refused = True
                 cluster.die(worker, REFUSED)
-        elif node.flapping_until > now and cluster.random.random() < 0.5:
+        elif node.has("flapping node", now) and cluster.random.random() < 0.5:
             cluster.count("flap")
             cluster.die(worker, REFUSED)
         else:
             cluster.come(worker)
-            if node.flapping_until > now:
+            if node.has("flapping node", now):
                 cluster.at(self.rank.seconds() * cluster.random.random(), self.flap, worker)
             is_cold = cluster.random.random() < cluster.scenario.cold_starts
             opening = cluster.random.random() * (10.0 if is_cold else 0.1) * cluster.scenario.seconds
@@ -388,7 +388,7 @@ class Pass:
             worker.owner.worker_ready(worker)
 
     def flap(self, worker: Worker) -> None:
-        if worker.is_alive and worker.node.flapping_until > self.cluster.now:
+        if worker.is_alive and worker.node.has("flapping node", self.cluster.now):
             self.cluster.count("flap")
             self.cluster.die(worker, DIED)
 
@@ -404,7 +404,7 @@ class Pass:
             self.cluster.at(until - self.cluster.now, self.started, worker, complete)
             return
         worker.is_busy = False
-        if worker.node.raising_until > self.cluster.now and self.cluster.random.random() < 0.7:
+        if worker.node.has("raising node", self.cluster.now) and self.cluster.random.random() < 0.7:
             self.cluster.count("raising node")
             worker.has_failed = True
         complete(Reply(FAILED if worker.has_failed else BATCH, None, 0.0))
