@@ -30,7 +30,7 @@ from tests.benchmark.__main__ import describe_machine
 from tests.benchmark.loaders import LOADERS
 from tests.benchmark.processes import Child, running
 
-from .svg import BLUE, GREEN, RED, Picture, Scale, ticks
+from .svg import BLUE, GREEN, RED, Picture, Scale, Series, draw_lines
 
 _NUM_NODES, _WORKERS_PER_NODE = 4, 4
 _BATCH_SIZE, _NUM_BATCHES = 8, 2500
@@ -174,19 +174,11 @@ def draw_killed(found: dict[str, Any]) -> Picture:
     rates = [count / width for count in found["counts"]]
     title = f"Batches per second while {found['killed']} of {found['workers']} workers are killed"
     text = f"{title}: the rate falls by about a quarter, and comes back when the node does. No batch is lost."
-    x = Scale(0, len(rates) * width, 50, 544)
-    y = Scale(0, 1.1 * max(rates), 250, 66)
-    picture = Picture(title, text, 560, 302)
-    picture.text(16, 28, title, more='font-weight="600"')
-    for value in ticks(y.high):
-        picture.line([(x.start, y.at(value)), (x.end, y.at(value))], "grid")
-        picture.text(x.start - 8, y.at(value) + 5, f"{value:.0f}", "end", "soft")
-    for value in range(0, int(x.high) + 1, 2):
-        picture.text(x.at(value), y.start + 20, str(value), "middle", "soft")
-    picture.text((x.start + x.end) / 2, y.start + 40, "seconds", "middle", "soft")
-    steps = [(x.at((number + end) * width), y.at(rate)) for number, rate in enumerate(rates) for end in (0, 1)]
-    picture.line([(x.start, y.start), *steps, (x.end, y.start)], more=f'fill="{BLUE}" opacity="0.2"')
-    picture.line(steps, more=f'fill="none" stroke="{BLUE}" stroke-width="2"')
+    x = Scale(0, len(rates) * width, 50, 584)
+    y = Scale(0, 1.1 * max(rates), 280, 90)
+    steps = [((number + end) * width, rate) for number, rate in enumerate(rates) for end in (0, 1)]
+    series = [Series("all workers together", BLUE, steps, has_dots=False)]
+    picture = draw_lines(title, text, series, x, y, ("seconds", "batches/s"), range(0, int(x.high) + 1, 2))
     for number, mark in enumerate(found["marks"]):
         colour, at = (GREEN if number else RED), x.at(mark["seconds"])
         picture.line([(at, y.start), (at, y.end)], more=f'stroke="{colour}" stroke-width="2" stroke-dasharray="5 4"')

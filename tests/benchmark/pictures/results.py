@@ -83,7 +83,7 @@ def draw_workers() -> Picture:
         ideal = [(workers, workers / (batch_size * 0.020)) for workers, _ in points]
         name = "single samples" if batch_size == 1 else f"batches of {batch_size}"
         series.append(Series(name, colour, points))
-        series.append(Series("ideal", GREY, ideal, 'stroke-dasharray="5 5"'))
+        series.append(Series("ideal", GREY, ideal, 'stroke-dasharray="5 5"', has_dots=False))
     text = "Batches per second with 1 to 256 workers whose samples take 20 ms, and what these could do at best."
     rates = Scale(3, 20_000, 340, 90, is_log=True)
     units = "workers, on 2 cores with the trainer", "batches/s"

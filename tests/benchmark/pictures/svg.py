@@ -153,12 +153,14 @@ class Series:
         colour: Colour of line and dots.
         points: Pairs of values.
         more: Further attributes of the line.
+        has_dots: True to show each point.
     """
 
     label: str
     colour: str
     points: Sequence[tuple[float, float]]
     more: str = ""
+    has_dots: bool = True
 
 
 def draw_lines(
@@ -194,7 +196,7 @@ def draw_lines(
     for one in series:
         points = [(x.at(a), y.at(b)) for a, b in one.points]
         picture.line(points, more=f'fill="none" stroke="{one.colour}" stroke-width="2.5" {one.more}'.rstrip())
-        if "dash" not in one.more:
+        if one.has_dots:
             for (a, b), (at_x, at_y) in zip(one.points, points, strict=True):
                 shown = f"<title>{format_tick(a)}: {b:,.4g}</title>"
                 picture.add(f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="3.5" fill="{one.colour}">{shown}</circle>')
