@@ -530,7 +530,7 @@ class Judge:
         )
         assert action.seconds >= REPORT_AFTER - _TINY, f"{action}: it is too early"
         assert now >= self.reported_at + REPORT_AGAIN - _TINY, f"{action}: it was told at {self.reported_at}"
-        assert action.payload == task.payload, f"{action}: task {number} is waited for"
+        assert action.payload is task.payload, f"{action}: task {number} is waited for"
         assert action.worker == (task.holders[0] if task.holders else None), f"{action}: it is at {task.holders}"
         self.reported_at = now
 
@@ -547,7 +547,7 @@ class Judge:
         task = self.tasks.get(number)
         assert member is not None and member.joined, f"{action}: the worker is gone, or not there yet"
         assert task is not None and not task.is_answered, f"{action}: the task is answered, or delivered"
-        assert payload == task.payload, f"{action}: the task is {task.payload}"
+        assert payload is task.payload, f"{action}: the task is {task.payload}"
         if self.is_iterable:
             assert task.stream == member.place and not member.closed, f"{action}: it belongs to stream {task.stream}"
         else:

@@ -14,9 +14,11 @@ from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.loader.driver import Driver, ToDo
 from rpcdataloader.loader.executor import Opening
 from rpcdataloader.loader.intake import Answer
+from rpcdataloader.loader.tasks import Task
 from rpcdataloader.plan.actions import End, PlanOptions, ReportWait, Say
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.frames import Message
+from rpcdataloader.wire.pickling import Encoded
 from tests.simulation.cluster import CLOSED, LOST, Cluster, Exited, Session, Worker
 from tests.simulation.judge import Judge
 from tests.simulation.judged import JudgedEngine
@@ -36,21 +38,6 @@ BETWEEN = NUM_PLACES + 1  # no place of a sample
 END_LIMIT = 2.5  # seconds after which a worker that was ended is closed, whatever its session says
 
 BATCH, EXCEPTION, LAST, CANCELLED, FAILED = range(5)
-
-
-class Task:
-    """A batch that the sampler gives."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.request = Encoded((number,))
-        self.indices = self.probe = None
-        self.position = 0
-        self.num_samples = NUM_PLACES
-        self.stack = None
-
-    def __repr__(self) -> str:
-        return f"batch {self.number}"
 
 
 class Reply(Message):
@@ -73,11 +60,9 @@ class Start(NamedTuple):
     position: int  # in the stream
 
 
-class Encoded(NamedTuple):
-    """A request to send."""
-
-    payload: Start | tuple[int]
-    buffers: tuple[()] = ()
+def encoded(payload: Any) -> Encoded:
+    """A request to send, which is not pickled."""
+    return Encoded(payload, [])
 
 
 class Epoch:
@@ -279,11 +264,11 @@ class Pass:
 
     def opening(self, begun: Any, place: int, stream: int | None) -> Any:
         self._is_free("a request is pickled")
-        request: Any = Encoded(Start(begun, place, stream or 0))
+        request = encoded(Start(begun, place, stream or 0))
         return Opening(begun, request)
 
     def restarting(self, begun: Epoch) -> Encoded:
-        return Encoded(Start(begun, -1, 0))
+        return encoded(Start(begun, -1, 0))
 
     def settle(self, _workers: Sequence[Worker]) -> None:
         self._is_free("the dataset is changed")
@@ -563,7 +548,7 @@ class Pass:
             return
         payload = self.num_drawn if self.lengths else self.payloads[self.num_drawn]
         self.num_drawn += 1
-        drawn.append(Task(payload))
+        drawn.append(Task(None, payload, 0, NUM_PLACES, request=encoded((payload,))))
 
     def take(self, delivery: Entry) -> None:
         """The consumer gets what comes next."""
