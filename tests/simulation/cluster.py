@@ -7,9 +7,10 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.wire.messages import Exited
 from tests.simulation.scenarios import Scenario
 
 
@@ -54,13 +55,6 @@ class Session:
         return self.node.answers and self.node.incarnation == self.incarnation
 
 
-class Exited(NamedTuple):
-    """What a session says of a worker that has ended."""
-
-    batch: int
-    sample: int
-
-
 class Worker:
     """A worker process, and the connection to it, as the driver knows both."""
 
@@ -75,7 +69,6 @@ class Worker:
         self.position = 0  # of its stream
         self.num_sent = 0
         self.queue: deque[tuple[int, Any, Any]] = deque()  # number on the connection, payload, and what takes the reply
-        self.complete: Callable[[Any], None] | None = None  # takes the reply to the first request of the last epoch
         self.at: tuple[Any, int] | None = None  # batch and place, as it has noted them
         self.cancelled: set[int] = set()
         self.is_busy = True  # with its opening

@@ -18,8 +18,9 @@ from rpcdataloader.loader.tasks import Task
 from rpcdataloader.plan.actions import End, PlanOptions, ReportWait, Say
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.frames import Message
+from rpcdataloader.wire.messages import Exited
 from rpcdataloader.wire.pickling import Encoded
-from tests.simulation.cluster import CLOSED, LOST, Cluster, Exited, Session, Worker
+from tests.simulation.cluster import CLOSED, LOST, Cluster, Session, Worker
 from tests.simulation.judge import Judge
 from tests.simulation.judged import JudgedEngine
 
@@ -522,7 +523,8 @@ class Pass:
             # What it was at when it ended; by chance, nothing is known of that, or it was at none of the samples.
             batch, place = worker.at
             if self.cluster.random.random() >= 0.1:
-                worker.exited = Exited(batch, BETWEEN if self.cluster.random.random() < 0.3 else place)
+                place = BETWEEN if self.cluster.random.random() < 0.3 else place
+                worker.exited = Exited(worker.number, 0, "", batch, place)
         member = self.judge.members.get(worker.number)
         unanswered = [] if member is None else list(member.in_flight)
         worker.owner.worker_lost(worker, error)
