@@ -495,11 +495,8 @@ class Judge:
                 member.draining = member.draining or member.joined
                 self._rank_all()
 
-    def _count_open(self) -> int:
-        return len(self._used())
-
     def _resize(self) -> None:
-        self.num_wanted = self._count_open()
+        self.num_wanted = len(self._used())
         if not self.is_iterable:
             self.wanted_window = max(1, self.num_wanted) * self.options.prefetch_factor
             self.window = max(self.window, self.wanted_window)
@@ -725,7 +722,7 @@ class Judge:
             others = [node for node in self.known if node not in wanted and node not in self.hopeless]
             asked = [node for node in others if node in self.up or (node in self.seeking and node not in self.tried)]
             asked = [node for node in asked if node not in self._mute()]
-            if len(asked) < self._count_open():
+            if len(asked) < len(self._used()):
                 for node in others:
                     assert node in self.up or node in self.seeking, f"{node} could help, and is not sought: {asked} are"
 
