@@ -301,7 +301,7 @@ class Bug(NamedTuple):
         return Path(rpcdataloader.__file__).parent / f"{self.module.replace('.', '/')}.py"
 
 
-BUGS = [Bug(name, module, changes) for module, found in _MISTAKES.items() for name, *changes in found]
+BUGS = [Bug(name, module, tuple(changes)) for module, found in _MISTAKES.items() for name, *changes in found]
 
 
 def replaced(bug: Bug) -> str:
