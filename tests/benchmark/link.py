@@ -46,6 +46,7 @@ def main() -> None:
         received, began = cable.received_bytes, time.perf_counter()
         rate = take(batches, args.seconds).rate * BATCH_SIZE
         bytes_per_second = (cable.received_bytes - received) / (time.perf_counter() - began)
+        del batches  # before the server ends
     capacity = args.gigabits * 1e9 / 8
     print(
         f"A link of {args.gigabits:g} Gbit/s carries {capacity / IMAGE_BYTES:,.0f} images of 3x224x224 uint8 per "
