@@ -1,75 +1,127 @@
 from __future__ import annotations
 
 import random
-import re
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    Dataset,
-    default_collate,
-    get_worker_info,
-)
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
+from rpcdataloader.fetch.batch_loader import BatchLoader, LoaderSpec
+from rpcdataloader.wire.slabs import Block
 from tests.support.comparison import assert_same
-from tests.unit.fetch.loading import (
-    Augmented,
-    Bad,
-    CountingAllocator,
-    floats,
-    load,
-    make_loader,
+
+
+@pytest.fixture(autouse=True)
+def _process_restored(monkeypatch):
+    """A worker's process is not meant to be used for anything else; this one is."""
+    monkeypatch.setattr(torch_worker, "_worker_info", None)
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate_tensor_fn)
+    with seeding.generators_restored():
+        yield
+
+
+class CountingAllocator:
+    """Fresh memory, and what was asked for."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+
+    def allocate(self, size_bytes: int) -> Block:
+        self.sizes.append(size_bytes)
+        return Block(torch.full((size_bytes,), 0xA5, dtype=torch.uint8))
+
+
+class Augmented:
+    """Draws from everything that there is."""
+
+    def __getitem__(self, index):
+        return (
+            index,
+            torch.rand(3),
+            np.random.rand(3),
+            random.random(),
+            torch.tensor(seeding.get_sample_seed()),
+        )
+
+
+SPEC = LoaderSpec(
+    collate_fn=None,
+    worker_init_fn=None,
+    auto_collation=True,
+    iterable=False,
+    drop_last=False,
+    base_seed=2**62 + 5,
+    epoch=0,
+    rank=0,
+    world_size=1,
+    worker_id=0,
+    num_workers=1,
 )
 
-pytestmark = pytest.mark.usefixtures("_process_restored")
+
+def make_loader(dataset, allocator=None, inline=False, **changes: Any) -> BatchLoader:
+    return BatchLoader(dataset, replace(SPEC, **changes), allocator, inline=inline)
 
 
-# Fetching, as torch does
+def load(dataset, indices=(0, 1, 2), position=0, batch_number=0, **options: Any):
+    return make_loader(dataset, **options).load(list(indices), position, batch_number)[1]
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), StopIteration("x"), GeneratorExit(), SystemExit(3)])
+class Bad:
+    """Raises what it was made with."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __getitem__(self, index):
+        raise self.error
+
+
+def floats(*shape, dtype=torch.float32):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
 @pytest.mark.parametrize("inline", [True, False])
-@pytest.mark.parametrize("stage", ["fetch", "collate", "init"])
-def test_errors_propagate_and_leave_nothing_behind(error, inline, stage):
-    def fail(_value):
+def test_init_function_that_stops_an_iteration_is_an_error_and_leaves_nothing_behind(inline):
+    def stop(_worker):
         random.random()
-        raise error
-
-    class Failing:
-        def __getitem__(self, index):
-            return fail(index) if stage == "fetch" else index
+        raise StopIteration("x")
 
     state = random.getstate()
-    stops = isinstance(error, StopIteration)
-    with pytest.raises(RuntimeError if stops else type(error)) as caught:
-        load(
-            Failing(),
-            inline=inline,
-            collate_fn=fail if stage == "collate" else None,
-            worker_init_fn=fail if stage == "init" else None,
-        )
-    assert (caught.value.__cause__ if stops else caught.value) is error
-    if stops:
-        place = {"fetch": r"Failing\.__getitem__\(\d+\)", "collate": "collate_fn", "init": "worker_init_fn"}[stage]
-        assert re.match(f"{place} raised StopIteration, which would have ended the epoch", str(caught.value))
-    assert seeding._current_seed is None
+    with pytest.raises(RuntimeError, match=r"^worker_init_fn raised StopIteration, which would have ended the epoch"):
+        load([1], worker_init_fn=stop, inline=inline)
     assert not inline or random.getstate() == state
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3)])
+def test_no_sample_is_under_way_after_an_exception(error):
+    with pytest.raises(type(error)):
+        load(Bad(error))
+    assert seeding._current_seed is None
 
 
 # Seeds
 
 
-def test_global_position_is_position_times_world_size_plus_rank():
+def seed_at(position, purpose=seeding.SAMPLE):
+    return seeding.derive_seeds(purpose, 2**62 + 5, 0, position)[0]
+
+
+def test_samples_are_seeded_by_their_position_over_all_ranks():
     *_, seeds = load(Augmented(), position=10, rank=1, world_size=4)
-    expected = [seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, position)[0] for position in (41, 45, 49)]
-    assert seeds.tolist() == expected
+    assert seeds.tolist() == [seed_at(41), seed_at(45), seed_at(49)]
+    _metrics, sample, *_rest = make_loader(Augmented(), auto_collation=False).load(3, 17, 17)
+    assert sample[4] == seed_at(17)
 
 
 def test_getitems_is_seeded_once_with_its_first_position():
@@ -78,37 +130,15 @@ def test_getitems_is_seeded_once_with_its_first_position():
             return [(seeding.get_sample_seed(), torch.rand(()).item()) for _ in indices]
 
     seeds, drawn = load(Batched(), position=10, batch_number=5)
-    assert set(seeds.tolist()) == {seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, 10)[0]}
+    assert set(seeds.tolist()) == {seed_at(10)}
     assert len(set(drawn.tolist())) == 3
 
 
-def test_single_samples_are_seeded_by_their_position():
-    _metrics, sample, *_rest = make_loader(Augmented(), auto_collation=False).load(3, 17, 17)
-    assert sample[4] == seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, 17)[0]
+def test_collate_is_seeded_by_the_number_of_the_batch_over_all_ranks():
+    def seed(_samples):
+        return seeding.get_sample_seed()
 
-
-def test_collate_is_seeded_by_the_batch_and_unlike_any_sample():
-    def mix(_samples):
-        return seeding.get_sample_seed(), torch.rand(3).tolist(), random.random()
-
-    def collate(batch_number, **options):
-        # However many numbers the samples have drawn.
-        class Drawing:
-            def __getitem__(self, index):
-                return torch.rand(options.get("draws", 1))
-
-        options = {key: value for key, value in options.items() if key != "draws"}
-        return load(Drawing(), batch_number=batch_number, collate_fn=mix, **options)
-
-    assert collate(1) == collate(1, draws=5)
-    results = [collate(number, rank=rank, world_size=2) for number in range(3) for rank in range(2)]
-    assert len({seed for seed, *_ in results}) == 6
-    assert collate(2)[0] not in {
-        seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, position)[0] for position in range(10)
-    }
-
-
-# Worker info and the init function
+    assert load([0, 1, 2], batch_number=5, collate_fn=seed, rank=1, world_size=4) == seed_at(21, seeding.BATCH)
 
 
 # The default collate
@@ -128,15 +158,10 @@ def test_large_batches_are_contiguous_as_from_torchs_workers():
 
 def test_large_results_are_in_memory_of_the_allocator_and_small_ones_are_not():
     allocator = CountingAllocator()
-    samples = [(floats(3, 100, 100), floats(1 << 13), i, floats((1 << 13) - 1), floats(3)) for i in range(2)]
+    array = np.ones((200, 200), np.uint8)
+    samples = [(floats(3, 100, 100), floats(1 << 13), i, floats((1 << 13) - 1), floats(3), array) for i in range(2)]
     load(samples, range(2), allocator=allocator)
-    assert allocator.sizes == [2 * 4 * 30000, 1 << 16]
-
-
-def test_arrays_are_stacked_in_memory_of_the_allocator():
-    allocator = CountingAllocator()
-    load([np.ones((200, 200), np.uint8)] * 4, range(4), allocator=allocator)
-    assert allocator.sizes == [160000]
+    assert allocator.sizes == [2 * 4 * 30000, 1 << 16, 2 * 40000]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +266,7 @@ def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, RPCError, ConnectionLostError])
 def test_what_is_no_fault_of_a_sample_is_raised(error):
     with pytest.raises(error):
-        load(Bad(1, error=error), skips=True)
+        load(Bad(error("x")), skips=True)
 
 
 class Passing(Augmented):
