@@ -18,18 +18,7 @@ from tests.unit.diagnosis.recorded import make_setup, record
 # Durations that are equal, none, tiny or long are more likely than others.
 seconds = st.sampled_from([0.0, 1e-9, 1e-4, 0.001, 0.002, 0.02, 0.5, 1e4]) | st.floats(0.0, 1.0)
 counts = st.sampled_from([1, 2, 8, 10**6]) | st.integers(1, 10**12)
-stages = st.builds(
-    Stages,
-    idle=seconds,
-    fetch=seconds,
-    collate=seconds,
-    encode=seconds,
-    cpu=seconds,
-    runqueue=seconds,
-    fetch_cpu=seconds,
-    cpus=seconds,
-    busy_cpus=seconds,
-)
+stages = st.builds(Stages, **dict.fromkeys(Stages._fields, seconds))
 setups = st.fixed_dictionaries(
     {
         "workers": st.dictionaries(st.integers(0, 5), st.sampled_from(["node07", "node08"]), min_size=1, max_size=5),
