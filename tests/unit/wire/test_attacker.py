@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, precondition, rule
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.frames import HEADER_SIZE, Decoder, MessageType, Sealer
+from rpcdataloader.wire.frames import HEADER_SIZE, Decoder, MessageType, Sealer, heap_blocks
 from rpcdataloader.wire.handshake import Handshake, Preamble
-from tests.unit.wire.test_frames import KEY, allocate, content, feed, join
+from tests.unit.wire.test_frames import KEY, content, feed, join
 from tests.unit.wire.test_handshake import CLIENT, SECRET, SERVER, SESSION_ID, decode
 
 NAMES = st.sampled_from(["host", "role", "pid", "rank", "nonce", "proof"])
@@ -28,7 +28,7 @@ class SealedStream(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.sealer, self.stray = Sealer(KEY), Sealer(b"another key")
-        self.decoder = Decoder(allocate, Sealer(KEY))
+        self.decoder = Decoder(heap_blocks, Sealer(KEY))
         self.sent, self.wire = [], []  # contents, and bytes of each
         self.num_believed = 0
         self.is_over = False

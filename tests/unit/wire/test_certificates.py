@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -41,30 +41,25 @@ def test_client_takes_them_from_the_environment(files):
         client_tls(environ)
 
 
-def remove(files, name):
-    os.unlink(getattr(files, name))
+def scribble(path):
+    path.write_text("no certificate\n")
 
 
-def scribble(files, name):
-    with open(getattr(files, name), "w") as file:
-        file.write("no certificate\n")
+def make_folder(path):
+    path.unlink()
+    path.mkdir()
 
 
-def make_folder(files, name):
-    remove(files, name)
-    os.mkdir(getattr(files, name))
-
-
-def show(files, name):
-    os.chmod(getattr(files, name), 0o644)
+def show(path):
+    path.chmod(0o644)
 
 
 @pytest.mark.parametrize(
     ("harm", "name", "problem"),
     [
-        (remove, "cert", "the TLS certificate {} and the key .* cannot be used: No such file or directory"),
-        (remove, "key", "the TLS key {} cannot be used: No such file or directory"),
-        (remove, "ca", "the TLS CA file {} cannot be used: No such file or directory"),
+        (Path.unlink, "cert", "the TLS certificate {} and the key .* cannot be used: No such file or directory"),
+        (Path.unlink, "key", "the TLS key {} cannot be used: No such file or directory"),
+        (Path.unlink, "ca", "the TLS CA file {} cannot be used: No such file or directory"),
         (make_folder, "key", "the TLS key {} is not a regular file"),
         (scribble, "cert", "the TLS certificate {} and the key .* cannot be used: "),
         (scribble, "key", "the TLS certificate .* and the key {} cannot be used: "),
@@ -73,8 +68,9 @@ def show(files, name):
     ],
 )
 def test_file_that_cannot_be_used_is_named(files, harm, name, problem):
-    harm(files, name)
-    with pytest.raises(AuthenticationError, match=problem.format(re.escape(getattr(files, name)))):
+    path = getattr(files, name)
+    harm(Path(path))
+    with pytest.raises(AuthenticationError, match=problem.format(re.escape(path))):
         files.load("server")
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.wire.messages import (
+    STAGES_BYTES,
     Busy,
     Exited,
     Goaway,
     Log,
     StackRequest,
+    Stages,
     Welcome,
     pack_handles,
+    printable,
     unpack_handles,
 )
-from rpcdataloader.wire.pickling import Build
 
 MESSAGES = [
     Welcome("node07", 4711, "ab" * 16, 32),
@@ -31,7 +35,7 @@ MESSAGES = [
     Log(30, "py.warnings", "UserWarning: déjà vu\n日本"),
     Log(0, "", "loading 17", "worker 3"),
 ]
-KINDS = [Welcome, Busy, Exited, StackRequest, Goaway, Log]
+KINDS = list(dict.fromkeys(map(type, MESSAGES)))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -43,28 +47,12 @@ def test_round_trip(message, kind):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     "payload",
-    [
-        b"",
-        b"\x80\x05.",
-        b"[]",
-        b"7",
-        b"null",
-        b"{}",
-        b'{"other": 1}',
-        b"{",
-        b"\xff",
-        b'{"reason": 1, "x": 2}',
-        b"[" * 100_000,
-    ],
+    [b"", b"\x80\x05.", b"[]", b"7", b"null", b"{}", b'{"other": 1}', b"{", b"\xff", b'{"reason": 1}', b"[" * 100_000],
+    ids=lambda payload: repr(payload[:9]),
 )
 def test_malformed_payload_is_refused(kind, payload):
     with pytest.raises(RemoteProtocolError, match=f"malformed {kind.__name__} message"):
         kind.decode(payload)
-
-
-def test_build_round_trip():
-    build = Build(3, "ImageFolder", True, ("python", "numpy", b"torch"), (1234, 9, 5, (100, 1 << 30)))
-    assert Build.decode(memoryview(build.encode())) == build
 
 
 @settings(max_examples=50, deadline=None)
@@ -78,3 +66,39 @@ def test_handles_round_trip(handles):
 def test_handles_of_a_wrong_size_are_refused(size):
     with pytest.raises(RemoteProtocolError, match=f"a RELEASE message of {size} bytes"):
         unpack_handles(bytes(size))
+
+
+# Durations that a worker sends beside a reply
+
+
+def test_stages_keep_their_values_in_28_bytes():
+    stages = Stages(*(number / 4 for number in range(9)))
+    assert len(stages.pack()) == STAGES_BYTES == 28
+    assert Stages.unpack(memoryview(stages.pack())).with_timings((stages.fetch, stages.collate)) == stages
+    assert stages.task == stages.fetch + stages.collate + stages.encode
+
+
+def test_golden_bytes():
+    packed = Stages(idle=1.0, encode=2.0, runqueue=0.5, cpus=2.0).pack()
+    assert packed.hex() == "0000803f00000040" + "00000000" + "0000003f" + "00000000" + "00000040" + "00000000"
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e30])
+def test_impossible_durations_count_as_nothing(value):
+    assert Stages.unpack(Stages(encode=value, cpu=1.0).pack()) == Stages(cpu=1.0)
+    assert Stages().with_timings((value, 1.0)) == Stages(collate=1.0)
+
+
+@pytest.mark.parametrize("size", [0, 27, 29])
+def test_another_length_is_refused(size):
+    with pytest.raises(RemoteProtocolError, match=f"stages of {size} bytes instead of 28"):
+        Stages.unpack(bytes(size))
+
+
+# Text that others have chosen
+
+
+def test_only_what_can_do_something_to_a_terminal_is_escaped():
+    assert printable("é日 ok") == "é日 ok"
+    assert printable("two\nlines\x1b", keep="\n") == "two\nlines\\x1b"
+    assert printable("\x1b[2J\r\n\u202e\x00\udcff\U000e0001.") == r"\x1b[2J\r\n\u202e\x00\udcff\U000e0001."

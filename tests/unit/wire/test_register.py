@@ -1,10 +1,12 @@
-"""Which node servers are in a directory, and what is none."""
+"""What a node server writes about itself, which node servers are in a directory, and what is none."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
+import re
 import time
 from pathlib import Path
 
@@ -43,17 +45,6 @@ def found(register):
     return tuple(Entry.decode(Path(register.directory, name).read_bytes()) for name in register.look().values())
 
 
-# --- silence
-
-
-# --- what is found
-
-
-def test_directory_that_is_missing_or_empty_has_no_servers(tmp_path, register):
-    assert register.look() == {}
-    assert Register(str(tmp_path / "missing")).look() == {}
-
-
 def test_servers_are_in_the_order_in_which_they_came(tmp_path, register):
     late, early, middle = server("a", 3.0), server("b", 1.0), server("c", 2.0)
     for one in (late, early, middle):
@@ -83,24 +74,21 @@ def test_file_that_stays_malformed_is_warned_of_once(tmp_path, register, caplog)
     assert register.problems == {path.name: "address is of another type"}
 
 
-def test_name_that_somebody_else_has_chosen_writes_no_line_of_its_own_into_the_log(tmp_path, register, caplog):
-    (tmp_path / "a\n\x1b[31mready.server.json").mkdir()
-    for _ in range(PATIENCE):
-        assert register.look() == {}
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning == f"{tmp_path}/a\\n\\x1b[31mready.server.json is not used: it is not a regular file"
-
-
-def test_named_pipe_link_and_folder_are_no_servers(tmp_path, register):
+def test_named_pipe_link_and_folder_are_no_servers_and_their_names_write_no_line_of_their_own(
+    tmp_path, register, caplog
+):
     real = tmp_path / "elsewhere"
     real.write_bytes(server("a").encode())
     real.chmod(0o600)
     (tmp_path / "link.server.json").symlink_to(real)
     os.mkfifo(tmp_path / "pipe.server.json", 0o600)
-    (tmp_path / "folder.server.json").mkdir()
-    assert register.look() == {}
-    names = ["folder.server.json", "link.server.json", "pipe.server.json"]
+    (tmp_path / "a\n\x1b[31mready.server.json").mkdir()
+    for _ in range(PATIENCE):
+        assert register.look() == {}
+    names = ["a\n\x1b[31mready.server.json", "link.server.json", "pipe.server.json"]
     assert register.problems == dict.fromkeys(names, "it is not a regular file")
+    warnings = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
+    assert f"{tmp_path}/a\\n\\x1b[31mready.server.json is not used: it is not a regular file" in warnings
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
@@ -144,13 +132,6 @@ def test_of_two_servers_at_an_address_the_newer_one_is_there(tmp_path, register)
     assert register.problems == {path.name: f"{new.file_name('0')} is newer and has the same address"}
 
 
-def test_file_of_a_server_that_was_killed_long_ago_is_not_used(tmp_path, register):
-    age(write(tmp_path, server("dead")), MAX_SILENCE + 10)
-    write(tmp_path, server("alive"))
-    assert found(register) == (server("alive"),)
-    assert list(register.problems.values()) == ["its server is silent"]
-
-
 def test_server_that_falls_silent_is_gone_until_it_is_heard_again(tmp_path, register, monkeypatch):
     path = write(tmp_path, server("a"))
     assert found(register) == (server("a"),)
@@ -174,3 +155,83 @@ def test_directory_that_cannot_be_read_leaves_what_was_known(tmp_path, register,
         assert register.problems == {str(tmp_path): "Input/output error"}
     assert found(register) == (server("a"),)
     assert register.problems == {}
+    assert Register(str(tmp_path / "missing")).look() == {}
+
+
+# What a node server writes about itself
+
+
+NODE = Entry(Address("node01", 6543), 32, "node01", 4711, "the machine", 1795264940.5)
+
+CONTENT = b"""{
+ "address": "node01:6543",
+ "num_workers": 32,
+ "host": "node01",
+ "pid": 4711,
+ "machine": "the machine",
+ "started": 1795264940.5
+}
+"""
+
+
+def test_content_of_a_file():
+    assert NODE.encode() == CONTENT
+    assert Entry.decode(CONTENT) == NODE
+
+
+@pytest.mark.parametrize("address", [Address("::1", 1), Address(path="/run/a pool"), Address("10.0.0.1", 65535)])
+def test_every_kind_of_address(address):
+    entry = dataclasses.replace(NODE, address=address)
+    assert Entry.decode(entry.encode()) == entry
+
+
+def changed(**fields):
+    return json.dumps({**json.loads(CONTENT), **fields}).encode()
+
+
+def test_fields_of_later_versions_are_left_alone():
+    assert Entry.decode(changed(more=[1, 2])) == NODE
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is not JSON"),
+        (CONTENT[:-2], "is not JSON"),
+        (b"\0" * 100, "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[]", "is not a JSON object"),
+        (b"[" * 4096, "is n"),  # "is nested too deeply", or from Python 3.12 on "is not JSON"
+        (b"{}", "address is of another type"),
+        (changed(address=None), "address is of another type"),
+        (changed(address="node01"), "cannot read the address 'node01': write host:port"),
+        (changed(address="node01:0"), "cannot read the address"),
+        (changed(address="unix:socket"), "cannot read the address"),
+        (changed(address="node01:6543\x1b[2J"), "cannot read the address"),
+        (changed(address="\ud800:1"), "cannot read the address"),
+        (changed(num_workers=True), "num_workers is of another type"),
+        (changed(num_workers=2.0), "num_workers is of another type"),
+        (changed(started="now"), "started is of another type"),
+    ],
+)
+def test_anything_else_is_refused(content, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Entry.decode(content)
+
+
+@pytest.mark.parametrize(
+    ("alone", "addresses"),
+    [
+        (True, ["127.0.0.1:1", "127.1.2.3:1", "[::1]:1", "localhost:1", "unix:/run/pool"]),
+        (False, ["10.0.0.1:1", "[fe80::1]:1", "node01:1"]),
+    ],
+)
+def test_addresses_that_are_for_their_machine_alone(alone, addresses):
+    for address in addresses:
+        assert dataclasses.replace(NODE, address=Address.parse(address)).is_for_its_machine_alone is alone
+
+
+def test_names_of_files_are_names_of_files():
+    assert NODE.file_name("0a1b") == "node01-6543-4711-0a1b.server.json"
+    odd = dataclasses.replace(NODE, host="../.node 1", address=Address(path="/run/pool"))
+    assert odd.file_name("0a1b") == "____node_1-unix-4711-0a1b.server.json"

@@ -4,7 +4,6 @@ import ctypes
 import fcntl
 import os
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +14,7 @@ from rpcdataloader.wire import shared
 from rpcdataloader.wire.copies import create_memory
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.shared import Borrower, Lender
+from tests.support.forks import status_of_fork
 
 MIB = 1 << 20
 LARGE = 3 * MIB
@@ -27,24 +27,18 @@ class Machine:
         self.trainer = Borrower()
         self.news = []
         self.worker = Lender(lambda number, descriptor: self.news.append((number, os.dup(descriptor))))
-        self.introduce(self.send(self.worker.allocate(LARGE)))
+        self.introduce(self.lend())
 
     def introduce(self, sent):
         """Let the trainer map what the worker has announced, which it has sent meanwhile."""
-        assert all(isinstance(buffer, memoryview) for buffer in sent)
+        assert isinstance(sent, memoryview)
         for number, descriptor in self.news:
             assert self.trainer.map(number, descriptor)
             self.worker.mapped(number)
         self.news.clear()
 
-    def send(self, *blocks):
-        """Lend what the worker refers to nowhere else, as when a batch is sent."""
-        buffers = [block.view for block in blocks]
-        del blocks
-        self.worker.lend(buffers)
-        return buffers
-
     def lend(self, value=0, size_bytes=LARGE):
+        """What takes the place of a block in a message, to which the worker refers nowhere else."""
         block = self.worker.allocate(size_bytes)
         block.tensor.fill_(value)
         buffers = [block.view]
@@ -71,10 +65,11 @@ def test_block_of_the_worker_is_a_block_of_the_trainer(machine):
     block = machine.worker.allocate(LARGE + 5)
     assert block.view.nbytes == block.tensor.numel() == LARGE + 5
     block.tensor.copy_(torch.arange(LARGE + 5) % 251)
-    expected, buffers = block.tensor.clone(), [block.view]
+    expected, buffers = block.tensor.clone(), [block.view, memoryview(b"small")]
     del block
     machine.worker.lend(buffers)
     assert type(buffers[0]) is SharedBlock
+    assert buffers[1] == b"small"
     assert buffers[0].nbytes == 0
     borrowed = machine.trainer.borrow(buffers[0])
     assert torch.equal(borrowed.tensor, expected)
@@ -93,23 +88,6 @@ def test_nothing_is_shared_before_the_trainer_has_mapped_it():
     assert announced == [1]
 
 
-def test_other_memory_is_copied_once(machine):
-    content = np.random.default_rng(0).bytes(LARGE + 5)
-    middle = machine.worker.allocate(LARGE)
-    middle.tensor.fill_(7)
-    buffers = [
-        memoryview(content),
-        memoryview(bytearray(content)),
-        middle.view[MIB : 2 * MIB],
-        memoryview(b"small"),
-    ]
-    machine.worker.lend(buffers)
-    assert buffers[3] == b"small"
-    one, other, part = (machine.trainer.borrow(buffer) for buffer in buffers[:3])
-    assert bytes(one.view) == bytes(other.view) == content
-    assert values(part) == [7]
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1 << 18, 1 << 21)), max_size=60), st.randoms())
 def test_blocks_stay_whole_in_any_order(steps, chance):
@@ -123,22 +101,15 @@ def test_blocks_stay_whole_in_any_order(steps, chance):
         elif kind == 2 and here:
             del here[chance.randrange(len(here))]
         elif kind < 6:
-            block = machine.worker.allocate(size_bytes)
-            block.tensor[:: size_bytes - 1] = number
-            here.append((number, block.tensor))
-            del block
+            here.append((number, machine.worker.allocate(size_bytes).tensor.fill_(number)))
         else:
-            block = machine.worker.allocate(size_bytes)
-            block.tensor[:: size_bytes - 1] = number
-            buffers = [block.view]
-            del block
-            machine.worker.lend(buffers)
+            sent = machine.lend(number, size_bytes)
             if machine.news:
-                machine.introduce(buffers)
+                machine.introduce(sent)
             else:
-                there.append((number, machine.trainer.borrow(buffers[0]).tensor))
+                there.append((number, machine.trainer.borrow(sent).tensor))
         for value, tensor in there + here:
-            assert {int(tensor[0]), int(tensor[-1])} == {value % 256}
+            assert {int(tensor[0]), int(tensor[-1])} == {value}
 
 
 def test_pages_that_a_device_reads_stay(machine, monkeypatch):
@@ -155,25 +126,6 @@ def test_pages_that_a_device_reads_stay(machine, monkeypatch):
 # Forks
 
 
-def fork(function):
-    """Run a function in a child; returns its process id."""
-    pid = os.fork()
-    if not pid:
-        try:
-            function()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return pid
-
-
-def wait_for(pid):
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-
-
 def test_worker_forked_by_the_dataset_does_not_lend(machine):
     block = machine.worker.allocate(LARGE)
     block.tensor.fill_(1)
@@ -188,7 +140,7 @@ def test_worker_forked_by_the_dataset_does_not_lend(machine):
         machine.worker.lend(buffers)
         assert [buffer.nbytes for buffer in buffers] == [LARGE] * 3
 
-    assert wait_for(fork(collate)) == 0
+    assert status_of_fork(collate) == 0
     assert values(block) == [1]
 
 
@@ -237,13 +189,6 @@ def test_memory_that_could_shrink_is_refused(machine, tmp_path):
 def test_number_that_was_given_before_is_refused(machine):
     with pytest.raises(RemoteProtocolError, match="shared memory 1 twice"):
         machine.trainer.map(1, create_memory(MIB))
-
-
-def test_sealed_memory_cannot_be_cut():
-    descriptor = create_memory(MIB)
-    with pytest.raises(PermissionError):
-        os.ftruncate(descriptor, 0)
-    os.close(descriptor)
 
 
 # Hostile trainers

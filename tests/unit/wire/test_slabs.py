@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +9,7 @@ import torch
 
 from rpcdataloader.wire.slabs import Block, PageablePool, pinned_allocator
 from tests.conftest import leased_bytes
+from tests.support.forks import status_of_fork
 
 MIB = 1 << 20
 LARGE = 3 * MIB
@@ -64,18 +62,6 @@ def test_memory_of_one_giant_batch_is_given_back():
     assert pool.allocate(100 * MIB).view[0] == 0  # fresh from the kernel
 
 
-def test_memory_is_not_reused_while_a_numpy_array_shows_it():
-    pool = PageablePool()
-    block = pool.allocate(LARGE)
-    first = address(block)
-    array = np.frombuffer(block.view, dtype=np.int16)[100:200].reshape(10, 10).T
-    del block
-    assert address(pool.allocate(LARGE)) != first
-    assert leased_bytes(pool) > 0
-    del array
-    assert leased_bytes(pool) == 0
-
-
 def test_threads_never_get_the_same_memory_at_once():
     pool = PageablePool(max_bytes=16 * MIB)
     failures: list[int] = []
@@ -100,44 +86,28 @@ def test_threads_never_get_the_same_memory_at_once():
     assert pool._kept_bytes() <= 16 * MIB
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-class TestFork:
-    def run_in_child(self, check) -> int:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
-            child = os.fork()
-        if child == 0:
-            signal.alarm(20)  # a child that hangs is a failure
-            try:
-                os._exit(0 if check() else 1)
-            finally:
-                os._exit(2)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def test_pool_of_a_forked_child_starts_empty_even_if_a_thread_held_its_lock():
+    pool = PageablePool()
+    kept = pool.allocate(LARGE)
+    free = address(pool.allocate(LARGE))
+    release, held = threading.Event(), threading.Event()
 
-    def test_pool_of_the_child_starts_empty_even_if_a_thread_held_its_lock(self):
-        pool = PageablePool()
-        kept = pool.allocate(LARGE)
-        free = address(pool.allocate(LARGE))
-        release, held = threading.Event(), threading.Event()
+    def hold() -> None:
+        with pool._lock:
+            held.set()
+            release.wait(20)
 
-        def hold() -> None:
-            with pool._lock:
-                held.set()
-                release.wait(20)
+    def check() -> None:
+        assert (leased_bytes(pool), pool._kept_bytes()) == (0, 0)
+        assert address(pool.allocate(LARGE)) not in (free, address(kept))
 
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
-
-        def check() -> bool:
-            assert (leased_bytes(pool), pool._kept_bytes()) == (0, 0)
-            fresh = pool.allocate(LARGE)
-            return address(fresh) not in (free, address(kept))
-
-        status = self.run_in_child(check)
-        release.set()
-        thread.join()
-        assert status == 0
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    status = status_of_fork(check)
+    release.set()
+    thread.join()
+    assert status == 0
 
 
 class Accelerator:

@@ -1,0 +1,176 @@
+"""Connecting, listening and accepting: who may listen where, what is said of a host that does not answer.
+
+Everything here is one process, over loopback ports of the kernel's choice and Unix sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+
+import pytest
+
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix
+from rpcdataloader.wire.transport import Deadline
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.unit.wire.test_transport import in_thread
+
+FOREVER = 30 * TIMEOUT_SCALE
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".org"])
+def test_text_that_can_be_no_host_name(host):
+    with pytest.raises(ConnectError, match=rf"cannot connect to {host}:6543: the host name does not resolve \("):
+        connect(Address(host, 6543), Deadline(FOREVER))
+
+
+class Impatient(Deadline):
+    """Makes pauses a hundred times shorter."""
+
+    def pause(self, seconds):
+        return super().pause(seconds / 100)
+
+
+def test_waiting_for_a_server_that_is_not_there_yet(tmp_path, caplog):
+    """Trainers and node servers of a job start at the same time."""
+    address = Address(path=str(tmp_path / "socket"))
+    waiting = in_thread(lambda: connect(address, Impatient(FOREVER), retry=True, label=lambda: "[rank 1 of 2] "))
+    wait_until(lambda: "[rank 1 of 2] still waiting for unix:" in caplog.text, 20)
+    with listen_unix(address.path):
+        waiting.result(FOREVER).close()
+    assert caplog.text.count("still waiting") == 1
+
+
+def test_waiting_ends_at_the_deadline_and_when_it_is_cancelled(tmp_path):
+    address = Address(path=str(tmp_path / "socket"))
+    with pytest.raises(ConnectError, match="No such file or directory"):
+        connect(address, Deadline(0.1), retry=True)
+    deadline = Deadline(None)
+    waiting = in_thread(lambda: connect(address, deadline, retry=True))
+    deadline.cancel()
+    with pytest.raises(ConnectError):
+        waiting.result(FOREVER)
+
+
+@contextlib.contextmanager
+def stuck(family, address):
+    """The address of a listener that answers nothing: its queue is full."""
+    with socket.socket(family) as listener, contextlib.ExitStack() as stack:
+        listener.bind(address)
+        listener.listen(0)
+        with contextlib.suppress(TimeoutError, BlockingIOError):
+            while True:
+                filler = stack.enter_context(socket.socket(family))
+                filler.settimeout(0.1)
+                filler.connect(listener.getsockname())
+        yield listener.getsockname()
+
+
+def test_every_address_of_a_name_is_tried_within_the_one_deadline(monkeypatch):
+    """An address that drops packets, such as an IPv6 one without a route, leaves time for the next."""
+    with stuck(socket.AF_INET, ("127.0.0.1", 0)) as silent, listen_tcp("127.0.0.1", [0]) as listener:
+        known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in (silent, listener.getsockname())]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: known)
+        for _ in range(2):
+            connect(Address("node07", 6543), Deadline(3.0)).close()
+            known.reverse()
+        known[1] = known[0]
+        start = time.monotonic()
+        with pytest.raises(ConnectError, match="cannot connect to node07:6543: no answer in time"):
+            connect(Address("node07", 6543), Deadline(0.3))
+        assert time.monotonic() - start < 0.3 + FOREVER
+
+
+def test_connection_of_a_port_to_itself_is_nobody(monkeypatch):
+    """TCP allows that, and a client that waits for a server on a port of the ephemeral range will meet it."""
+
+    class FromTheSamePort(socket.socket):
+        def connect(self, address):
+            self.bind(address)
+            super().connect(address)
+
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setattr(socket, "socket", FromTheSamePort)
+    with pytest.raises(ConnectError, match="connection refused"):
+        connect(Address("127.0.0.1", port), Deadline(FOREVER))
+
+
+def test_tcp_options():
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        ours = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
+        sock, source, _name = accept(listener)
+    assert source == "127.0.0.1"
+    for end in (ours._sock, sock):
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 5
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
+        # It would cut off a peer that merely stands still.
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        if sys.platform == "linux":
+            # The kernel doubles it, up to its limit, which is at least 208 KiB.
+            assert 1 << 18 <= end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 1 << 20
+    ours.close()
+    sock.close()
+
+
+# Listening
+
+
+def test_first_free_port_of_a_range():
+    with listen_tcp("127.0.0.1", [0]) as first:
+        port = first.getsockname()[1]
+        with listen_tcp("127.0.0.1", [port, 0]) as second:
+            assert second.getsockname()[1] not in (0, port)
+
+
+def test_port_in_use_is_told_with_the_way_out():
+    with listen_tcp("127.0.0.1", [0]) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConnectError, match=f"cannot listen on 127.0.0.1: port {port} in use; choose another"):
+            listen_tcp("127.0.0.1", [port])
+        with pytest.raises(ConnectError, match=f"port {port}-{port} in use"):
+            listen_tcp("127.0.0.1", [port, port])
+
+
+@pytest.fixture
+def unix_path(tmp_path):
+    """One that is too long for a socket address."""
+    folder = tmp_path / ("d" * 120) / ("e" * 90)
+    folder.mkdir(parents=True)
+    return str(folder / "socket")
+
+
+def test_socket_file_of_a_dead_server_is_replaced(unix_path):
+    listen_unix(unix_path).close()
+    with pytest.raises(ConnectError, match="connection refused"):
+        connect(Address(path=unix_path), Deadline(FOREVER))
+    with listen_unix(unix_path):
+        connect(Address(path=unix_path), Deadline(FOREVER)).close()
+
+
+def test_socket_of_a_live_server_is_not_taken(unix_path):
+    with listen_unix(unix_path), pytest.raises(ConnectError, match=f"cannot listen on unix:{unix_path}: in use by"):
+        listen_unix(unix_path)
+
+
+def test_socket_of_a_server_that_is_stuck_is_not_taken(tmp_path):
+    path = str(tmp_path / "socket")
+    with stuck(socket.AF_UNIX, path), pytest.raises(ConnectError, match="in use by another server"):
+        listen_unix(path)
+
+
+def test_file_that_is_no_socket_is_left_alone(tmp_path):
+    path = tmp_path / "results.csv"
+    path.write_text("precious")
+    with pytest.raises(ConnectError, match=f"cannot listen on unix:{path}: something else has that name"):
+        listen_unix(str(path))
+    assert path.read_text() == "precious"
