@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,34 @@ def fifo(tmp_path: Path) -> str:
     path = str(tmp_path / "fifo")
     os.mkfifo(path)
     return path
+
+
+class Gone:
+    """A named pipe that objects hold open, to see when the last one is gone."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path = str(path)
+        self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        # Or there would be an end of file before the first one has come.
+        self._writers = [os.open(path, os.O_WRONLY)]
+
+    def nobody_has_it(self) -> bool:
+        """Whether there is no such object any more; from the first call on, this process does not count."""
+        while self._writers:
+            os.close(self._writers.pop())
+        return bool(select.select([self._reader], [], [], 0)[0])
+
+    def close(self) -> None:
+        self.nobody_has_it()
+        os.close(self._reader)
+
+
+@pytest.fixture
+def gone(tmp_path: Path) -> Iterator[Gone]:
+    """For ``Holder`` and ``Open`` of tests/support."""
+    with contextlib.closing(Gone(tmp_path / "gone")) as found:
+        yield found
 
 
 @pytest.fixture

@@ -6,21 +6,15 @@ import gc
 import logging
 import os
 import re
-import select
 import signal
 import socket
-import sys
-import textwrap
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import (
-    ConnectionLostError,
-    RemoteTraceback,
-)
-from tests.conftest import TIMEOUT_SCALE, wait_until
+from rpcdataloader.errors import ConnectionLostError, RemoteTraceback
+from tests.conftest import wait_until
 from tests.support import datasets, file_datasets
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew, workers_of
@@ -33,26 +27,6 @@ pytestmark = pytest.mark.usefixtures("clean_client")
 @pytest.fixture
 def two_nodes(shared_server, second_server):
     return [shared_server.address, second_server.address]
-
-
-@pytest.fixture
-def readable_fifo(fifo):
-    """Its path, and a descriptor that reads from it: it becomes readable when the last writer is gone."""
-    descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    yield fifo, descriptor
-    os.close(descriptor)
-
-
-def wait_for_last_writer(descriptor: int) -> None:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLHUP)
-    assert poll.poll(10_000 * TIMEOUT_SCALE), "somebody still has the dataset"
-
-
-def has_writer(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLHUP)
-    return not poll.poll(0)
 
 
 def items(batches):
@@ -70,52 +44,19 @@ def items_of_all(loader):
 # Built once per node
 
 
-COUNTED = """
-import os
-from tests.support.datasets import Numbers, note
-
-log = os.path.join(os.path.dirname(__file__), "log")
-note(log, "import", os.getpid())
-
-class Counted(Numbers):
-    def __init__(self, size):
-        super().__init__(size)
-        note(log, "build", os.getpid(), size)
-
-def note_worker(_number):
-    note(log, "worker", os.getpid())
-"""
-
-
-def test_sixteen_workers_import_and_build_once_per_node(wide_servers, tmp_path, monkeypatch):
-    (tmp_path / "counted_dataset.py").write_text(textwrap.dedent(COUNTED))
-    monkeypatch.syspath_prepend(tmp_path)
-    import counted_dataset  # type: ignore[import-not-found]
-
-    monkeypatch.setattr(sys.modules["counted_dataset"], "__name__", "counted_dataset")
-    try:
-        addresses = [server.address for server in wide_servers]
-        train = RPCDataset(addresses, counted_dataset.Counted, 64)
-        validation = RPCDataset(addresses, counted_dataset.Counted, size=16)
-        options = {"worker_init_fn": counted_dataset.note_worker, "batch_size": 2}
-        train_loader = RPCDataloader(train, shuffle=True, persistent_workers=True, **options)
-        validation_loader = RPCDataloader(validation, **options)
-        for _epoch in range(3):
-            assert sorted(number for batch in train_loader for number in batch.tolist()) == list(range(64))
-            assert [number for batch in validation_loader for number in batch.tolist()] == list(range(16))
-        log = str(tmp_path / "log")
-        wait_until(lambda: sum(line.startswith("worker") for line in notes(log)) >= 16, what="sixteen workers")
-    finally:
-        del sys.modules["counted_dataset"]
-
-    lines = [line.split() for line in notes(log)]
-    imports = Counter(int(pid) for what, pid, *_ in lines if what == "import")
-    builds = Counter((int(line[1]), int(line[2])) for line in lines if line[0] == "build")
-    sessions = {pid for pid, _size in builds}
-    assert len(sessions) == 2
-    assert imports == Counter([os.getpid(), *sessions])
-    assert builds == Counter((pid, size) for pid in sessions for size in (64, 16))
-    assert not sessions & {int(line[1]) for line in lines if line[0] == "worker"}
+def test_dataset_is_built_once_per_node_for_all_workers_loaders_and_passes(wide_servers, tmp_path):
+    log = str(tmp_path / "log")
+    train, validation = (RPCDataset([server.address for server in wide_servers], State, 64, log) for _ in range(2))
+    loaders = [RPCDataloader(train, persistent_workers=True), RPCDataloader(train), RPCDataloader(validation)]
+    workers = set()
+    for _epoch in range(2):
+        for loader in loaders:
+            samples = items_of_all(loader)
+            assert [sample[0] for sample in samples] == list(range(64))
+            workers |= {sample[3] for sample in samples}
+    builders = [int(line.split()[1]) for line in notes(log)]
+    assert len(builders) == 2 * len(set(builders)) == 4
+    assert not workers & set(builders)
 
 
 def test_build_in_workers_builds_in_each_and_not_in_the_session(two_nodes, tmp_path):
@@ -148,32 +89,15 @@ def test_instance_crosses_the_wire_once(shared_server, second_server, tmp_path):
 # A slow build
 
 
-class _Release(logging.Handler):
-    """Lets the build go on when the line is logged."""
-
-    def __init__(self, fifo):
-        super().__init__()
-        self.fifo = fifo
-        self.lines = []
-
-    def emit(self, record):
-        if "is being built" in record.getMessage():
-            self.lines.append(record)
-            open(self.fifo, "w").close()
-
-
-def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_path, fifo, monkeypatch):
+def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_path, fifo, monkeypatch, caplog):
     shorten(monkeypatch, "slow build")
-    sessions = RPCDataset(two_nodes, datasets.Numbers)
-    handler = _Release(fifo)
-    logger = logging.getLogger("rpcdataloader.client")
-    logger.addHandler(handler)
-    try:
-        dataset = RPCDataset(two_nodes, datasets.build_slowly_once, str(tmp_path / "marker"), fifo)
-    finally:
-        logger.removeHandler(handler)
-    assert len(dataset) == len(sessions) == 20
-    (line,) = handler.lines
+    assert len(RPCDataset(two_nodes, datasets.Numbers)) == 20  # the sessions
+    with ThreadPoolExecutor(1) as thread:
+        building = thread.submit(RPCDataset, two_nodes, datasets.build_slowly_once, str(tmp_path / "marker"), fifo)
+        wait_until(lambda: "is being built" in caplog.text)
+        open(fifo, "w").close()
+        assert len(building.result()) == 20
+    (line,) = [record for record in caplog.records if "is being built" in record.getMessage()]
     assert line.levelno == logging.WARNING
     assert line.getMessage().startswith("dataset build_slowly_once is being built on ")
     assert sum(address in line.getMessage() for address in two_nodes) == 1
@@ -269,20 +193,18 @@ def test_nodes_must_agree_on_the_length(two_nodes, tmp_path):
 # Gone with the last reference
 
 
-def test_dataset_is_let_go_with_its_last_reference(shared_server, readable_fifo):
-    fifo, descriptor = readable_fifo
+def test_dataset_is_let_go_with_its_last_reference(shared_server, gone):
     witness = RPCDataset(shared_server.address, State)
     session = witness.session
-    dataset = RPCDataset(shared_server.address, datasets.Holder, fifo)
+    dataset = RPCDataset(shared_server.address, datasets.Holder, gone.path)
     loader = RPCDataloader(dataset, persistent_workers=True)
-    assert len(list(loader)) == 20
-    assert len(dataset) == 20
+    assert len(list(loader)) == len(dataset) == 20
     del dataset
     gc.collect()
-    assert has_writer(descriptor)  # the loader's
+    assert not gone.nobody_has_it()  # the loader has
     del loader
     gc.collect()
-    wait_for_last_writer(descriptor)
+    wait_until(gone.nobody_has_it)
     assert witness.session == session
 
 
@@ -322,22 +244,13 @@ def test_dataset_that_cannot_be_inherited_is_built_in_workers_with_one_warning(
 # Where the workers are
 
 
-def test_every_way_to_name_workers(two_nodes, monkeypatch):
-    server, other = two_nodes
-    for workers, num_sessions in [
-        ([server], 1),
-        ((server, other), 2),
-        (iter([server]), 1),
-        (server, 1),
-        (f"{server}, {other}", 2),
-    ]:
-        dataset = RPCDataset(workers, datasets.Processes)
-        samples = items_of_all(RPCDataloader(dataset, persistent_workers=True))
+def test_workers_are_those_that_are_named_or_those_of_the_environment(two_nodes, monkeypatch):
+    for workers, num_sessions in [(tuple(two_nodes), 2), (iter(two_nodes[:1]), 1), (", ".join(two_nodes), 2)]:
+        samples = items_of_all(RPCDataloader(RPCDataset(workers, datasets.Processes), persistent_workers=True))
         assert [sample[0] for sample in samples] == list(range(20))
-        assert os.getpid() not in {pid for _, pid, _ in samples}
         assert len({session for _, _, session in samples}) == num_sessions
-        monkeypatch.setenv("RPCDATALOADER_WORKERS", server)
-    assert RPCDataset(None, State).session == RPCDataset([server], State).session
+        monkeypatch.setenv("RPCDATALOADER_WORKERS", two_nodes[0])
+    assert RPCDataset(None, State).session == RPCDataset(two_nodes[:1], State).session
     samples = items(RPCDataloader(datasets.Processes()))  # num_workers=0: the environment decides
     assert os.getpid() not in {pid for _, pid, _ in samples}
 

@@ -1,10 +1,9 @@
-"""Trainers and node servers that end at bad moments of an epoch: everything of theirs is gone at once."""
+"""Trainers and node servers that end, at whatever moment: at once, in silence, and with all that is theirs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import time
@@ -13,36 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, is_running, stat_of, wait_until
-
-
-class Gone:
-    """A named pipe that datasets hold open, to see when the last one is gone."""
-
-    def __init__(self, path):
-        os.mkfifo(path)
-        self.path = str(path)
-        self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        # Or there would be an end of file before the first one has come.
-        self._writer = os.open(path, os.O_WRONLY)
-
-    def nobody_has_it(self):
-        """Whether there is no dataset any more; from the first call on, this process does not count."""
-        if self._writer >= 0:
-            os.close(self._writer)
-            self._writer = -1
-        return bool(select.select([self._reader], [], [], 0)[0])
-
-    def close(self):
-        os.close(self._reader)
-        if self._writer >= 0:
-            os.close(self._writer)
-
-
-@pytest.fixture
-def gone(tmp_path):
-    found = Gone(tmp_path / "gone")
-    yield found
-    found.close()
+from tests.support.clocks import in_server
+from tests.support.zygote import FORK_POOLS
 
 
 @pytest.fixture
@@ -89,35 +60,45 @@ class Busy(Holder):
         self.log, self.how = log, how
     def __getitem__(self, index):
         note(self.log, os.getpid())
-        if index < 2 or self.how == "answer":
-            return torch.zeros(6_000_000)
+        if index < 2 or self.how in ("sending", "idle"):
+            return torch.zeros(1 if self.how == "idle" else 6_000_000)
         # One that holds the interpreter lets no other thread send the batch before it.
         wait_until(lambda: os.path.exists(self.log + ".delivered"), 30)
         tasks.busy_in(os.devnull, self.how)
 
-address, gone, log, how, building = sys.argv[1:]
+address, gone, log, how, building, has_child = sys.argv[1:]
 loader = RPCDataloader(RPCDataset([address], Busy, gone, log, how), prefetch_factor=4)
 iterator = iter(loader)
 next(iterator)
 open(log + ".delivered", "w").close()
-wait_until(lambda: len(set(open(log))) == 2)  # both workers are at work
+
+def are_both_at_work():
+    if how in ("sending", "idle"):  # one of them may have loaded all that is in flight
+        next(iterator)
+    return len(set(open(log))) == 2
+
+wait_until(are_both_at_work)
 if building:
     threading.Thread(target=RPCDataset, args=([address], tasks.busy_in, building, "hold_gil"), daemon=True).start()
-print("running", flush=True)
+child = os.fork() if has_child else 0
+if has_child and child == 0:
+    time.sleep(60)
+    os._exit(0)
+print("running", child, flush=True)
 while True:
-    if how == "answer":
-        next(iterator)
-    else:
+    if how == "idle":
         time.sleep(0.05)  # not pause(2), for which a signal may come a moment too early
+    else:
+        next(iterator)
 """
 )
 
 
-def start_trainer(start, server, gone, tmp_path, how, building=""):
+def start_trainer(start, server, gone, tmp_path, how, building="", has_child=""):
     """A trainer in the middle of an epoch; gives the workers, too."""
     log = tmp_path / "log"
-    script = start(TRAINER, server.address, gone.path, log, how, building)
-    wait_until(lambda: "running" in script.output, 30, lambda: script.errors)
+    script = start(TRAINER, server.address, gone.path, log, how, building, has_child)
+    wait_until(lambda: script.output.endswith("\n"), 30, lambda: script.errors)
     if building:
         wait_until(lambda: os.path.exists(building), 30, "a session that builds")
     wait_until(lambda: log.read_text().count("\n") >= 3)
@@ -153,22 +134,28 @@ def stop_while_sending(trainer, workers):
 
 
 @pytest.mark.parametrize(
-    ("busy", "end"),
+    ("busy", "has_child", "end"),
     [
-        ("sleep", signal.SIGKILL),
-        ("hold_gil", signal.SIGKILL),
-        ("sending", signal.SIGKILL),
-        ("building", signal.SIGKILL),
-        ("sending", signal.SIGINT),
-        ("building", signal.SIGINT),
+        ("idle", "child", signal.SIGKILL),
+        ("sleep", "", signal.SIGKILL),
+        ("hold_gil", "child", signal.SIGKILL),
+        ("sending", "", signal.SIGKILL),
+        ("building", "child", signal.SIGKILL),
+        ("sleep", "", signal.SIGINT),
+        ("sending", "", signal.SIGINT),
+        ("building", "", signal.SIGINT),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_nothing_is_left_of_a_trainer_that_ends_in_the_middle_of_a_batch(serve, start, gone, tmp_path, busy, end):
-    server = serve("--num-workers", "2")
-    how = {"sending": "answer", "building": "sleep"}.get(busy, busy)
+def test_nothing_is_left_of_a_trainer_that_ends_in_the_middle_of_a_batch(
+    serve, start, gone, tmp_path, busy, has_child, end
+):
+    """Whatever its workers and its session do, and though a fork of it lives on."""
+    # The server does not kill sessions that take long to end.
+    server = serve("--num-workers", "2", before=in_server("end of a session, for ever"))
     building = str(tmp_path / "building") if busy == "building" else ""
-    script, workers = start_trainer(start, server, gone, tmp_path, how, building)
+    how = "sleep" if building else busy
+    script, workers = start_trainer(start, server, gone, tmp_path, how, building, has_child)
     if busy == "sending":
         wait_until(lambda: stop_while_sending(script.pid, workers), 30)
     begun = time.monotonic()
@@ -179,8 +166,12 @@ def test_nothing_is_left_of_a_trainer_that_ends_in_the_middle_of_a_batch(serve, 
     assert ended.status == -end
     if end == signal.SIGINT:
         assert float(ended.output.split()[-1]) - begun < AT_ONCE
+        assert building or ended.errors.count("Traceback") == 1
+        assert building or ended.errors.endswith("KeyboardInterrupt\n")
     wait_until(lambda: gone.nobody_has_it() and not server.processes())
     assert time.monotonic() - ended.time < AT_ONCE
+    if has_child:
+        os.kill(int(ended.output.split()[1]), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("state", ["stopped worker", "stopped session", "building", "twice interrupted"])
@@ -238,13 +229,67 @@ print(time.monotonic(), flush=True)
 END_BY_INTERRUPT = END + "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
 
 
-def assert_ends_at_once(script, *, interrupted=False):
+def assert_ends_at_once(script, *, interrupted=False, silent=False, limit=AT_ONCE):
     ended = script.wait(30 * TIMEOUT_SCALE)
     assert ended.status == (-signal.SIGINT if interrupted else 0), ended.errors
+    assert not silent or ended.errors == ""
     assert "Exception" not in ended.errors.replace("KeyboardInterrupt", "")
     assert "Traceback" not in ended.errors or interrupted
     begun, closed = map(float, ended.output.split()[-2:])
-    assert closed - begun < AT_ONCE
+    assert closed - begun < limit
+
+
+IN_AN_EPOCH = """
+import sys, torch
+from rpcdataloader import RPCDataloader
+dataset = torch.utils.data.TensorDataset(torch.zeros(1_000, 3, 32, 32))
+iterator = iter(RPCDataloader(dataset, batch_size=4, shuffle=True, workers=sys.argv[1], prefetch_factor=8))
+for _ in range(10):
+    next(iterator)
+"""
+
+IN_CALLS = """
+import sys, torch
+from rpcdataloader import rpc_async
+futures = [rpc_async(sys.argv[1], torch.zeros, (200_000,), rref=number % 2 == 0) for number in range(200)]
+refs = [future.wait() for future in futures[:20]]
+"""
+
+IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED = """
+import os, signal, sys, time
+from rpcdataloader import rpc_async
+from tests.support import tasks
+pid = rpc_async(sys.argv[1], os.getpid).wait()
+refs = [rpc_async(sys.argv[1], tasks.Probe, rref=True).wait() for _ in range(20)]
+futures = [rpc_async(sys.argv[1], time.sleep, (60,)) for _ in range(20)]
+os.kill(pid, signal.SIGKILL)
+"""
+
+EXITS = [IN_AN_EPOCH, IN_AN_EPOCH + "del iterator\n", IN_CALLS, IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED]
+
+
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_exits_in_the_middle_of_things_are_quick_and_silent(zygote, shared_server, num_rounds):
+    for _ in range(num_rounds):
+        for script in [zygote.start(CLOCK + body + END, shared_server.address) for body in EXITS]:
+            assert_ends_at_once(script, silent=True)
+    wait_until(lambda: not shared_server.processes(), what="sessions of programs that have ended")
+
+
+def test_exit_does_not_wait_for_a_server_that_never_answers(zygote):
+    call = "import sys\nfrom rpcdataloader import rpc_async\nfuture = rpc_async(sys.argv[1], len, ('abc',))\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        script = zygote.start(CLOCK + call + END, f"127.0.0.1:{listener.getsockname()[1]}")
+        assert_ends_at_once(script, silent=True)
+
+
+def test_exit_ends_the_embedded_pool(zygote, tmp_path):
+    begin = f"import os; os.environ['TMPDIR'] = {str(tmp_path)!r}\n"
+    children = "print(open(f'/proc/self/task/{os.getpid()}/children').read())"
+    script = zygote.start(FORK_POOLS + begin + CLOCK + IN_AN_EPOCH + children + END, "local:2")
+    assert_ends_at_once(script, silent=True, limit=3 * TIMEOUT_SCALE)  # it is not waited for in vain
+    assert not os.path.exists(f"/proc/{script.output.split()[0]}")
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -277,3 +322,32 @@ def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, start, tmp_pa
     (tmp_path / "marker").touch()
     assert_ends_at_once(script)
     wait_until(lambda: not server.processes(), what="workers of a trainer that has ended")
+
+
+FORKED = """
+import os, sys, warnings
+from rpcdataloader import rpc_async
+from tests.support import tasks
+
+warnings.simplefilter("ignore")  # of Python, about forks of processes with threads
+def whereabouts():
+    return rpc_async(sys.argv[1], tasks.whereabouts).wait()
+
+ref = rpc_async(sys.argv[1], tasks.Probe, (5,), rref=True).wait()
+mine = whereabouts()
+child = os.fork()
+if child == 0:
+    worker, session = whereabouts()
+    assert worker != mine[0] and session != mine[1]
+    del ref  # is the parent's
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert whereabouts() == mine
+assert rpc_async(sys.argv[1], lambda probe: probe.value, (ref,)).wait() == 5
+"""
+
+
+def test_forked_child_is_a_client_of_its_own(zygote, shared_server):
+    ended = zygote.start(FORKED, shared_server.address).wait()
+    assert (ended.status, ended.errors) == (0, "")
+    wait_until(lambda: not shared_server.processes(), what="sessions of programs that have ended")
