@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -13,7 +14,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.integrations import prepare, skip_first_batches
 from tests.support.library import Library
 from tests.support.origins import run_ranks
-from tests.support.training import Points, PointStream, Seen, collate, flat
+from tests.support.training import KINDS, Points, PointStream, Seen, collate, flat, make_loader_of
 
 accelerate = Library("accelerate")
 
@@ -33,19 +34,9 @@ def seen(shared_server):
     return Seen(shared_server.pid)
 
 
-@pytest.fixture(params=["RPCDataset", "ordinary dataset"])
+@pytest.fixture(params=KINDS)
 def make_loader(request, shared_server):
-    """Loaders of ten samples."""
-
-    def make(**options):
-        if request.param == "RPCDataset":
-            dataset = RPCDataset(shared_server.address, Points, 10)
-        else:
-            dataset = Points(10)
-            options["workers"] = shared_server.address
-        return RPCDataloader(dataset, batch_size=3, collate_fn=collate, **options)
-
-    return make
+    return functools.partial(make_loader_of, request.param, shared_server.address)
 
 
 @pytest.mark.parametrize(

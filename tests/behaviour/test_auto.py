@@ -6,7 +6,6 @@ What is decided is judged in ``tests/simulation/test_demand.py``. Here, a loop w
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import pickle
 import re
@@ -97,29 +96,8 @@ def test_batches_are_the_same_while_workers_come_and_go(workers, persistent_work
     check(batches, Augmented(SIZE), workers, persistent_workers=persistent_workers)
 
 
-def test_state_of_a_pass_goes_on_with_any_number_of_workers(workers):
-    loader = loader_of(Sleepy(SIZE), workers)
-    batches = slow_down(iter(loader))
-    state = json.loads(json.dumps(loader.state_dict()))
-    del loader
-    resumed = loader_of(Sleepy(SIZE), workers)
-    resumed.load_state_dict(state)
-    batches += speed_up(iter(resumed))
-    del resumed
-    check(batches, Augmented(SIZE), workers)
-
-
-def test_what_is_given_back_is_free_for_another_loop(workers):
+def test_what_is_given_back_is_free_for_another_loop_and_asked_for_again(workers, caplog):
     """The node server has no room for more workers than it offers."""
-    first = iter(loader_of(Sleepy(SIZE), workers))
-    wait_for_crew(first, NUM_OFFERED)
-    slow_down(first)
-    second = iter(loader_of(Numbers(SIZE), workers, num_workers=NUM_OFFERED - 2))
-    wait_for_crew(second, NUM_OFFERED - 2)
-    next(first)
-
-
-def test_a_place_that_another_loop_has_taken_is_asked_for_again(workers, caplog):
     first = iter(loader_of(Sleepy(SIZE), workers))
     wait_for_crew(first, NUM_OFFERED)
     slow_down(first)

@@ -159,11 +159,6 @@ def test_too_many_bad_samples_are_an_error_that_has_the_last_one_as_its_cause(wh
     assert next(iterator)["index"].tolist() == [9, 10, 11]
 
 
-def test_exceptions_are_raised_unless_asked_otherwise(where):
-    with pytest.raises(ValueError, match="bad sample 1"):
-        list(make(Bad(1), where, on_error="raise"))
-
-
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"in_order": False, "prefetch_factor": 4}], ids=str)
 def test_a_pass_goes_on_after_skipped_batches(where, options):
     def loader():

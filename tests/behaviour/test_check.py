@@ -18,11 +18,9 @@ NUMBERS = itertools.count()
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 HEAD = """
-import collections, ctypes, dataclasses, os, socket, threading, time
+import os, threading
 import h5py, numpy as np, torch
-import PIL.Image
-from torch.utils.data import Dataset, IterableDataset, DataLoader
-from rpcdataloader import RPCDataset, get_sample_seed
+from torch.utils.data import Dataset
 
 class Base(Dataset):
     def __len__(self):
@@ -41,9 +39,9 @@ def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
-    def module(source, head=HEAD):
+    def module(source):
         name = f"checked{next(NUMBERS)}"
-        (tmp_path / f"{name}.py").write_text(head + textwrap.dedent(source))
+        (tmp_path / f"{name}.py").write_text(HEAD + textwrap.dedent(source))
         return name
 
     return module
@@ -53,9 +51,8 @@ def module(tmp_path, monkeypatch):
 def check(module, shared_server, capsys) -> Check:
     """Check what ``source`` defines as ``Data``; gives the exit status and what was printed."""
 
-    def check(source, *options, name="Data", workers=shared_server.address):
-        where = ["--workers", workers] if workers else []
-        status = main(["check", f"{module(source)}:{name}", *where, *options])
+    def check(source, *options, name="Data"):
+        status = main(["check", f"{module(source)}:{name}", "--workers", shared_server.address, *options])
         return status, capsys.readouterr().out
 
     return check
@@ -171,13 +168,6 @@ def test_nodes_that_disagree(module, serve, shared_server, capsys):
             "a generator of its own that is never seeded or made in the constructor",
         ),
         (
-            "generator = np.random.default_rng(1)\n"
-            "    def __getitem__(self, index): return self.generator.random(), index",
-            "again in the same worker",
-            "sample[0]: ",
-            "a generator of its own that is never seeded or made in the constructor",
-        ),
-        (
             "def __getitem__(self, index): return os.getpid(), index",
             "in another worker",
             "sample[0]: ",
@@ -210,21 +200,12 @@ def test_field_that_differs_is_named_with_the_usual_cause(check, body, run, path
     ("source", "name", "line"),
     [
         ("def make(): Base()", "make", "TypeError: {} gives NoneType, which has no __getitem__"),
-        ("def make(): return DataLoader(Base())", "make", "DataLoader, which has no __getitem__"),
-        ("def make(): return 5", "make", "gives int, which has no __getitem__ and is no IterableDataset"),
         ("class Data(Base):\n    def __len__(self): return 0", "Data", "Data is empty: its length is 0"),
-        ("class Data(Base):\n    def __len__(self): return 1 // 0", "Data", "ZeroDivisionError: "),
-        ("def make(root): pass", "make", "TypeError: make() missing 1 required positional argument: 'root'"),
         ("def make(): open('/no/such/file')", "make", "FileNotFoundError: [Errno 2] No such file"),
         ("", "Data", "AttributeError: module '{module}' has no attribute 'Data'"),
         ("import no_such_module", "Data", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("import sys; sys.exit()", "Data", "raised SystemExit"),
         ("def make(): os._exit(0)", "make", "closed the connection without an answer; if its session was killed"),
-        (
-            "def make(): ctypes.string_at(0)",
-            "make",
-            "closed the connection without an answer; if its session was killed",
-        ),
     ],
 )
 def test_what_builds_no_dataset(check, source, name, line):
@@ -238,34 +219,27 @@ def test_what_builds_no_dataset(check, source, name, line):
     assert end == "does not work as it is: builds"
 
 
-def test_sample_that_raises_is_named(check):
-    source = """
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (
+            "raise ValueError(f'image {index} is broken')",
+            r"sample 19: ValueError: image 19 is broken\n(.*\n)+ +raise ValueError\(",
+        ),
+        ("os._exit(3)", r"batch 7 \(indices 19\) has ended 3 workers in a row: .* exited with status 3"),
+    ],
+)
+def test_sample_that_fails_is_named(check, failure, said):
+    source = f"""
         class Data(Base):
             def __getitem__(self, index):
                 if index == 19:
-                    raise ValueError(f"image {index} is broken")
+                    {failure}
                 return index
     """
     status, output = check(source)
     assert status == 1
-    found = line_of(output, "samples")
-    assert "sample 19: ValueError: image 19 is broken\n" in found
-    assert 'raise ValueError(f"image {index} is broken")' in found
-
-
-def test_sample_that_ends_its_worker_is_named(check):
-    source = """
-        class Data(Base):
-            def __getitem__(self, index):
-                return index if index < 19 else os._exit(3)
-    """
-    status, output = check(source)
-    assert status == 1
-    line = line_of(output, "samples")
-    assert re.search(r"batch 7 \(indices 19\) has ended 3 workers in a row: .* exited with status 3", line)
-
-
-# --- iterable datasets
+    assert re.search(said, line_of(output, "samples"))
 
 
 # --- the command line
@@ -274,12 +248,10 @@ def test_sample_that_ends_its_worker_is_named(check):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["data"], "expected MODULE:NAME, such as mydata:make_dataset, got 'data'"),
         (["data:"], "expected MODULE:NAME, such as mydata:make_dataset, got 'data:'"),
-        (["a/data.py:Data"], "expected MODULE:NAME, such as mydata:make_dataset, got 'a/data.py:Data'"),
         (["data.py:Data"], "expected MODULE:NAME, such as mydata:make_dataset, got 'data.py:Data'"),
         (["data:Data", "--rate", "-1"], "argument --rate: expected a number above 0, got -1"),
-        (["data:Data", "--rate", "nan"], "argument --rate: expected a number above 0, got nan"),
+        (["data:Data", "--rate", "inf"], "argument --rate: expected a number above 0, got inf"),
         (["data:Data", "--workers", "inline"], "argument --workers: inline has no workers"),
         (["data:Data", "--workers", "node01"], "node01"),
         ([], "the following arguments are required: MODULE:FACTORY"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import itertools
+import random
 
-from rpcdataloader import RPCDataloader, RPCDataset
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset, set_random_seeds
 from tests.support.comparison import assert_same
-from tests.support.datasets import Augmented, augment_batch
+from tests.support.datasets import Augmented, Numbers, augment_batch, draw
+from tests.support.differential import seeded
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -17,64 +20,48 @@ def addresses(wide_servers):
     return [server.address for server in wide_servers]
 
 
-def generator(seed=11):
-    made = torch.Generator()
-    made.manual_seed(seed)
-    return made
+def epochs(dataset, **options):
+    options = {"shuffle": True, "generator": seeded(1), "partition": None, **options}
+    loader = RPCDataloader(dataset, 3, collate_fn=augment_batch, **options)
+    return [list(loader) for _epoch in range(2)]
 
 
-def epochs(dataset, num_epochs=2, **options):
-    options = {
-        "batch_size": 3,
-        "shuffle": True,
-        "generator": generator(),
-        "collate_fn": augment_batch,
-        "partition": None,
-        **options,
-    }
-    loader = RPCDataloader(dataset, **options)
-    return [list(loader) for _epoch in range(num_epochs)]
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_batches_are_the_same_on_two_nodes_and_for_either_way_to_build(addresses, build):
+    expected = epochs(Augmented(), workers="inline")
+    assert_same(epochs(RPCDataset(addresses, Augmented, build=build)), expected)
 
 
-def draws(batches, name="draws"):
-    return torch.cat([batch[name] for batch in batches]).tolist()
-
-
-@pytest.fixture(scope="module")
-def expected():
-    return epochs(Augmented(), workers="inline")
-
-
-def test_batches_are_the_same_on_two_nodes_and_for_either_way_to_build(addresses, expected):
-    for build in ("node", "worker"):
-        assert_same(epochs(RPCDataset(addresses, Augmented, build=build)), expected)
-
-
-def test_other_seeds_give_other_numbers(addresses):
-    options = {"workers": addresses[0], "num_workers": 2, "shuffle": False}
-    ((one,), (other,)) = (epochs(Augmented(), 1, generator=generator(seed), **options) for seed in (1, 2))
-    for name in ("draws", "seed", "mixing"):
-        assert not set(flatten(draws(one, name))) & set(flatten(draws(other, name)))
-
-
-def flatten(rows):
-    return [number for row in rows for number in (row if isinstance(row, list) else [row])]
-
-
-def test_all_draws_of_an_epoch_differ(addresses):
-    (batches,) = epochs(Augmented(), 1, workers=addresses[0], num_workers=2)
-    numbers = flatten(draws(batches)) + flatten(draws(batches, "mixing"))
+def test_no_sample_or_batch_has_numbers_of_another(addresses):
+    """Of another seed, rank, epoch or position."""
+    numbers = []
+    for number, rank in (1, 0), (1, 1), (2, 0):
+        found = epochs(Augmented(), workers=addresses, num_workers=2, generator=seeded(number), partition=(rank, 2))
+        for batch in itertools.chain(*found):
+            numbers += [value for name in ("draws", "mixing", "seed") for value in batch[name].flatten().tolist()]
+    assert len(numbers) == 3 * 2 * (20 * 5 + 7 * 3)
     assert len(set(numbers)) == len(numbers)
-    seeds = draws(batches, "seed")
-    assert len(set(seeds)) == 20
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_ranks_with_equal_seeds_augment_differently(addresses):
-    ranks = [
-        epochs(Augmented(), 1, workers=addresses, num_workers=2, shuffle=False, partition=(rank, 2))[0]
-        for rank in range(2)
-    ]
-    assert draws(ranks[0], "index") == draws(ranks[1], "index")
-    for name in ("draws", "seed", "mixing"):
-        assert not set(flatten(draws(ranks[0], name))) & set(flatten(draws(ranks[1], name)))
+class Shuffled(Numbers):
+    """Draws random numbers when it is made."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.order = random.sample(range(size), size)
+        self.drawn = draw()
+
+    def __getitem__(self, index):
+        return self.order[index]
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_random_constructor_gives_the_same_dataset_everywhere(addresses, build):
+    set_random_seeds(7, 0)
+    dataset = RPCDataset(addresses, Shuffled, 50, build=build)
+    found = dataset.order, dataset.drawn
+    samples = [int(sample) for sample in RPCDataloader(dataset, None, num_workers=2)]  # one on each node
+    set_random_seeds(7, 0)
+    local = Shuffled(50)
+    assert found == (local.order, local.drawn)
+    assert samples == local.order

@@ -18,7 +18,6 @@ from rpcdataloader import Diagnosis, RPCDataloader
 from rpcdataloader.client import client
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.discovery import ask_all
-from rpcdataloader.diagnosis.words import WORDS
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader import driver, telling
 from rpcdataloader.wire.address import Address
@@ -43,32 +42,26 @@ def run_and_judge(cause: Cause, addresses: list[str], speed: float = 1.0) -> tup
     return diagnosis, "" if is_right else f"{diagnosis.bound} {diagnosis.part}: {diagnosis} {numbers}"
 
 
-# Copies to a device are test_device's.
-def test_most_bounds_have_a_cause():
-    named = {cause.bound.split()[0] for cause in CAUSES.values()}
-    assert {name.split()[0] for name in WORDS} - named == {"unclear"}
-
-
-def make_waiting_loader(servers, length: int = 10_000, stall: float = 0.01, **options) -> RPCDataloader:
-    dataset = torch.utils.data.Subset(Causes(stall=stall), range(length))
+def make_waiting_loader(servers, length=10_000, dataset=None, stall=0.01, **options) -> RPCDataloader:
+    dataset = torch.utils.data.Subset(dataset or Causes(stall=stall), range(length))
     return RPCDataloader(dataset, None, num_workers=1, workers=[servers[0].address], **options)
 
 
 # One line of each pass that waits
 
 
-def test_pass_that_waits_is_told_in_one_line_when_it_ends(wide_servers, caplog, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pass_that_waits_for_more_than_a_second_is_one_warning_of_rank_0(wide_servers, caplog, monkeypatch, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(1 + rank))
     caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
-    dataset = torch.utils.data.Subset(Causes(stall=0.01), range(40))
-    loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
+    loader = make_waiting_loader(wide_servers, 40, stall=0.06)
     batches = iter(loader)
-    assert len(list(batches)) == 40
+    for _ in batches:
+        time.sleep(0.002)
     assert next(batches, None) is None
-    lines = [record for record in caplog.records if "step " in record.getMessage()]
-    assert len(lines) == 1
-    assert lines[0].getMessage() == f"Subset, 40 batches: {loader.diagnosis().text}"
+    lines = [(record.levelname, text) for record in caplog.records if "step " in (text := record.getMessage())]
+    assert lines == [("WARNING", f"Subset, 40 batches: {loader.diagnosis().text}")] * (1 - rank)
 
 
 def test_pass_that_does_not_wait_is_not_told(wide_servers, caplog):
@@ -133,9 +126,8 @@ class SlowToPickle(Causes):
 
 
 def test_sending_an_instance_is_the_start_and_the_sentence_says_what_ends_it(wide_servers):
-    loader = RPCDataloader(
-        torch.utils.data.Subset(SlowToPickle(), range(20)), None, num_workers=1, workers=[wide_servers[0].address]
-    )
+    loader = make_waiting_loader(wide_servers, 20, SlowToPickle())
+    assert loader.diagnosis().text.startswith("Nothing is known of the loop before the first pass")
     assert len(list(loader)) == 20
     diagnosis = loader.diagnosis()
     assert (diagnosis.bound, diagnosis.part) == ("start", "sending")
@@ -144,8 +136,7 @@ def test_sending_an_instance_is_the_start_and_the_sentence_says_what_ends_it(wid
 
 
 def test_cpu_time_of_child_processes_counts(wide_servers):
-    dataset = torch.utils.data.Subset(Children(0.02), range(20))
-    loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
+    loader = make_waiting_loader(wide_servers, 20, Children(0.02))
     assert len(list(loader)) == 20
     numbers = loader.diagnosis().metrics()
     # Seconds on a CPU are those of the child, however long it waits for one.
@@ -161,19 +152,7 @@ def test_cpus_of_a_machine_with_several_addresses_count_once(wide_servers):
     assert loader.diagnosis().metrics()["cpus"] == available_cpus()
 
 
-# Other ranks are silent, and short waits are no warning
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_tells(wide_servers, caplog, monkeypatch, rank):
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
-    dataset = torch.utils.data.Subset(Causes(stall=0.04), range(40))
-    loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
-    assert len(list(loader)) == 40
-    close_client()  # ends the thread that asks for the other ranks
-    assert len([record for record in caplog.records if "step " in record.getMessage()]) == 1 - rank
+# Other ranks are silent
 
 
 def train(address):
@@ -214,25 +193,6 @@ def test_sentence_of_rank_0_is_that_of_the_rank_that_waits_most(zygote, serve):
         r"\[rank 0 of 2\] Subset, 60 batches: rank 1 waits most \(\d+ %\): step .* (1 worker: |before the first batch)",
         line,
     )
-
-
-def test_pass_that_loses_more_than_a_second_is_a_warning(wide_servers, caplog):
-    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
-    loader = make_waiting_loader(wide_servers, 40, stall=0.06, persistent_workers=True)
-    for number in range(2):
-        if number:
-            caplog.clear()
-        for _ in loader:
-            time.sleep(0.002)
-    del loader
-    (record,) = [record for record in caplog.records if "step " in record.getMessage()]
-    assert record.levelno == logging.WARNING
-
-
-def test_loader_says_that_nothing_is_known_before_the_first_pass(wide_servers):
-    diagnosis = RPCDataloader([1, 2, 3], workers=[wide_servers[0].address]).diagnosis()
-    assert (diagnosis.bound, diagnosis.wait_share) == ("unclear", 0.0)
-    assert diagnosis.text == "Nothing is known of the loop before the first pass: iterate over the loader."
 
 
 def test_profiler_shows_next_as_that_of_a_loader(wide_servers):
@@ -294,13 +254,9 @@ def told(caplog):
     return told
 
 
-def leave_by_islice(loader: RPCDataloader) -> None:
-    assert len(list(itertools.islice(loader, 20))) == 20
-
-
 def test_pass_of_workers_that_stay_is_told_when_the_next_begins(wide_servers, told):
     loader = make_waiting_loader(wide_servers, 20, persistent_workers=True)
-    leave_by_islice(loader)
+    assert len(list(itertools.islice(loader, 20))) == 20
     assert told() == []
     assert len(list(loader)) == 20
     assert len(told()) == 2

@@ -70,22 +70,18 @@ def test_ranks_take_disjoint_shares_that_use_every_worker(wide_servers, log, as_
     assert sum(shares, Counter()) == Counter({server.pid: 8 for server in wide_servers})
 
 
-def test_num_workers_limits_the_share(wide_servers, log, as_rank):
+def test_num_workers_limits_the_share_and_partition_overrides_the_environment(wide_servers, log, as_rank):
     addresses = [server.address for server in wide_servers]
+    first, second = (server.pid for server in wide_servers)
     as_rank(1, 2)
-    dataset = RPCDataset(addresses, Numbers)
     # Of two ranks on two nodes, each has a node to itself.
-    assert servers_of(dataset, log, 3, num_workers=3) == Counter({wide_servers[1].pid: 3})
-    assert servers_of(dataset, log, 8, num_workers=100) == Counter({wide_servers[1].pid: 8})
-
-
-def test_partition_overrides_the_environment(shared_server, second_server, log, as_rank):
-    addresses = [shared_server.address, second_server.address]
-    as_rank(0, 2)
-    pids = shared_server.pid, second_server.pid
-    assert servers_of(Numbers(), log, 2, workers=addresses) == Counter({pids[0]: 2})
-    assert servers_of(Numbers(), log, 2, workers=addresses, partition=(1, 2)) == Counter({pids[1]: 2})
-    assert servers_of(Numbers(), log, 4, workers=addresses, partition=None) == Counter(dict.fromkeys(pids, 2))
+    for options, expected in [
+        ({"num_workers": 3}, {second: 3}),
+        ({"num_workers": 100}, {second: 8}),
+        ({"partition": (0, 2)}, {first: 8}),
+        ({"partition": None}, {first: 8, second: 8}),
+    ]:
+        assert servers_of(Numbers(), log, sum(expected.values()), workers=addresses, **options) == expected
 
 
 def test_more_ranks_than_workers_share_with_one_warning(shared_server, log, as_rank, caplog):
@@ -97,14 +93,6 @@ def test_more_ranks_than_workers_share_with_one_warning(shared_server, log, as_r
     (record,) = [record for record in caplog.records if "share" in record.getMessage()]
     assert record.levelno == logging.WARNING
     assert record.getMessage() == "5 ranks share 2 workers: some are used by more than one rank"
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [("two", "4"), ("4", "4"), ("-1", "4")])
-def test_malformed_environment_is_named(shared_server, monkeypatch, rank, world_size):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(ValueError, match="environment variables RANK and WORLD_SIZE"):
-        RPCDataset(shared_server.address, Numbers)
 
 
 def load_as_rank(rendezvous, *workers):

@@ -6,15 +6,21 @@ of the system is what asks. It takes root.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.conftest import TIMEOUT_SCALE
 from tests.support.clocks import in_script
+
+# Moves into a network and a file system of its own.
+MOVE = """
+import ctypes, os, subprocess, sys
+CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
+if ctypes.CDLL(None).unshare(CLONE_NEWNS | CLONE_NEWNET):
+    sys.exit("no network of our own")
+mount = f"mount --make-rprivate / && mount --bind {sys.argv[1]} /etc/resolv.conf"
+subprocess.run(f"{mount} && ip link set lo up", shell=True, check=True)
+os.environ["RPCDATALOADER_CONNECT_TIMEOUT"] = "1"
+"""
 
 SCRIPT = """
 import itertools, os, signal, socket, subprocess, sys, threading
@@ -106,30 +112,13 @@ print(sorted(asked))
 """
 
 
-@pytest.fixture
-def own_network(tmp_path):
-    """The words before a command that run it with a network and a resolv.conf of its own."""
+def test_names_that_come_and_go_are_nodes_that_come_and_go(zygote, tmp_path):
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:5\n")
-    setup = f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && ip link set lo up"
-    words = ["unshare", "--net", "--mount", "sh", "-c", f'{setup} && exec "$@"', "sh"]
-    try:
-        subprocess.run([*words, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as exc:
-        pytest.skip(f"no network of our own: {getattr(exc, 'stderr', exc)}")
-    return words
-
-
-def test_names_that_come_and_go_are_nodes_that_come_and_go(own_network):
-    environment = {**os.environ, "RPCDATALOADER_CONNECT_TIMEOUT": "1"}
-    done = subprocess.run(
-        [*own_network, sys.executable, "-c", in_script("names") + SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=110 * TIMEOUT_SCALE,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-    )
-    assert done.stdout.splitlines() == [
+    script = zygote.start(MOVE + in_script("names") + SCRIPT, tmp_path / "resolv.conf", ends_quickly=True)
+    ended = script.wait(110 * TIMEOUT_SCALE)
+    if "no network of our own" in ended.errors:
+        pytest.skip("it takes root")
+    assert ended.output.splitlines() == [
         "came",
         "went",
         "0 True False",
@@ -137,4 +126,4 @@ def test_names_that_come_and_go_are_nodes_that_come_and_go(own_network):
         "no node server is behind the name pool, and none came within 1 s (pool: Name or service not known); does it "
         "exist, and are the node servers ready?",
         "[b'pool']",
-    ], done.stderr
+    ], ended.errors

@@ -90,9 +90,10 @@ def test_ctrl_c_while_a_pass_waits_for_its_pool_leaves_that_for_the_next_pass(sc
     assert script(DEAF + INTERRUPTED) == ["interrupted", "1", "True"]
 
 
-@pytest.mark.parametrize("made", ["num_workers=0", 'workers="inline"', 'workers="host.invalid:1"'])
-def test_loader_without_a_pool_begins_none(script, made):
-    assert script(f"loader = RPCDataloader(Variables(), {made})\nprint(*pools(), threading.active_count())") == ["1"]
+def test_loader_without_a_pool_begins_none(script):
+    places = [{"num_workers": 0}, {"workers": "inline"}, {"workers": "host.invalid:1"}]
+    body = f"loaders = [RPCDataloader(Variables(), **place) for place in {places}]"
+    assert script(f"{body}\nprint(*pools(), threading.active_count())") == ["1"]
 
 
 def test_pass_uses_the_pool_that_has_begun_and_a_fork_has_one_of_its_own(script):

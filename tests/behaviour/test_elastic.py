@@ -12,7 +12,7 @@ import pytest
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import AuthenticationError, RemoteProtocolError
 from tests.behaviour.test_recovery import take
-from tests.conftest import AT_ONCE, wait_until
+from tests.conftest import AT_ONCE
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
 from tests.support.datasets import Hosted
@@ -53,24 +53,6 @@ def told(caplog, absent):
 # Servers that register
 
 
-def test_servers_that_register_in_an_epoch_get_work_and_those_that_drain_lose_nothing(register):
-    first = register()
-    iterator = iter(RPCDataloader(RPCDataset(register.workers, Hosted, 400)))
-    assert take(iterator, 50) == ([*range(50)], {first.pid})
-    second = register()
-    wait_for_crew(iterator, 4)
-    assert take(iterator, 100) == ([*range(50, 150)], {first.pid, second.pid})
-    first.signal(signal.SIGTERM)
-    wait_until(lambda: not first.processes(), what="end of its workers")
-    indices, _pids = take(iterator, 20)
-    assert indices == [*range(150, 170)]
-    assert take(iterator, 50) == ([*range(170, 220)], {second.pid})
-    assert first.wait() == 0
-    third = register()
-    wait_for_crew(iterator, 4)
-    assert take(iterator, 400) == ([*range(220, 400)], {second.pid, third.pid})
-
-
 def test_each_rank_gets_its_share_of_a_server_that_joins(register):
     register()
     dataset = RPCDataset(register.workers, Hosted, 300)
@@ -97,6 +79,7 @@ def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, re
     wait_for_crew(iterator, 7)
     first.signal(signal.SIGTERM)
     wait_for_crew(iterator, 5)
+    assert first.wait() == 0
     indices, left = take(iterator, 400)
     assert indices == [*range(100, 400)]
     assert left - {first.pid} == pids - {first.pid} | {second.pid}

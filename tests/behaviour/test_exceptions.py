@@ -59,48 +59,46 @@ def attributes(exc):
 
 # As it was raised
 
+ALL = MAKERS | EXITS
+
 
 @pytest.fixture(scope="module")
 def raised(shared_server):
     """What arrives of each, from one pass."""
-    indices = [item for number, name in enumerate(MAKERS) for item in (name, number)]
+    indices = [item for number, name in enumerate(ALL) for item in (name, number)]
     found = load(functools.partial(RPCDataloader, workers=shared_server.address), indices)
-    assert found[1::2] == list(range(len(MAKERS)))
-    return dict(zip(MAKERS, found[::2], strict=False))
+    assert found[1::2] == list(range(len(ALL)))
+    return dict(zip(ALL, found[::2], strict=False))
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != "stop" and name not in AS_TEXT])
-def test_exception_has_its_type_text_and_attributes(raised, name):
-    expected, actual = MAKERS[name](), raised[name]
-    wanted, found = attributes(expected), attributes(actual)
-    assert type(actual) is type(expected)
-    if name == "group":
-        wanted, found = ([(type(e), e.args) for e in _leaves(group)] for group in (expected, actual))
-    assert str(actual) == str(expected)
-    assert_same(found, wanted)
-
-
-def _leaves(exc):
-    return [leaf for member in exc.exceptions for leaf in _leaves(member)] if hasattr(exc, "exceptions") else [exc]
-
-
-@pytest.mark.parametrize("name", sorted(AS_TEXT))
-def test_exception_that_cannot_be_pickled_has_its_type_and_text_in_words(raised, name):
-    expected, actual = MAKERS[name](), raised[name]
-    assert type(actual) is RemoteError
-    assert str(actual).endswith(f"{type(expected).__qualname__}: {expected}")
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_cause_names_the_worker_and_shows_the_whole_traceback_there(raised, name):
-    cause = raised[name].__cause__
+@pytest.mark.parametrize("name", ALL)
+def test_exception_is_what_it_was_and_its_cause_names_the_worker_and_shows_its_traceback(raised, name):
+    expected, actual = ALL[name](), raised[name]
+    if name in EXITS:  # which would end a process
+        assert type(actual) is RemoteError
+        assert re.fullmatch(rf"worker \d+ \(pid \d+\) on \S+ raised {name}", str(actual))
+    elif name in AS_TEXT:
+        assert type(actual) is RemoteError
+        assert str(actual).endswith(f"{type(expected).__qualname__}: {expected}")
+    elif name != "stop":
+        assert type(actual) is type(expected)
+        assert str(actual) == str(expected)
+        wanted, found = attributes(expected), attributes(actual)
+        if name == "group":
+            wanted, found = ([(type(e), e.args) for e in _leaves(group)] for group in (expected, actual))
+        assert_same(found, wanted)
+    cause = actual.__cause__
     assert type(cause) is RemoteTraceback
     assert re.search(r"^worker \d+ \(pid \d+\) on \S+:$", str(cause), re.MULTILINE), str(cause)
     assert "in __getitem__" in str(cause)
     assert name == "stop" or "rpcdataloader/" not in str(cause)  # it begins with the code of the user
-    expected = "".join(traceback.format_exception_only(MAKERS[name]())).splitlines() if name != "recursion" else []
+    shown = "".join(traceback.format_exception_only(expected)).splitlines() if name != "recursion" else []
     lines = [line.lstrip(" |") for line in str(cause).splitlines()]
-    assert all(line.lstrip(" |") in lines for line in expected)
+    assert all(line.lstrip(" |") in lines for line in shown)
+
+
+def _leaves(exc):
+    return [leaf for member in exc.exceptions for leaf in _leaves(member)] if hasattr(exc, "exceptions") else [exc]
 
 
 def test_cause_shows_chains_and_notes(raised):
@@ -158,16 +156,6 @@ def test_exception_names_its_sample(workers, where, options, note):
     where = r", worker \d+ \(pid \d+\) on \S+" if where == "workers" else ""
     (found,) = caught.value.__notes__
     assert re.fullmatch(note + where, found), found
-
-
-@pytest.mark.parametrize("text", EXITS)
-def test_what_would_end_a_process_is_an_error_that_says_so(workers, text):
-    error, number, end = load(functools.partial(RPCDataloader, workers=workers), [text, 7])
-    assert type(error) is RemoteError
-    assert re.fullmatch(rf"worker \d+ \(pid \d+\) on \S+ raised {text}", str(error))
-    assert "in __getitem__" in str(error.__cause__)
-    assert number == 7
-    assert type(end) is StopIteration
 
 
 # Where torch raises it

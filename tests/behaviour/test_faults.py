@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("clean_client")
 
 ARGS = r"args\[0\] is a tests\.support\.tasks\.Trap, which cannot be pickled .*"
 RESULT = r"result is a tests\.support\.tasks\.Trap, which cannot be pickled .*"
+REBUILT = "a message cannot be rebuilt: "
 STATUS_3 = r"worker 1 \(pid \d+\) on .* exited with status 3"
 STATUS_0 = r"worker 1 \(pid \d+\) on .* exited with status 0"
 SIGKILL = r"worker 1 \(pid \d+\) on .* was killed by SIGKILL"
@@ -27,34 +28,28 @@ LOST = "lost|exited|SIGKILL|closed"  # before anything was sent; how the peer en
 FAULTS = [
     ("pickling", "exception", SerializationError, ARGS + "ValueError: a fault"),
     ("pickling", "system_exit", SerializationError, ARGS + "SystemExit: 3"),
-    ("pickling", "exit_process", ConnectionLostError, LOST),
-    ("pickling", "killed", ConnectionLostError, LOST),
-    ("pickling", "peer_closes", ConnectionLostError, LOST),
+    *(("pickling", how, ConnectionLostError, LOST) for how in ("exit_process", "killed", "peer_closes")),
     ("pickling", "peer_stalls", RPCTimeoutError, STALLED),
-    ("unpickling", "exception", SerializationError, "a message cannot be rebuilt: ValueError: a fault"),
-    ("unpickling", "system_exit", SerializationError, "a message cannot be rebuilt: SystemExit: 3"),
-    ("unpickling", "exit_process", ConnectionLostError, STATUS_3),
-    ("unpickling", "killed", ConnectionLostError, SIGKILL),
-    ("unpickling", "peer_closes", ConnectionLostError, STATUS_0),
-    ("unpickling", "peer_stalls", RPCTimeoutError, STALLED),
     ("running", "exception", ValueError, "a fault"),
     ("running", "system_exit", RemoteError, r"worker 1 \(pid \d+\) on .* raised SystemExit: 3"),
-    ("running", "exit_process", ConnectionLostError, STATUS_3),
-    ("running", "killed", ConnectionLostError, SIGKILL),
-    ("running", "peer_closes", ConnectionLostError, STATUS_0),
-    ("running", "peer_stalls", RPCTimeoutError, STALLED),
     ("replying", "exception", SerializationError, RESULT + "ValueError: a fault"),
     ("replying", "system_exit", SerializationError, RESULT + "SystemExit: 3"),
-    ("replying", "exit_process", ConnectionLostError, STATUS_3),
-    ("replying", "killed", ConnectionLostError, SIGKILL),
-    ("replying", "peer_closes", ConnectionLostError, STATUS_0),
-    ("replying", "peer_stalls", RPCTimeoutError, STALLED),
-    ("collecting", "exception", SerializationError, "a message cannot be rebuilt: ValueError: a fault"),
-    ("collecting", "system_exit", SerializationError, "a message cannot be rebuilt: SystemExit: 3"),
-    ("collecting", "exit_process", None, None),
-    ("collecting", "killed", None, None),
-    ("collecting", "peer_closes", None, None),
-    ("collecting", "peer_stalls", None, None),
+    *(
+        (when, "exception", SerializationError, REBUILT + "ValueError: a fault")
+        for when in ("unpickling", "collecting")
+    ),
+    *((when, "system_exit", SerializationError, REBUILT + "SystemExit: 3") for when in ("unpickling", "collecting")),
+    *(
+        (when, *fault)
+        for when in ("unpickling", "running", "replying")
+        for fault in (
+            ("exit_process", ConnectionLostError, STATUS_3),
+            ("killed", ConnectionLostError, SIGKILL),
+            ("peer_closes", ConnectionLostError, STATUS_0),
+            ("peer_stalls", RPCTimeoutError, STALLED),
+        )
+    ),
+    *(("collecting", how, None, None) for how in ("exit_process", "killed", "peer_closes", "peer_stalls")),
 ]
 
 DEADLY = ("exit_process", "killed", "peer_closes")

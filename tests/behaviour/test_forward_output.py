@@ -153,20 +153,14 @@ for _batch in RPCDataloader(dataset, max_retries=1, num_workers=1):
 """
 
 
-def test_lines_of_the_last_batch_come_though_the_script_ends(server, zygote):
-    ended = zygote.start(SCRIPT, server.address).wait(30)
-    lines = [f"({server.address} worker 1) loading {index}" for index in range(4)]
-    assert (ended.status, ended.errors.splitlines()) == (0, lines), ended.errors
+def test_lines_of_the_last_batch_come_once_though_the_script_ends(server, zygote):
+    for workers, origin in (server.address, server.address), ("local:1", "local"):
+        ended = zygote.start(FORK_POOLS + SCRIPT, workers).wait(30)
+        lines = [f"({origin} worker 1) loading {index}" for index in range(4)]
+        assert (ended.status, ended.errors.splitlines()) == (0, lines), ended.errors
 
 
 def test_last_words_of_a_worker_come_though_the_script_fails(server, zygote):
     ended = zygote.start(SCRIPT, server.address, "dies").wait(30)
     assert ended.status == 1
     assert f"({server.address} worker 1) Fatal Python error: Segmentation fault" in ended.errors
-
-
-def test_embedded_pool_prints_each_line_once_and_with_its_origin(zygote):
-    ended = zygote.start(FORK_POOLS + SCRIPT, "local:1").wait(30)
-    assert ended.status == 0
-    lines = ended.errors.splitlines()
-    assert lines == [f"(local worker 1) loading {index}" for index in range(4)]

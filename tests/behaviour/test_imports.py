@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from rpcdataloader import RPCDataset
+from tests.support.zygote import FORK_POOLS
 
 MODULE = """
 import os
@@ -73,12 +71,20 @@ def test_later_passes_import_nothing_that_the_session_can_import(zygote, shared_
         assert collate[1] < collate[2]  # in each worker, as it fails in the session
 
 
-class ModulesHere:
-    def __getitem__(self, index: int) -> set[str]:
-        return {"colorsys", "wave"} & set(sys.modules)
+PRELOADS = """
+import os, sys
+from rpcdataloader import RPCDataset
+
+class Imported:
+    def __getitem__(self, name):
+        return name in sys.modules
+
+os.environ["RPCDATALOADER_PRELOAD"] = "tabnanny, wave"
+dataset = RPCDataset("local:1", Imported)
+print(*(not Imported()[name] and dataset[name] for name in ("tabnanny", "wave", "this")))
+"""
 
 
-@pytest.mark.usefixtures("clean_client")
-def test_embedded_pool_preloads_the_modules_of_a_variable(monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_PRELOAD", "colorsys, wave")
-    assert RPCDataset("local:1", ModulesHere)[0] == {"colorsys", "wave"}
+def test_embedded_pool_preloads_the_modules_of_a_variable(zygote):
+    ended = zygote.start(FORK_POOLS + PRELOADS, ends_quickly=True).wait(60)
+    assert (ended.status, ended.output) == (0, "True True False\n"), ended.errors

@@ -7,8 +7,7 @@ import os
 import signal
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import wait_until
@@ -17,66 +16,21 @@ from tests.support.datasets import notes
 from tests.support.streams import Informed, Parts
 
 
-def as_is(samples):
-    return samples
+def test_batches_of_streams_come_in_turn(wide_servers):
+    sizes = [5, 1, 8, 0, 4]
+    loader = RPCDataloader(Parts(sizes), 2, collate_fn=list, num_workers=5, workers=wide_servers[0].address)
+    streams = [[100 * stream + number for number in range(size)] for stream, size in enumerate(sizes)]
+    batches = [[samples[start : start + 2] for start in range(0, len(samples), 2)] for samples in streams]
+    assert list(loader) == [batch for row in itertools.zip_longest(*batches) for batch in row if batch is not None]
 
 
-def in_turn(streams):
-    """One of each in turn; who has no more is left out."""
-    rows = itertools.zip_longest(*streams)
-    return [batch for row in rows for batch in row if batch is not None]
-
-
-def batches_of(sizes, batch_size, drop_last):
-    """The batches of each stream."""
-    streams = []
-    for stream, size in enumerate(sizes):
-        samples = [100 * stream + number for number in range(size)]
-        batches = [samples[start : start + batch_size] for start in range(0, size, batch_size)]
-        streams.append([batch for batch in batches if len(batch) == batch_size or not drop_last])
-    return streams
-
-
-SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=5)
-QUICK = settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # making a failure smaller may take minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@QUICK
-@given(sizes=SIZES, batch_size=st.integers(1, 4), drop_last=st.booleans(), prefetch_factor=st.integers(1, 3))
-def test_batches_of_streams_come_in_turn(wide_servers, sizes, batch_size, drop_last, prefetch_factor):
-    loader = RPCDataloader(
-        Parts(sizes),
-        batch_size,
-        drop_last=drop_last,
-        collate_fn=as_is,
-        prefetch_factor=prefetch_factor,
-        num_workers=len(sizes),
-        workers=wide_servers[0].address,
-    )
-    assert list(loader) == in_turn(batches_of(sizes, batch_size, drop_last))
-
-
-@QUICK
-@given(sizes=SIZES, max_in_flight_bytes=st.sampled_from([None, 1]))
-def test_in_any_order_each_stream_keeps_its_own(wide_servers, sizes, max_in_flight_bytes):
-    loader = RPCDataloader(
-        Parts(sizes),
-        2,
-        in_order=False,
-        collate_fn=as_is,
-        num_workers=len(sizes),
-        workers=wide_servers[0].address,
-        max_in_flight_bytes=max_in_flight_bytes,
-    )
-    batches = list(loader)
-    found = [[batch for batch in batches if batch[0] // 100 == stream] for stream in range(len(sizes))]
-    assert found == batches_of(sizes, 2, False)
+@pytest.mark.parametrize("max_in_flight_bytes", [None, 1])
+def test_in_any_order_each_stream_keeps_its_own(wide_servers, max_in_flight_bytes):
+    sizes, options = [7, 0, 2, 12], {"in_order": False, "max_in_flight_bytes": max_in_flight_bytes}
+    loader = RPCDataloader(Parts(sizes), 2, num_workers=4, workers=wide_servers[0].address, **options)
+    samples = torch.cat(list(loader)).tolist()
+    found = [[sample for sample in samples if sample // 100 == stream] for stream in range(4)]
+    assert found == [[100 * stream + number for number in range(size)] for stream, size in enumerate(sizes)]
 
 
 def test_worker_at_the_end_of_its_stream_is_not_needed_any_more(serve, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -13,7 +14,7 @@ from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
 from tests.support.library import Library
 from tests.support.origins import run_ranks
-from tests.support.training import Points, collate, flat
+from tests.support.training import KINDS, Points, collate, flat, make_loader_of
 
 lightning = Library("pytorch_lightning")
 models = Library("tests.support.lightning_models", needs="pytorch_lightning")
@@ -34,17 +35,9 @@ def make_trainer(**options):
     return lightning.Trainer(accelerator="cpu", log_every_n_steps=1, **{**quiet, "max_epochs": 2, **options})
 
 
-@pytest.fixture(params=["RPCDataset", "ordinary dataset"])
+@pytest.fixture(params=KINDS)
 def make_loader(request, shared_server):
-    """Loaders of ten samples."""
-
-    def make(**options):
-        options = {"batch_size": 3, "collate_fn": collate, **options}
-        if request.param == "RPCDataset":
-            return RPCDataloader(RPCDataset(shared_server.address, Points, 10), **options)
-        return RPCDataloader(Points(10), workers=shared_server.address, **options)
-
-    return make
+    return functools.partial(make_loader_of, request.param, shared_server.address)
 
 
 ORDERED = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
@@ -70,18 +63,6 @@ def test_loader_may_be_made_in_a_hook(make_loader, shared_server, owner):
     model = models.Model(shared_server.pid) if owner == "data module" else models.WithLoader(shared_server.pid, make)
     make_trainer().fit(model, datamodule=models.Data(make) if owner == "data module" else None)
     assert model.trained.indices == 2 * ORDERED
-
-
-def test_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_next_batch(make_loader, shared_server, tmp_path):
-    whole = models.Model(shared_server.pid, save=(6, tmp_path / "checkpoint"))
-    make_trainer(num_sanity_val_steps=0).fit(whole, make_loader(shuffle=True))
-    assert len(whole.trained.indices) == 8
-
-    rest = models.Model(shared_server.pid)
-    trainer = make_trainer()
-    trainer.fit(rest, make_loader(shuffle=True), ckpt_path=tmp_path / "checkpoint", weights_only=False)
-    assert rest.trained.indices == whole.trained.indices[6:]
-    assert trainer.global_step == 8
 
 
 def test_checkpoint_of_a_later_epoch_goes_on_in_its_order_and_on_as_many_ranks(shared_server, tmp_path):

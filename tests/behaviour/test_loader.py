@@ -11,10 +11,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Sampler,
-)
+from torch.utils.data import DataLoader, Sampler
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import TIMEOUT_SCALE, wait_until
@@ -40,26 +37,16 @@ def flat(batches):
     return [int(number) for batch in batches for number in batch.reshape(-1)]
 
 
-# The same as torch's
+# Exceptions between two steps of a pass
 
 
-class Tensors(Sampler):
-    """Yields batches of indices as tensors."""
-
-    def __len__(self):
-        return 3
-
-    def __iter__(self):
-        yield from torch.arange(12).flip(0).split(4)
-
-
-class Failing(Tensors):
-    """Raises once, before its last batch."""
+class Failing(Sampler):
+    """Yields batches of indices as tensors; raises once, before its last batch."""
 
     has_raised = False
 
     def __iter__(self):
-        self.left = list(super().__iter__())
+        self.left = list(torch.arange(12).flip(0).split(4))
         return self
 
     def __next__(self):
@@ -71,50 +58,13 @@ class Failing(Tensors):
         return self.left.pop(0)
 
 
-def test_no_batch_is_lost_where_a_signal_handler_raises_before_what_was_drawn_has_a_name(workers):
-    loader = RPCDataloader(range(12), workers=workers, timeout=30)
-    num_interrupted, before = 0, sys.gettrace()
-
-    def trace(frame, event, _argument):
-        # Handlers run when a call is over, before the next step of its caller takes the result.
-        nonlocal left, num_interrupted, last
-        if frame.f_code.co_name not in ("advance", "_draw") or "loader" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= last.startswith("CALL")
-            last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if left < 0:
-            left = sys.maxsize
-            num_interrupted += 1
-            raise Alarm
-        return trace
-
-    for num_steps in itertools.count():
-        batches = iter(loader)
-        received, left, last = flat([next(batches)]), num_steps, ""
-        sys.settrace(trace)
-        try:
-            received += flat([next(batches)])
-            break  # there are not that many steps
-        except Alarm:
-            pass
-        finally:
-            sys.settrace(before)
-        failures = []
-        try:
-            for batch in batches:
-                received += batch.tolist()
-        except RuntimeError as error:
-            failures.append(str(error))
-        # The other end is that the pass was in the middle of its work, and says so.
-        assert received == list(range(12)) or "Alarm has interrupted this pass" in failures[0]
-    assert num_interrupted >= 5
+@pytest.fixture(params=["one worker", "inline"])
+def place(request, shared_server):
+    return {"workers": "inline"} if request.param == "inline" else {"workers": shared_server.address, "num_workers": 1}
 
 
-@pytest.mark.parametrize("where", ["local:1", "inline"])
-def test_no_batch_is_lost_where_a_sampler_raises(where):
-    loader = RPCDataloader(range(12), batch_sampler=Failing(), workers=where, prefetch_factor=1)
+def test_no_batch_is_lost_where_a_sampler_raises(place):
+    loader = RPCDataloader(range(12), batch_sampler=Failing(), prefetch_factor=1, **place)
     batches, received = iter(loader), []
     while True:
         try:
@@ -134,21 +84,28 @@ class Alarm(Exception):
 
 
 def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers):
-    num_failed, num_told, before = 0, 0, sys.gettrace()
-    for num_calls in itertools.count():
-        left = num_calls
+    num_drawing, num_failed, num_told, before = 0, 0, 0, sys.gettrace()
 
-        def interrupt(frame, _event, _argument):
-            # Handlers run between two steps, as this function does; here, of deciding and of carrying out.
-            nonlocal left
-            if frame.f_globals["__name__"].startswith(("rpcdataloader.loader.driver", "rpcdataloader.plan.")):
-                left -= 1
-                if left < 0:
-                    raise Alarm
+    def interrupt(frame, event, _argument):
+        # Handlers run when a function of deciding or carrying out begins. Where something is drawn, they run when a
+        # call is over, too, before the next step of its caller takes the result.
+        nonlocal left, last, num_drawing
+        is_drawing = frame.f_code.co_name in ("advance", "_draw") and "loader" in frame.f_code.co_filename
+        if event == "opcode":
+            left -= last.startswith("CALL")
+            last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        elif event == "call":
+            left -= frame.f_globals["__name__"].startswith(("rpcdataloader.loader.driver", "rpcdataloader.plan."))
+        if left < 0:
+            num_drawing += event == "opcode"
+            raise Alarm  # ends the trace
+        frame.f_trace_opcodes = is_drawing
+        return interrupt if is_drawing else None
 
+    for num_steps in itertools.count():
         loader = RPCDataloader(range(60), batch_size=2, workers=workers, timeout=30)
-        received, batches = [], iter(loader)
-        received += flat([next(batches)])
+        batches = iter(loader)
+        received, left, last = flat([next(batches)]), num_steps, ""
         sys.settrace(interrupt)
         try:
             next(batches)
@@ -160,17 +117,17 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers):
         try:
             for batch in batches:
                 received += batch.tolist()
-            assert received == list(range(60))
         except RuntimeError as error:
             num_failed += 1
             num_told += "Alarm has interrupted this pass" in str(error)
             loader.load_state_dict(loader.state_dict())
-            assert received + flat(loader) == list(range(60))
+            received += flat(loader)
+        assert received == list(range(60))
     assert num_told == num_failed > 0
+    assert num_drawing >= 5
 
 
-@pytest.mark.parametrize("where", ["local:1", "inline"])
-def test_no_batch_is_lost_where_a_signal_handler_raises_after_the_draw(where):
+def test_no_batch_is_lost_where_a_signal_handler_raises_after_the_draw(place):
     num_interrupted = 0
 
     def interrupt(frame, event, _argument):
@@ -185,7 +142,7 @@ def test_no_batch_is_lost_where_a_signal_handler_raises_after_the_draw(where):
 
     for num_calls in range(20):
         left = num_calls
-        loader = RPCDataloader(range(24), batch_sampler=[[i, i + 1] for i in range(0, 24, 2)], workers=where)
+        loader = RPCDataloader(range(24), batch_sampler=[[i, i + 1] for i in range(0, 24, 2)], **place)
         received, batches = [], iter(loader)
         received += flat([next(batches)])
         sys.setprofile(interrupt)
@@ -199,19 +156,13 @@ def test_no_batch_is_lost_where_a_signal_handler_raises_after_the_draw(where):
     assert num_interrupted > 10
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_num_workers_alone_means_what_it_means_to_torch(num_workers):
+def test_without_workers_this_process_loads_as_with_torch():
     def run(make_loader):
         seed()
-        return list(epochs(make_loader(Numbers(), batch_size=6, shuffle=True, num_workers=num_workers), 2))
+        return list(epochs(make_loader(Numbers(), batch_size=6, shuffle=True), 2))
 
     assert_same(run(RPCDataloader), run(DataLoader))
-    samples = list(RPCDataloader(datasets.Processes(), num_workers=num_workers))
-    processes = {int(pid) for _, pid, _ in samples}
-    assert (processes == {os.getpid()}) if num_workers == 0 else (os.getpid() not in processes)
-
-
-# How far ahead
+    assert {int(pid) for _, pid, _ in RPCDataloader(datasets.Processes())} == {os.getpid()}
 
 
 # Workers
@@ -230,9 +181,6 @@ def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_serv
     del iterator, loader
     gc.collect()
     wait_until(lambda: set(shared_server.processes()) <= before, what="the workers of the iterator ended")
-
-
-# Errors of user code
 
 
 # Time limit
@@ -323,6 +271,3 @@ def test_bytes_in_flight_stay_below_the_limit(workers, tmp_path):
     unlimited = RPCDataloader(dataset, **options)
     delivered = consume_late(unlimited, log, ahead=12)
     assert outstanding(log, delivered) == 12
-
-
-# Nodes that die, and workers that end without dying; tests/behaviour/test_recovery.py has the others

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from rpcdataloader import RPCDataloader, RPCDataset
 from tests.support.datasets import node_server
 from tests.support.origins import own_processes
 
@@ -53,6 +54,17 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         **{name: torch.tensor([sample[name] for sample in samples]) for name in ("index", "fetched")},
         **{name: torch.tensor([value] * len(samples)) for name, value in here.items()},
     }
+
+
+KINDS = "RPCDataset", "ordinary dataset"
+
+
+def make_loader_of(kind: str, address: str, **options: Any) -> RPCDataloader:
+    """A loader of ten samples of a kind of dataset."""
+    options = {"batch_size": 3, "collate_fn": collate, **options}
+    if kind == "RPCDataset":
+        return RPCDataloader(RPCDataset(address, Points, 10), **options)
+    return RPCDataloader(Points(10), workers=address, **options)
 
 
 def flat(batches: Iterable[list[int]]) -> list[int]:
