@@ -50,7 +50,7 @@ def draw() -> dict[Path, str]:
         "cost": results.draw_cost().render(),
         "startup": results.draw_startup().render(),
         "memory": results.draw_memory().render(),
-        "waiting-capacities": waiting.draw_capacities(waits),
+        "waiting-capacities": waiting.draw_capacities(waits).render(),
     }
     readme, page = ROOT / "README.md", ROOT / "docs" / "waiting.md"
     return {
