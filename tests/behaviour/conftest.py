@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rpcdataloader import rpc_async
-from tests.conftest import TIMEOUT_SCALE
+from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.quick import QuickServer, quick_server
-from tests.support.zygote import Zygote
+from tests.support.zygote import Script, Zygote
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,34 @@ def serve(zygote: Zygote, clean_client: None) -> Iterator[Callable[..., QuickSer
     """Start node servers that end with the test: ``serve("--grace", "1", before="node.PROOF_TIMEOUT = 1")``."""
     with contextlib.ExitStack() as stack:
         yield lambda *options, before="": stack.enter_context(quick_server(zygote, *options, before=before))
+
+
+_CLIENT = """
+import os, sys, time
+os.environ.update({})
+from rpcdataloader import rpc_async
+print(*rpc_async(sys.argv[1], lambda: (os.getpid(), os.getppid())).wait(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start_client(zygote: Zygote) -> Iterator[Callable[..., tuple[Script, int, int]]]:
+    """Start clients in processes of their own, with these variables; gives the script, and its worker and session."""
+    scripts = []
+
+    def start(server: QuickServer, **variables: str) -> tuple[Script, int, int]:
+        script = zygote.start(_CLIENT.format(variables), server.address)
+        scripts.append(script)
+        wait_until(lambda: script.output.endswith("\n"), 20, "the client's first call")
+        worker, session = map(int, script.output.split())
+        return script, worker, session
+
+    yield start
+    for script in scripts:
+        with contextlib.suppress(ProcessLookupError):
+            script.kill()
+        script.wait()
 
 
 @pytest.fixture
@@ -93,6 +121,21 @@ def gone(tmp_path: Path) -> Iterator[Gone]:
     """For ``Holder`` and ``Open`` of tests/support."""
     with contextlib.closing(Gone(tmp_path / "gone")) as found:
         yield found
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Where bombs leave their trace."""
+    return tmp_path / "trace"
+
+
+@pytest.fixture
+def other_secret(tmp_path: Path) -> Path:
+    """A token file with another secret than that of the tests."""
+    path = tmp_path / "token"
+    path.touch(0o600)
+    path.write_text("another secret of sixteen characters")
+    return path
 
 
 @pytest.fixture

@@ -27,12 +27,6 @@ def in_a_job(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
 
 
-def logged(server, pattern):
-    """Wait for a line; gives what its groups match."""
-    wait_until(lambda: re.search(pattern, server.log), what=lambda: f"{pattern!r} in {server.log}")
-    return re.search(pattern, server.log).groups()
-
-
 @pytest.mark.parametrize("level", ["debug", "info", "warning"])
 def test_log_has_the_lines_of_clients_and_on_request_those_of_workers(serve, level):
     server = serve("--log-level", level)
@@ -40,11 +34,11 @@ def test_log_has_the_lines_of_clients_and_on_request_those_of_workers(serve, lev
     close_client()
     wait_until(lambda: not server.processes())
     if level != "warning":
-        logged(server, rf" INFO rpcdataloader.server\[\d+\] {CLIENT} of job 4711 has come from 127\.0\.0\.1:\d+\n")
+        server.logged(rf" INFO rpcdataloader.server\[\d+\] {CLIENT} of job 4711 has come from 127\.0\.0\.1:\d+\n")
         line = (
             rf"INFO .* session of {CLIENT} ended: the client has gone after \d+\.\d s; its workers received (\d+) .* "
         )
-        received, sent = logged(server, line + r"sent (\d+)\n")
+        received, sent = server.logged(line + r"sent (\d+)\n").groups()
         assert MEGABYTE < int(received) < MEGABYTE + 10_000
         assert MEGABYTE < int(sent) < MEGABYTE + 10_000
     assert ("listening on" in server.log, CLIENT in server.log) == (level != "warning",) * 2
@@ -63,7 +57,7 @@ def test_clients_that_leave_early_or_find_no_worker_are_not_refused(serve, monke
     dataset = RPCDataset(server.address, range, 3)
     with pytest.raises(ConnectError):
         assert dataset[1]
-    logged(server, rf"INFO .* {CLIENT} gets no further worker: all 1 connections are in use \(--max-connections\)\n")
+    server.logged(rf"INFO .* {CLIENT} gets no further worker: all 1 connections are in use \(--max-connections\)\n")
     assert "refused" not in server.log
 
 

@@ -44,13 +44,3 @@ def test_error_of_a_full_server_names_the_loaders_of_this_process(serve, monkeyp
     with pytest.raises(ConnectError, match=what):
         list(RPCDataloader(Augmented(), reconnect_timeout=0, **options))
     assert all(len(list(iterator)) == 29 for iterator in under_way)
-
-
-def test_no_more_loaders_lose_their_workers_than_have_to(serve, caplog):
-    caplog.set_level("INFO", "rpcdataloader.client")
-    server = serve("--num-workers", "3", "--max-connections", "6")
-    options = {"num_workers": 3, "workers": server.address, "persistent_workers": True}
-    loaders = [RPCDataloader(Numbers(600), 5, **options) for _ in range(3)]
-    for loader in loaders:  # the workers of the last one all ask at once, while those of two loaders are idle
-        assert sorted(torch.cat(list(loader)).tolist()) == list(range(600))
-    assert caplog.text.count("idle persistent workers are given up") == 1

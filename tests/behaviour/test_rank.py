@@ -6,11 +6,12 @@ import os
 import threading
 
 import pytest
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from tests.conftest import wait_until
 from tests.support.origins import run_ranks
+from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -92,16 +93,22 @@ def test_each_rank_builds_on_the_node_of_its_share_only(serve, tmp_path, monkeyp
         assert log.read_text().split() == [*here, str(server.pid)]
 
 
-def num_workers_here(_sample):
-    return get_worker_info().num_workers
+ALONE = f"""
+{FORK_POOLS}
+import logging, os
+from torch.utils.data import get_worker_info
+from rpcdataloader import RPCDataloader
+
+logging.basicConfig(level=logging.INFO)
+os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")  # as torchrun does
+print(*RPCDataloader([0], None, collate_fn=lambda _sample: get_worker_info().num_workers, workers="local"))
+"""
 
 
-def test_ranks_of_one_machine_divide_its_cpus(monkeypatch, caplog):
-    caplog.set_level("INFO", "rpcdataloader")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # as torchrun does
-        monkeypatch.setenv(name, "1" if name == "RANK" else "2")
-    (num_workers,) = RPCDataloader(RPCDataset("local", Ranks), None, sampler=[0], collate_fn=num_workers_here)
+def test_ranks_of_one_machine_divide_its_cpus(zygote):
+    ended = zygote.start(ALONE, ends_quickly=True).wait(60)
     num_cpus = len(os.sched_getaffinity(0))
-    assert num_workers == max(1, num_cpus // 2)
+    num_workers = max(1, num_cpus // 2)
+    assert ended.output == f"{num_workers}\n", ended.errors
     said = f"[rank 1 of 2] local is {num_workers} workers: {num_cpus} CPUs are shared with the other ranks"
-    assert num_cpus == 1 or said in caplog.text
+    assert num_cpus == 1 or said in ended.errors

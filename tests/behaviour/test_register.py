@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 from torch.utils.data import IterableDataset
 
-from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import ConnectError
 from tests.conftest import close_client, wait_until
@@ -74,17 +72,6 @@ def test_file_is_there_with_the_ready_line_and_says_the_same(register):
     assert said["host"] == socket.gethostname()
 
 
-def test_file_goes_when_the_drain_begins(register, fifo):
-    server, path = register()
-    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
-    with open(fifo, "w") as file:  # the call has begun
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: not path.exists())
-        file.write("done")
-    assert running.wait() == "done"
-    assert server.wait() == 0
-
-
 def test_server_that_has_nothing_to_do_renews_its_file(register):
     _server, path = register(before=in_server("renewal"))
     for _ in range(3):
@@ -103,16 +90,6 @@ def test_dataset_over_a_directory_uses_all_servers_in_it(register, where, monkey
     assert servers_of(RPCDataloader(Servers(), workers=where)) == pids
     monkeypatch.setenv("RPCDATALOADER_WORKERS", where)
     assert servers_of(RPCDataloader(RPCDataset(None, Servers))) == pids
-
-
-def test_epoch_begins_with_the_servers_that_are_there_by_then(register, where):
-    first, _path = register()
-    loader = RPCDataloader(RPCDataset(where, Servers))
-    assert servers_of(loader) == {first.pid}
-    second, _path = register()
-    assert servers_of(loader) == {first.pid, second.pid}
-    first.stop()
-    assert servers_of(loader) == {second.pid}
 
 
 def test_trainer_waits_for_the_first_server(register, where, folder, caplog):
@@ -134,17 +111,13 @@ def test_directory_without_servers_is_an_error_that_names_it(where, folder, monk
     assert f"no node server is registered in {folder}" in capsys.readouterr().out
 
 
-def kill(server):
-    server.signal(signal.SIGKILL)
-    assert server.wait() == -signal.SIGKILL
-
-
 def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplog, monkeypatch):
     dead, path = register()
     alive, _path = register()
     loader = RPCDataloader(RPCDataset(where, Servers))
     assert servers_of(loader) == {dead.pid, alive.pid}
-    kill(dead)
+    dead.signal(signal.SIGKILL)
+    dead.wait()
     assert path.exists()
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
     assert servers_of(loader) == {alive.pid}
@@ -154,16 +127,8 @@ def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplo
     assert warning in caplog.text
 
 
-def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplog):
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("another secret of sixteen characters")
-    other, _path = register("--token-file", str(token))
+def test_server_with_another_secret_is_left_out(register, where, other_secret, caplog):
+    other, _path = register("--token-file", str(other_secret))
     server, _path = register()
     assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
     assert f"going on without {other.address} until it comes: the node server refused this connection: " in caplog.text
-
-
-@pytest.fixture(autouse=True)
-def log_level(caplog):
-    caplog.set_level(logging.WARNING, "rpcdataloader")

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, stat_of, wait_until
+from tests.support import tasks
 from tests.support.clocks import in_server
 from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
@@ -28,52 +29,10 @@ from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
-# A client in a process of its own: prints who works for it, then does as it is told.
-CLIENT = """
-import os, sys, time
-from rpcdataloader import rpc_async
-print(*rpc_async(sys.argv[1], lambda: (os.getpid(), os.getppid())).wait(), flush=True)
-"""
-IDLE = CLIENT + "time.sleep(600)"
-
 
 def call(server, func, *args, **options):
     """Run a function on a server and wait for its result."""
     return rpc_async(server.address, func, args, **options).wait()
-
-
-def whereabouts():
-    return os.getpid(), os.getppid()
-
-
-@pytest.fixture
-def start_client(zygote):
-    """Start clients in processes of their own; gives the script, and the processes of its worker and session."""
-    scripts = []
-
-    def start(source, server):
-        script = zygote.start(source, server.address)
-        scripts.append(script)
-        wait_until(lambda: output_of(script).endswith("\n"), 20, "the client's first call")
-        worker, session = map(int, script.output.split())
-        return script, worker, session
-
-    yield start
-    for script in scripts:
-        with contextlib.suppress(ProcessLookupError):
-            script.kill()
-        script.wait()
-
-
-def output_of(script):
-    try:
-        return script.output
-    except FileNotFoundError:
-        return ""
-
-
-def num_descriptors(pid):
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def connections_of(pid):
@@ -93,8 +52,8 @@ def connections_of(pid):
 
 def test_every_client_has_a_session_with_its_worker(serve, start_client):
     server = serve()
-    worker, session = call(server, whereabouts)
-    _script, other_worker, other_session = start_client(IDLE, server)
+    worker, session = call(server, tasks.whereabouts)
+    _script, other_worker, other_session = start_client(server)
     assert len({worker, session, other_worker, other_session}) == 4
     # Gates may still be there that have handed their connection over.
     wait_until(lambda: sorted(server.processes()) == sorted([worker, session, other_worker, other_session]))
@@ -116,8 +75,8 @@ def test_nobody_holds_a_connection_of_somebody_else(serve, start_client):
         return sorted(sorted(pids) for pids in found.values() if pids != {server.pid})
 
     with dial(server.address):  # a stranger, who is the server's alone
-        clients = [start_client(IDLE, server)[1:] for _ in range(3)]
-        clients.append(call(server, whereabouts))
+        clients = [start_client(server)[1:] for _ in range(3)]
+        clients.append(call(server, tasks.whereabouts))
         expected = [{worker} for worker, _ in clients] + [{server.pid, session} for _, session in clients]
         wait_until(lambda: holders() == sorted(map(sorted, expected)))
 
@@ -147,124 +106,83 @@ def test_what_user_code_forks_or_starts_does_not_hold_a_connection(serve):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_death_of_a_worker_is_logged_with_its_reason_and_the_next_call_works(serve):
+@pytest.mark.parametrize(
+    ("who", "number", "reason"),
+    [
+        ("worker 1", signal.SIGSEGV, "was killed by SIGSEGV (a crash in compiled code)"),
+        ("session", signal.SIGKILL, "was killed by SIGKILL (perhaps out of memory)"),
+    ],
+)
+def test_death_is_logged_with_its_reason_ends_what_is_below_and_the_next_call_works(serve, who, number, reason):
     server = serve()
-    pid = call(server, os.getpid)
-    with pytest.raises(ConnectionLostError, match=r"killed by SIGSEGV \(a crash in compiled code\)"):
-        call(server, lambda: os.kill(os.getpid(), signal.SIGSEGV))
-    assert call(server, os.getpid) != pid
-    name = f"client {socket.gethostname()}:{os.getpid()}"
-    line = f"WARNING rpcdataloader.server[{server.pid}] worker 1 of {name} was killed by SIGSEGV (a crash in"
-    wait_until(lambda: line in server.log)
-
-
-def test_death_of_a_session_is_logged_and_ends_its_workers(serve):
-    server = serve()
-    worker, session = call(server, whereabouts)
+    worker, session = call(server, tasks.whereabouts)
     waiting = rpc_async(server.address, time.sleep, (600,))
-    os.kill(session, signal.SIGKILL)
+    os.kill(session if who == "session" else worker, number)
     with pytest.raises(ConnectionLostError):
         waiting.wait()
     wait_until(lambda: not is_running(worker))
-    wait_until(lambda: "was killed by SIGKILL (perhaps out of memory)" in server.log)
-    assert call(server, os.getppid) != session
-
-
-def test_everything_dies_with_a_node_server_that_is_killed(serve):
-    server = serve()
-    worker, session = call(server, whereabouts)
-    waiting = rpc_async(server.address, time.sleep, (600,))
-    server.signal(signal.SIGKILL)
-    wait_until(lambda: not is_running(worker) and not is_running(session))
-    with pytest.raises(ConnectionLostError):
-        waiting.wait()
+    line = f"WARNING rpcdataloader.server[{server.pid}] {who} of client {socket.gethostname()}:{os.getpid()} {reason}"
+    wait_until(lambda: line in server.log)
+    next_worker, next_session = call(server, tasks.whereabouts)
+    assert next_worker != worker
+    assert (next_session == session) == (who != "session")
 
 
 # --- the end
 
 
-def read_text(path):
-    return Path(path).read_text()
-
-
-def test_drain_lets_running_calls_finish_and_takes_no_new_session(serve, start_client, fifo):
-    server = serve()
-    _script, worker, session = start_client(IDLE, server)
-    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
-    with open(fifo, "w") as file:  # the call has begun
-        server.signal(signal.SIGTERM)
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_drain_lets_running_calls_finish_and_takes_no_new_session(serve, start_client, fifo, tmp_path, how):
+    """Ctrl-C in a terminal, srun and systemd reach workers and sessions, too, which ignore that."""
+    server = serve("--register", str(tmp_path / "pool"), before="os.setpgid(0, 0)")
+    _script, worker, session = start_client(server)
+    running = rpc_async(server.address, tasks.read_all, (fifo,))
+    with open(fifo, "wb") as file:  # the call has begun
+        for pid in server.processes() if how == "Ctrl-C" else ():
+            with contextlib.suppress(ProcessLookupError):  # a gate that has gone
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGINT)
+        os.killpg(server.pid, signal.SIGTERM if how == "SIGTERM" else signal.SIGINT)
         # A client with nothing to do goes at once, and nobody is let in.
         wait_until(lambda: not is_running(worker) and not is_running(session))
         with pytest.raises(ConnectionRefusedError):
             dial(server.address)
-        file.write("done")
-    assert running.wait() == "done"
+        assert os.listdir(tmp_path / "pool") == []
+        file.write(b"done")
+    assert running.wait() == b"done"
     assert server.wait() == 0
     assert "draining: 2 sessions, at most 30 s" in server.log
     assert "WARNING" not in server.log
 
 
-def test_drain_ends_after_its_grace(serve, fifo):
-    server = serve("--grace", "0.2")
-    running = rpc_async(server.address, read_text, (fifo,))
+@pytest.mark.parametrize("grace", ["0.2", "600"])
+def test_drain_ends_after_its_grace_or_at_a_second_signal(serve, fifo, grace):
+    server = serve("--grace", grace)
+    running = rpc_async(server.address, tasks.read_all, (fifo,))
     with open(fifo, "w"):
         server.signal(signal.SIGTERM)
+        if grace == "600":
+            wait_until(lambda: "draining" in server.log)
+            server.signal(signal.SIGTERM)
         assert server.wait(10) == 0
     with pytest.raises(ConnectionLostError):
         running.wait()
-    assert "ended 1 sessions that were still busy after 0.2 s" in server.log
-    assert "was ended: still busy 0.2 s after it was told to drain" in server.log
-    assert "memory" not in server.log
-
-
-def test_second_signal_ends_at_once(serve, fifo):
-    server = serve()
-    running = rpc_async(server.address, read_text, (fifo,))
-    with open(fifo, "w"):
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: "draining" in server.log)
-        server.signal(signal.SIGTERM)
-        assert server.wait(10) == 0
-    with pytest.raises(ConnectionLostError):
-        running.wait()
+    if grace == "0.2":
+        assert "ended 1 sessions that were still busy after 0.2 s" in server.log
+        assert "was ended: still busy 0.2 s after it was told to drain" in server.log
+        assert "memory" not in server.log
 
 
 def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
     """The word waits for it."""
-
-    class Slow:
-        def __init__(self, path):
-            Path(path).read_text()
-
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return index
-
     server = serve()
     with ThreadPoolExecutor(1) as thread:
-        building = thread.submit(RPCDataset, [server.address], Slow, fifo)
-        with open(fifo, "w"):
+        building = thread.submit(RPCDataset, [server.address], tasks.read_all, fifo)
+        with open(fifo, "wb") as gate:
             server.signal(signal.SIGTERM)
             wait_until(lambda: "draining" in server.log)
-        assert len(building.result(20 * TIMEOUT_SCALE)) == 1
-    assert server.wait() == 0
-
-
-def test_signal_for_everybody_reaches_the_server_alone(serve, fifo):
-    """As Ctrl-C in a terminal, srun and systemd send it: workers and sessions ignore that, and finish what they do."""
-    server = serve(before="os.setpgid(0, 0)")
-    running = rpc_async(server.address, read_text, (fifo,))
-    with open(fifo, "w") as file:
-        for pid in server.processes():
-            with contextlib.suppress(ProcessLookupError):  # a gate that has gone
-                os.kill(pid, signal.SIGTERM)
-                os.kill(pid, signal.SIGINT)
-        os.killpg(server.pid, signal.SIGINT)
-        wait_until(lambda: "draining" in server.log)
-        file.write("done")
-    assert running.wait() == "done"
+            gate.write(b"abc")
+        assert len(building.result(20 * TIMEOUT_SCALE)) == 3
     assert server.wait() == 0
 
 
@@ -273,20 +191,12 @@ def test_signal_for_everybody_reaches_the_server_alone(serve, fifo):
 
 def test_full_server_is_waited_for(serve, start_client, caplog):
     server = serve("--num-workers", "1", "--max-connections", "1")
-    script, _worker, _session = start_client(IDLE, server)
+    script, _worker, _session = start_client(server)
     waiting = rpc_async(server.address, os.getpid)
     wait_until(lambda: f"waiting for {server.address}, which is busy: all 1 connections are in use" in caplog.text)
     script.kill()
     assert waiting.wait() > 0
     assert server.log.count("gets no further worker: all 1 connections are in use (--max-connections)") == 1
-
-
-def test_full_server_is_not_waited_for_longer_than_the_connect_timeout(serve, start_client, monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(1.5 * TIMEOUT_SCALE))
-    server = serve("--num-workers", "1", "--max-connections", "1")
-    start_client(IDLE, server)
-    with pytest.raises(ConnectError, match=f"{server.address} is busy: all 1 connections are in use"):
-        call(server, os.getpid)
 
 
 # --- output
@@ -350,31 +260,9 @@ def test_full_disk_under_the_log_ends_nobody(serve):
 # --- strangers and floods
 
 
-def test_connections_in_a_row_leave_nothing_behind(serve):
-    server = serve("--num-workers", "1")
-    # Not after the first call: the server closes what belonged to a process a little later than that has ended.
-    before = num_descriptors(server.pid)
-    call(server, os.getpid)
-    close_client()
-    for data in [b"", b"GET / HTTP/1.1\r\n\r\n", b"RPCDLDR\x01", preamble(bytes([1] * 16))] * 25:
-        dial(server.address, data).close()
-    wait_until(lambda: not server.processes(), 20)
-    wait_until(lambda: num_descriptors(server.pid) == before)
-    wait_until(lambda: not zombies_of(server.pid))
-    assert call(server, os.getpid) > 0
-
-
-def zombies_of(pid):
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and stat_of(int(entry))[:2] == ["Z", str(pid)]:
-            found.append(int(entry))
-    return found
-
-
 def test_log_of_refused_connections_has_a_limit(serve):
     server = serve(before=in_server("refusals, for long"))
-    for _ in range(60):
+    for _ in range(30):
         with dial(server.address, b"x" * PREAMBLE_SIZE) as sock:
             assert read_to_the_end(sock) == b""
     wait_until(lambda: not server.processes())
@@ -432,7 +320,7 @@ node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05
         for _ in range(40):
             stack.enter_context(dial(server.address, preamble(session_id)))
         wait_until(lambda: "too many unauthenticated connections" in server.log)
-        _script, worker, other = start_client(IDLE, server)
+        _script, worker, other = start_client(server)
         assert {worker, other} <= set(server.processes())
     os.kill(session, signal.SIGCONT)
     assert call(server, os.getppid) == session
@@ -481,7 +369,6 @@ for task in os.listdir("/proc/self/task"):
 print(pid, flush=True)
 """
 ENDS = {
-    "normally": "",
     "by os._exit": "os._exit(3)",
     "by SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
     "by SIGKILL while a fork of it lives on": """
@@ -495,28 +382,30 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def long_tmpdir(tmp_path):
+    """Its path is longer than that of a socket may be."""
     folder = tmp_path / ("t" * 100) / ("m" * 100)
     folder.mkdir(parents=True)
     return folder
 
 
-def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
-    def start(end, folder):
-        folder.mkdir()
-        # What a library has asked for before the fork is remembered.
-        begin = f'import os, tempfile\nos.environ["TMPDIR"] = {str(folder)!r}\ntempfile.tempdir = None\n'
-        # One pool is a real one; for the others, importing torch would be most of the work.
-        return zygote.start(("" if end == "normally" else FORK_POOLS) + begin + EMBEDDED + ENDS[end])
+def begin_in(folder):
+    """What a library has asked for before the fork is remembered."""
+    return f'import os, tempfile\nos.environ["TMPDIR"] = {str(folder)!r}\ntempfile.tempdir = None\n'
 
-    folders = {end: long_tmpdir / end for end in ENDS}
-    scripts = {end: start(end, folder) for end, folder in folders.items()}
+
+def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
+    """Importing torch would be most of the work; that of the next test does, and its trainer ends normally."""
+    scripts = {}
+    for end, source in ENDS.items():
+        (long_tmpdir / end).mkdir()
+        scripts[end] = zygote.start(FORK_POOLS + begin_in(long_tmpdir / end) + EMBEDDED + source)
     for end, script in scripts.items():
         ended = script.wait(60)
         num_lines = 2 if "fork" in end else 1
         wait_until(lambda script=script, n=num_lines: script.output.count("\n") == n, what=end + ended.errors)
         server, *forks = map(int, script.output.split())
         wait_until(lambda server=server: not is_running(server), what=end)
-        wait_until(lambda end=end: not os.listdir(folders[end]), what=end)
+        wait_until(lambda end=end: not os.listdir(long_tmpdir / end), what=end)
         for pid in forks:
             assert is_running(pid)
             os.kill(pid, signal.SIGKILL)
@@ -541,29 +430,16 @@ print(*(oct(stat.S_IMODE(os.stat(path).st_mode)) for path in (folder, f"{folder}
 """
 
 
-@pytest.fixture(scope="module")
-def trainer(zygote, tmp_path_factory):
-    """The one of the next tests: its pool imports torch, which takes as long as many tests."""
-    folder = tmp_path_factory.mktemp("trainer")
-    (folder / "json.py").write_text("raise LookupError('the wrong json')")
-    temporary = tmp_path_factory.mktemp("temporary")
-    change = f"import os; os.chdir({str(folder)!r}); os.environ['TMPDIR'] = {str(temporary)!r}\n"
-    change += "import tempfile; tempfile.tempdir = None\n"
-    return zygote.start(change + EMBEDDED + GOES_ON_AFTER_CTRL_C + MODES).wait(60)
-
-
-def test_ctrl_c_in_the_terminal_reaches_the_trainer_and_not_its_pool(trainer):
-    """It signals the whole group; the trainer may save its work and go on."""
-    assert trainer.output.splitlines()[1:2] == ["went on"], trainer.errors
-
-
-def test_embedded_pool_is_private(trainer):
-    assert trainer.output.splitlines()[2:] == ["0o700 0o600"], trainer.errors
-
-
-def test_embedded_pool_imports_nothing_from_the_current_folder(trainer):
-    """A script that is started from elsewhere does not either, so such a name is no mistake of its author."""
-    assert (trainer.status, trainer.errors) == (0, "")
+def test_embedded_pool_is_private_and_survives_ctrl_c_in_the_terminal(zygote, tmp_path, long_tmpdir):
+    """It imports nothing from the current folder: a script that is started from elsewhere does not either."""
+    (tmp_path / "json.py").write_text("raise LookupError('the wrong json')")
+    change = f"import os; os.chdir({str(tmp_path)!r})\n"
+    ended = zygote.start(change + begin_in(long_tmpdir) + EMBEDDED + GOES_ON_AFTER_CTRL_C + MODES).wait(60)
+    assert (ended.status, ended.errors) == (0, "")
+    pid, *output = ended.output.splitlines()
+    assert output == ["went on", "0o700 0o600"]
+    assert not is_running(int(pid))
+    assert os.listdir(long_tmpdir) == []
 
 
 def test_embedded_pool_that_does_not_start_is_an_error_and_leaves_nothing(monkeypatch, long_tmpdir):

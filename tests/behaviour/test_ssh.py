@@ -211,7 +211,8 @@ def test_secret_goes_through_the_connection_and_is_in_no_command_line(start, tmp
 
 
 def test_servers_are_told_that_the_starter_is_there_from_the_beginning_and_again(start, tmp_path):
-    starter = start("node1", "node2", before=in_server("heartbeat"))
+    """Though the terminal takes nothing of what it has to say."""
+    starter = start("node1", "node2", before=in_server("heartbeat"), is_stopped=True)
     starter.workers()
     for server in starter.servers():
         wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)

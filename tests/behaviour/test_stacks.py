@@ -13,7 +13,7 @@ import pytest
 
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.errors import ConnectionLostError
-from tests.conftest import AT_ONCE, is_running, wait_until
+from tests.conftest import is_running, wait_until
 from tests.support.peers import session_of
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -109,12 +109,6 @@ def test_stack_names_the_line_that_sleeps(side):
     assert caller.endswith(" in _execute")
 
 
-def test_stack_of_c_code_that_holds_the_interpreter(side):
-    side.start(hold_gil)
-    wait_for_stack(side, "state: R (running)", line_of(hold_gil, "re.match"))
-    assert side.session.end_worker(side.number, "for the next test")()
-
-
 def test_stack_of_a_worker_that_waits_in_the_kernel(side, fifo):
     """Its main thread cannot run a signal handler; another one does."""
     waiting = side.start(wait_in_the_kernel, fifo)
@@ -123,20 +117,6 @@ def test_stack_of_a_worker_that_waits_in_the_kernel(side, fifo):
     finally:
         Path(fifo).write_bytes(b"")
     waiting.wait()
-
-
-def test_stopped_worker_says_so_at_once(side):
-    os.kill(side.pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: "state: T (stopped)" in side.stack())
-        start = time.monotonic()
-        assert "no Python stack: it is stopped" in side.stack()
-        assert side.session.call(os.getppid).wait() > 0
-        assert time.monotonic() - start < AT_ONCE
-    finally:
-        os.kill(side.pid, signal.SIGCONT)
-    assert side.call(os.getpid) == side.pid
-    wait_for_stack(side, "in _wait")
 
 
 def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
@@ -150,12 +130,15 @@ def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
 # --- the end
 
 
-@pytest.mark.parametrize("func", [sleep_in_python, hold_gil])
-def test_worker_that_hangs_is_ended_with_the_reason(serve, func):
+@pytest.mark.parametrize(
+    ("func", "state", "line"),
+    [(sleep_in_python, "S (sleeping)", "sleep(600)"), (hold_gil, "R (running)", "re.match")],
+)
+def test_worker_that_hangs_is_ended_with_the_reason_and_its_stack(serve, func, state, line):
     server = serve()
     side = Side(server.address)
     hanging = side.start(func)
-    wait_for_stack(side, f"in {func.__name__}")
+    wait_for_stack(side, f"state: {state}", line_of(func, line))
     wait = side.session.end_worker(side.number, "took longer than 5 s")
     assert f"in {func.__name__}" in wait()
     with pytest.raises(ConnectionLostError) as caught:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,20 +24,17 @@ from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, __version__, rpc_async
 from rpcdataloader.__main__ import main
-from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
+from rpcdataloader.errors import ConnectionLostError
 from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.support import tasks
 from tests.support.clocks import in_script
 from tests.support.peers import (
     STATUS_ID,
-    WRONG,
     MessageType,
     encode_call,
-    message,
     open_channel_to,
-    preamble,
     session_of,
 )
-from tests.support.tampering import dial, read_to_the_end
 from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -55,10 +51,6 @@ class Samples(Dataset):
         if index == BAD:
             raise LookupError("a damaged file")
         return torch.zeros(1000)
-
-
-def read_text(path):
-    return Path(path).read_text()
 
 
 def sleep():
@@ -132,40 +124,26 @@ def test_counts_after_an_epoch_are_exact(serve, look_at):
     assert look_at(server)["tasks"] == 2 * (NUM_SAMPLES // BATCH_SIZE)
 
 
-CLIENT = """
-import os, sys, time
-os.environ.update(RANK="3", WORLD_SIZE="4", SLURM_JOB_ID="4711")
-from rpcdataloader import rpc_async
-rpc_async(sys.argv[1], os.getpid).wait()
-print(os.getpid(), flush=True)
-time.sleep(600)
-"""
-
-
-def test_clients_are_named_with_host_process_rank_and_job(serve, zygote, look_at):
+def test_clients_are_named_with_host_process_rank_and_job(serve, start_client, look_at):
     server = serve()
     rpc_async(server.address, os.getpid).wait()
-    script = zygote.start(CLIENT, server.address)
-    try:
-        wait_until(lambda: len(look_at(server)["clients"]) == 2 and len(workers_of(look_at(server))) == 2, 20)
-        ours, other = look_at(server)["clients"]
-    finally:
-        script.kill()
-        script.wait()
+    script, *_processes = start_client(server, RANK="3", WORLD_SIZE="4", SLURM_JOB_ID="4711")
+    ours, other = look_at(server)["clients"]
     host = socket.gethostname()
     assert look_at(server)["version"] == __version__
     assert (ours["host"], ours["pid"], ours["rank"], ours["job"]) == (host, os.getpid(), None, "")
     assert (other["host"], other["pid"], other["rank"], other["job"]) == (host, script.pid, 3, "4711")
-    # The killed client is gone, and what it has done is not.
+    # A client that is killed goes, and what it has done does not.
+    script.kill()
     wait_until(lambda: len(look_at(server)["clients"]) == 1)
     node = look_at(server)
     assert (node["calls"], node["ended_workers"]) == (2, 1)
 
 
-def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
-    server = serve()
+def test_what_runs_and_what_waits_is_told_of_a_server_that_is_full(serve, look_at, fifo):
+    server = serve("--max-connections", "1")
     pid = rpc_async(server.address, os.getpid).wait()
-    call = rpc_async(server.address, read_text, (fifo,))
+    call = rpc_async(server.address, tasks.read_all, (fifo,))
 
     def worker():
         (worker,) = workers_of(look_at(server))
@@ -180,6 +158,8 @@ def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
     call.wait()
     wait_until(lambda: worker()["state"] == "idle")
     assert (worker()["queued"], worker()["calls"]) == (0, 2)
+    assert look_at(server)["max_connections"] == 1
+    assert "refused" not in server.log
 
 
 def test_last_error_of_a_client_is_told(serve, look_at, capsys):
@@ -242,15 +222,30 @@ def test_several_servers_by_list_register_and_environment(serve, tmp_path, look,
     assert (status, [node["address"] for node in document["nodes"]]) == (0, [first.address])
 
 
-def test_unreachable_server(serve, capsys):
-    server = serve()
-    gone = serve()
+# What a server runs first, to be of another Python.
+OLD = "import platform; platform.python_version = lambda: '3.9.1'"
+
+
+def test_servers_that_cannot_be_asked_are_told_with_the_reason(serve, look, capsys, other_secret, monkeypatch):
+    server, gone = serve(), serve()
     gone.stop()
+    other, old = serve("--token-file", str(other_secret)), serve(before=OLD)
+    status, document = look(server.address, gone.address, other.address, old.address)
+    nodes = document["nodes"]
+    assert (status, [node["state"] for node in nodes]) == (2, ["ready", "unreachable", "refused", "refused"])
+    why = [f"cannot connect to {gone.address}: connection refused", "do not hold the same secret", "runs CPython 3.9, "]
+    for node, reason in zip(nodes[1:], why, strict=True):
+        assert reason in node["error"]
+        assert set(node) == {"address", "state", "error", "interval_seconds"}
+    assert os.environ["RPCDATALOADER_TOKEN_FILE"] in nodes[2]["error"]
     assert ask_for_status(server.address, gone.address) == 1
     text = capsys.readouterr().out
     assert any(line.split()[:2] == [server.address, "ready"] for line in text.splitlines())
     assert "all: 1 of 2 ready" in text
-    assert f"{gone.address}  unreachable: cannot connect to {gone.address}: connection refused" in text
+    assert f"{gone.address}  unreachable: {why[0]}" in text
+    wait_until(lambda: "] refused " in other.log)
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(other_secret))
+    assert look(other.address)[1]["nodes"][0]["refused_connections"] == 1
 
 
 def test_server_that_says_nothing_is_not_waited_for_long(look):
@@ -262,24 +257,6 @@ def test_server_that_says_nothing_is_not_waited_for_long(look):
     (node,) = document["nodes"]
     assert (status, node["state"]) == (1, "unreachable")
     assert "did not" in node["error"]
-
-
-def test_wrong_token(serve, look, tmp_path, monkeypatch):
-    server = serve()
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("not the secret of the test suite")
-    with monkeypatch.context() as patch:
-        patch.setenv("RPCDATALOADER_TOKEN_FILE", str(token))
-        status, document = look(server.address)
-    (node,) = document["nodes"]
-    assert (status, node["state"]) == (2, "refused")
-    assert "do not hold the same secret" in node["error"]
-    assert str(token) in node["error"]
-    assert set(node) == {"address", "state", "error", "interval_seconds"}
-    wait_until(lambda: "] refused " in server.log)
-    _status, document = look(server.address)
-    assert document["nodes"][0]["refused_connections"] == 1
 
 
 def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
@@ -310,6 +287,10 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
         (["local:2"], "local:2 belongs to one training process"),
         (["inline"], "inline belongs to one training process"),
         (["a:1", "--watch", "0"], "expected a number of seconds above 0 and below 9.22e+09, got 0"),
+        (["a:1", "--serve", "0", "--json"], "leave --workers, --json and --stacks out"),
+        (["a:1", "--serve", "0", "--stacks"], "leave --workers, --json and --stacks out"),
+        (["a:1", "--serve", "here"], "--serve: cannot read the address 'here': write PORT, HOST:PORT or "),
+        (["a:1", "--serve", "no-such-host.invalid:1"], "--serve: cannot serve at no-such-host.invalid:1: "),
         (["a:1", "--watch", "inf"], "expected a number of seconds above 0 and below 9.22e+09, got inf"),
         (["a:1", "--timeout", "1e12"], "expected a number of seconds above 0 and below 9.22e+09, got 1e12"),
         (["a:1", "--timeout", "nan"], "expected a number of seconds above 0 and below 9.22e+09, got nan"),
@@ -323,14 +304,6 @@ def test_wrong_usage(arguments, error, capsys):
     assert error in capsys.readouterr().err
 
 
-def test_full_server_answers(serve, look_at):
-    server = serve("--max-connections", "1")
-    rpc_async(server.address, os.getpid).wait()
-    node = look_at(server)
-    assert (node["max_connections"], len(workers_of(node))) == (1, 1)
-    assert "refused" not in server.log
-
-
 TLS = {"RPCDATALOADER_TLS_CERT": "node.pem", "RPCDATALOADER_TLS_KEY": "node.key", "RPCDATALOADER_TLS_CA": "ca.pem"}
 
 
@@ -338,20 +311,6 @@ TLS = {"RPCDATALOADER_TLS_CERT": "node.pem", "RPCDATALOADER_TLS_KEY": "node.key"
 def files(certificates):
     """Options of a server that speaks TLS."""
     return [f"--tls-{name.rpartition('_')[2].lower()}={certificates}/{file}" for name, file in TLS.items()]
-
-
-@pytest.mark.parametrize("secure", [False, True], ids=["in clear", "TLS"])
-def test_server_of_another_python_is_refused_and_the_reason_told(serve, files, certificates, monkeypatch, look, secure):
-    for variable, name in TLS.items() if secure else ():
-        monkeypatch.setenv(variable, f"{certificates}/{name}")
-    options = [*files, "--advertise", "localhost"] if secure else []
-    server = serve(*options, before="import platform; platform.python_version = lambda: '3.9.1'")
-    reason = "runs CPython 3.9, "
-    with pytest.raises(RemoteProtocolError, match=reason):
-        rpc_async(server.address, os.getpid).wait()
-    status, document = look(server.address)
-    assert (status, document["nodes"][0]["state"]) == (2, "refused")
-    assert reason in document["nodes"][0]["error"]
 
 
 def test_over_tls(serve, files, certificates, monkeypatch, look, look_at):
@@ -365,6 +324,10 @@ def test_over_tls(serve, files, certificates, monkeypatch, look, look_at):
     node = look_at(server)
     assert node["calls"] == 1
     assert node["sent_bytes"] > 0
+    old = serve(*files, "--advertise", "localhost", before=OLD)
+    status, document = look(old.address)
+    assert (status, document["nodes"][0]["state"]) == (2, "refused")
+    assert "runs CPython 3.9, " in document["nodes"][0]["error"]
     monkeypatch.delenv("RPCDATALOADER_TLS_CA")
     with pytest.raises(SystemExit) as caught:
         ask_for_status(server.address)
@@ -374,22 +337,21 @@ def test_over_tls(serve, files, certificates, monkeypatch, look, look_at):
 # --- stacks
 
 
-def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
+def test_stacks_of_the_workers_of_all_clients(serve, start_client, look_at):
     server = serve()
     pid = rpc_async(server.address, os.getpid).wait()
     hanging = rpc_async(server.address, sleep, timeout=None)
-    script = zygote.start(CLIENT, server.address)
+    start_client(server)
+    for where in "in sleep", "in _wait":
+        wait_until(lambda where=where: where in str(workers_of(look_at(server, "--stacks"))), what=where)
+    stacks = {worker["pid"]: worker["stack"] for worker in workers_of(look_at(server, "--stacks"))}
+    assert len(stacks) == 2
+    assert "in sleep" in stacks.pop(pid)
+    assert "in _wait" in stacks.popitem()[1]
+    # The log has none of this.
+    assert "most recent call first" not in server.log
+    os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: len(workers_of(look_at(server))) == 2, 20)
-        for where in "in sleep", "in _wait":
-            wait_until(lambda where=where: where in str(workers_of(look_at(server, "--stacks"))), what=where)
-        stacks = {worker["pid"]: worker["stack"] for worker in workers_of(look_at(server, "--stacks"))}
-        assert len(stacks) == 2
-        assert "in sleep" in stacks.pop(pid)
-        assert "in _wait" in stacks.popitem()[1]
-        # The log has none of this.
-        assert "most recent call first" not in server.log
-        os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: any(worker["process_state"] == "T" for worker in workers_of(look_at(server))))
         stopped, other = workers_of(look_at(server, "--stacks"))
         assert (stopped["pid"], stopped["state"]) == (pid, "running")
@@ -397,8 +359,6 @@ def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
         assert "in _wait" in other["stack"]
     finally:
         os.kill(pid, signal.SIGKILL)
-        script.kill()
-        script.wait()
     with pytest.raises(ConnectionLostError):
         hanging.wait()
 
@@ -539,28 +499,7 @@ def test_local_finds_the_embedded_pools_of_this_user_with_their_loops(zygote, lo
     assert look("--local")[1]["nodes"] == []
 
 
-# --- strangers
-
-
-def answer_to(server, *pieces):
-    """What a peer gets who sends these bytes and no more."""
-    with dial(server.address, b"".join(pieces)) as sock:
-        sock.shutdown(socket.SHUT_WR)
-        return read_to_the_end(sock)
-
-
-def test_stranger_gets_nothing(serve):
-    server = serve()
-    rpc_async(server.address, os.getpid).wait()
-    for key in None, bytes(32):
-        question = message(MessageType.STATS, b'{"stacks": true}', key=key)
-        answer = answer_to(server, preamble(STATUS_ID), question)
-        assert b"clients" not in answer
-        assert len(answer) < 1000
-        assert answer == b"" or answer[4] == MessageType.REFUSED
-    assert answer_to(server, preamble(STATUS_ID)) == b""
-    with pytest.raises(AuthenticationError, match="do not hold the same secret"):
-        open_channel_to(server.address, STATUS_ID, WRONG)
+# --- who knows the secret
 
 
 @pytest.mark.parametrize("kind", ["call", "call that looks like a question", "nonsense"])

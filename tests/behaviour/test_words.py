@@ -1,10 +1,16 @@
-"""What users read who have configured nothing."""
+"""What users read who have configured nothing, and while they wait."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from rpcdataloader import RPCDataloader
 from tests.conftest import TIMEOUT_SCALE
+from tests.support.clocks import shorten
+from tests.support.datasets import Gated
+from tests.support.zygote import FORK_POOLS
 
 SCRIPT = """
 import os, signal, sys
@@ -28,23 +34,38 @@ print(loader.diagnosis())
 """
 
 
-@pytest.fixture(scope="module")
-def ended(zygote):
-    return zygote.start(SCRIPT).wait(60 * TIMEOUT_SCALE)
-
-
-def test_embedded_pool_is_called_local(ended):
+def test_script_that_has_configured_nothing(zygote):
+    ended = zygote.start(FORK_POOLS + SCRIPT).wait(60 * TIMEOUT_SCALE)
     assert ") on local was killed by SIGKILL" in ended.output
     assert "socket" not in ended.output + ended.errors
-
-
-def test_warnings_of_a_script_without_logging_name_the_package(ended):
     lines = ended.errors.splitlines()
     assert lines
     assert [line for line in lines if not line.startswith("rpcdataloader: ")] == []
-
-
-def test_diagnosis_is_printed_as_its_sentence(ended):
     sentence = ended.output.splitlines()[-1]
     assert sentence.startswith(("step ", "No batch after "))
     assert sentence.endswith(".")
+
+
+# A loop that waits long for a batch says for which, and where that is.
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_a_long_wait_is_told_with_the_stack_of_the_worker_and_nothing_ends(shared_server, fifo, monkeypatch, caplog):
+    shorten(monkeypatch, "long wait")
+    batches = iter(RPCDataloader(Gated(8, 3, fifo), batch_size=None, workers=shared_server.address, num_workers=2))
+    assert [next(batches) for _ in range(3)] == [0, 1, 2]
+
+    def let_go(record):
+        if "has waited" in record.getMessage():
+            open(fifo, "w").close()
+        return True
+
+    caplog.handler.addFilter(let_go)
+    try:
+        assert list(batches) == [3, 4, 5, 6, 7]
+    finally:
+        caplog.handler.removeFilter(let_go)
+    (told,) = [message for message in caplog.messages if "has waited" in message]
+    assert re.match(r"the loop has waited 1 s for batch 3 \(indices 3\), which is at worker \d+ \(pid \d+\) on ", told)
+    assert re.search(r" \(tasks: \d at workers.*; workers: 2 at work; nodes: 1 up; next decision in [\d.]+ s\)\n", told)
+    assert re.search(r'datasets\.py", line \d+ in wait_for\n', told)

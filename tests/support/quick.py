@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 
@@ -52,6 +53,13 @@ class QuickServer:
     def log(self) -> str:
         """What it has logged, and what its workers have printed."""
         return self._script.errors
+
+    def logged(self, pattern: str) -> re.Match[str]:
+        """Wait for a line of the log; gives the match."""
+        wait_until(lambda: re.search(pattern, self.log), what=lambda: f"{pattern!r} in {self.log}")
+        match = re.search(pattern, self.log)
+        assert match
+        return match
 
     def processes(self) -> list[int]:
         """Its gates, sessions and workers."""

@@ -11,9 +11,7 @@ import socket
 import sys
 import threading
 import time
-import types
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,17 +85,6 @@ def num_probes() -> int:
     return len(_probes)
 
 
-def num_calls() -> int:
-    """How many calls run in this worker now, this one included."""
-    return sum(frame.f_code.co_name == "_execute" for top in sys._current_frames().values() for frame in _stack(top))
-
-
-def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def identity(value: Any) -> Any:
     return value
 
@@ -111,22 +98,6 @@ class Box:
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
-
-
-class Picky(Exception):
-    """An exception whose constructor wants two arguments, with attributes."""
-
-    def __init__(self, name: str, code: int) -> None:
-        super().__init__(name, code)
-        self.name = name
-        self.code = code
-
-    def __str__(self) -> str:
-        return f"{self.name} failed with {self.code}"
-
-
-def raise_picky() -> None:
-    raise Picky("decoder", 7)
 
 
 # --- faults
