@@ -19,10 +19,10 @@ import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
-from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
+from tests.conftest import TIMEOUT_SCALE, close_client
 from tests.support.peers import MessageType, message, preamble, session_of
 from tests.support.quick import quick_server
-from tests.support.tampering import Bomb, dial, num_loaded, recv_frame
+from tests.support.tampering import Bomb, EncryptedProxy, dial, num_loaded, recv_frame
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,12 +95,6 @@ def test_embedded_pool_does_without(certificates, monkeypatch):
 # --- refusals
 
 
-@pytest.fixture
-def trace(tmp_path):
-    """Where bombs leave their trace."""
-    return tmp_path / "trace"
-
-
 def refusal_of(address, trace):
     """What the client raises, at once and not in the end; nothing has been unpickled anywhere."""
     start = time.monotonic()
@@ -113,16 +107,12 @@ def refusal_of(address, trace):
     return str(raised.value)
 
 
-def logged(server, text):
-    wait_until(lambda: re.search(text, server.log), what=f"{text} in {server.log}")
-
-
 def test_client_without_tls_is_told_what_the_server_wants(server, trace):
     said = refusal_of(server.address, trace)
     variables = "RPCDATALOADER_TLS_CERT, RPCDATALOADER_TLS_KEY and RPCDATALOADER_TLS_CA"
     assert f"the client does not speak it; set {variables} for the client" in said
     assert "secret" not in said
-    logged(server, "refused 127.*: this node server requires TLS")
+    server.logged("refused 127.*: this node server requires TLS")
 
 
 def test_server_without_tls_is_refused(plain_server, certificates, monkeypatch, trace):
@@ -130,7 +120,7 @@ def test_server_without_tls_is_refused(plain_server, certificates, monkeypatch, 
     said = refusal_of(plain_server.address, trace)
     assert "failed: wrong version number (here: certificate " in said
     assert "secret" not in said
-    logged(plain_server, "refused 127.*: the client speaks TLS and this node server does not")
+    plain_server.logged("refused 127.*: the client speaks TLS and this node server does not")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +137,7 @@ def test_certificate_that_is_not_accepted(zygote, certificates, monkeypatch, tra
     with quick_server(zygote, *options(certificates, server)) as node:
         use(monkeypatch, certificates, client)
         assert re.search(said, refusal_of(node.address, trace))
-        logged(node, f"WARNING .* refused .*{heard}")
+        node.logged(f"WARNING .* refused .*{heard}")
         assert "fingerprint" not in node.log  # the secret is not what is wrong
         assert "Traceback" not in node.log
 
@@ -161,7 +151,7 @@ def test_client_that_shows_no_certificate(server, certificates):
         pytest.raises(ssl.SSLError, match="certificate required"),
     ):
         secure.recv(1)
-    logged(server, r"refused .*TLS failed: peer did not return a certificate")
+    server.logged(r"refused .*TLS failed: peer did not return a certificate")
 
 
 def test_pickle_after_a_preamble_without_tls_is_not_loaded(server, trace):
@@ -174,7 +164,7 @@ def test_pickle_after_a_preamble_without_tls_is_not_loaded(server, trace):
                 assert recv_frame(sock).type == MessageType.REFUSED
             while sock.recv(65536):
                 pass
-    logged(server, r"refused .*TLS failed: ")
+    server.logged(r"refused .*TLS failed: ")
     assert num_loaded(trace) == 0
 
 
@@ -187,7 +177,7 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
         assert "has expired" in refusal_of(server.address, trace)
         shutil.copy(certificates / "node.pem", tmp_path / "mine.pem")
         assert "failed: wrong version number" in refusal_of(server.address, trace)
-        logged(server, "refused .*the TLS certificate .*/mine.pem and the key .*/mine.key cannot be used: .*mismatch")
+        server.logged("refused .*the TLS certificate .*/mine.pem and the key .*/mine.key cannot be used: .*mismatch")
         shutil.copy(certificates / "node.key", tmp_path / "mine.key")
         assert session_of(server.address).wait().pid in server.processes()
         # A worker, too, reads them: forked by a session that has seen the good ones.
@@ -198,50 +188,19 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
 
 
 def test_session_ends_when_somebody_changes_what_it_gets(server, certificates, monkeypatch):
-    """A proxy that flips one bit of the encrypted bytes, late in the connection."""
+    """One bit of the encrypted bytes, late in the connection."""
     use(monkeypatch, certificates)
-    host, _, port = server.address.rpartition(":")
     harm = threading.Event()
 
-    def forward(source, target, direction):
-        try:
-            while data := bytearray(source.recv(65536)):
-                if direction == "reply" and harm.is_set():
-                    data[-1] ^= 1
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
+    def flip(direction, data):
+        return data[:-1] + bytes([data[-1] ^ (direction == "down" and harm.is_set())])
 
-    threads = []
-
-    def serve():
-        while True:
-            try:
-                ours, _ = listener.accept()
-            except OSError:
-                return
-            theirs = socket.create_connection((host, int(port)))
-            sockets.extend((ours, theirs))
-            for arguments in ((ours, theirs, "request"), (theirs, ours, "reply")):
-                threads.append(threading.Thread(target=forward, args=arguments))
-                threads[-1].start()
-
-    sockets = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threads.append(threading.Thread(target=serve))
-        threads[0].start()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert rpc_async(address, os.getpid).wait() > 0
+    with EncryptedProxy(server.address, flip) as proxy:
+        assert rpc_async(proxy.address, os.getpid).wait() > 0
         harm.set()
         with pytest.raises((ConnectionLostError, RemoteProtocolError), match="altered on its way"):
-            rpc_async(address, os.getpid).wait()
+            rpc_async(proxy.address, os.getpid).wait()
         close_client()
-        listener.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join()
-    for sock in sockets:
-        sock.close()
 
 
 # --- settings

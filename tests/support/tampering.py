@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
@@ -89,7 +90,7 @@ class Proxy:
             send in its place. Messages 0 and 1 are HELLO and AUTH.
     """
 
-    def __init__(self, target: str, tamper: Callable[[str, int, int, Frame], list[Frame | bytes]]) -> None:
+    def __init__(self, target: str, tamper: Callable[..., Any]) -> None:
         host, _, port = target.rpartition(":")
         self._target = host, int(port)
         self._tamper = tamper
@@ -128,20 +129,59 @@ class Proxy:
                 number += 1
 
     def _pump(self, direction: str, connection: int, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            if direction == "up":
-                sink.sendall(recv_exactly(source, PREAMBLE_SIZE))
-            number = 0
+        with contextlib.suppress(OSError, EOFError):
+            self._pass_on(direction, connection, source, sink)
+        # The end of one side is passed on to the other.
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _pass_on(self, direction: str, connection: int, source: socket.socket, sink: socket.socket) -> None:
+        if direction == "up":
+            sink.sendall(recv_exactly(source, PREAMBLE_SIZE))
+        for number in itertools.count():
+            frame = recv_frame(source)
+            for piece in self._tamper(direction, connection, number, frame):
+                sink.sendall(piece if isinstance(piece, bytes) else piece.encode())
+
+
+class EncryptedProxy(Proxy):
+    """The same for what it cannot read: ``tamper`` gets the direction and some bytes, and returns others."""
+
+    def _pass_on(self, direction: str, _connection: int, source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(65536):
+            sink.sendall(self._tamper(direction, data))
+
+
+class Impostor:
+    """Listens, and lets ``act`` deal with every connection."""
+
+    def __init__(self, act: Callable[[socket.socket], object]) -> None:
+        self._act = act
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._run)
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Impostor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
             while True:
-                frame = recv_frame(source)
-                for piece in self._tamper(direction, connection, number, frame):
-                    sink.sendall(piece if isinstance(piece, bytes) else piece.encode())
-                number += 1
-        except (OSError, EOFError):
-            # The end of one side is passed on to the other.
-            for sock in (source, sink):
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                sock, _ = self._listener.accept()
+                sock.settimeout(20 * TIMEOUT_SCALE)
+                with sock, contextlib.suppress(OSError, EOFError):
+                    self._act(sock)
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(65536):
+                        pass
 
 
 def dial(address: str, data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
