@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.errors import SerializationError
 from tests.conftest import close_client, wait_until
 from tests.support.datasets import Numbers
 
@@ -19,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("clean_client")
 
 DATA = """
 import importlib.resources
-import os
 from pathlib import Path
 
 from torch.utils.data import Dataset
@@ -38,36 +36,25 @@ class Labels(Dataset):
         import shapes.late  # not before
 
         labels = importlib.resources.files("shapes").joinpath("labels.txt").read_text()
-        return self.labels[index], labels, VERSION, shapes.late.__file__, os.getpid()
+        return self.labels[index], labels, VERSION, shapes.late.__file__
 """
 
 
-def write_package(folder, version="1"):
-    (folder / "shapes").mkdir(parents=True)
-    for name, content in {
-        "__init__.py": "",
-        "data.py": DATA,
-        "version.py": f"VERSION = {version!r}",
-        "late.py": "",
-        "labels.txt": "circle square",
-    }.items():
-        (folder / "shapes" / name).write_text(content)
+FILES = {"__init__.py": "", "data.py": DATA, "version.py": "VERSION = 1", "late.py": "", "labels.txt": "circle square"}
 
 
 @pytest.fixture
-def shapes(tmp_path, monkeypatch):
+def unseen(tmp_path, monkeypatch):
     """A package of the user, in a folder that sessions are not told of, as one that a node does not see."""
-    write_package(tmp_path / "scripts")
+    (tmp_path / "scripts" / "shapes").mkdir(parents=True)
+    for name, content in FILES.items():
+        (tmp_path / "scripts" / "shapes" / name).write_text(content)
     monkeypatch.syspath_prepend(tmp_path / "scripts")
-    yield importlib.import_module("shapes.data")
+    module = importlib.import_module("shapes.data")
+    sys.path.remove(str(tmp_path / "scripts"))
+    yield module
     for name in [name for name in sys.modules if name.partition(".")[0] == "shapes"]:
         del sys.modules[name]
-
-
-@pytest.fixture
-def unseen(shapes, tmp_path):
-    sys.path.remove(str(tmp_path / "scripts"))
-    return shapes
 
 
 @pytest.fixture
@@ -79,21 +66,12 @@ def load(dataset, **options):
     return list(RPCDataloader(dataset, batch_size=None, collate_fn=tuple, **options))
 
 
-def check(samples, version="1"):
-    assert [(label, *rest) for label, *rest, _path, _pid in samples] == [
-        ("circle", "circle square", version),
-        ("square", "circle square", version),
-    ]
+def check(samples):
+    assert [each[:3] for each in samples] == [("circle", "circle square", 1), ("square", "circle square", 1)]
     return Path(samples[0][3]).parents[1]
 
 
-def test_without_it_the_node_says_what_is_missing(server, unseen):
-    with pytest.raises(SerializationError, match=r"No module named 'shapes' on .*: send it with py_modules="):
-        RPCDataset(server.address, unseen.Labels)
-
-
-@pytest.mark.parametrize("build", ["node", "worker"])
-@pytest.mark.parametrize("kind", ["name", "module", "path"])
+@pytest.mark.parametrize(("build", "kind"), [("node", "name"), ("node", "module"), ("worker", "path")])
 def test_dataset_and_workers_import_the_package_with_its_data(server, unseen, tmp_path, build, kind):
     given = {"name": "shapes", "module": sys.modules["shapes"], "path": tmp_path / "scripts" / "shapes"}[kind]
     dataset = RPCDataset(server.address, unseen.Labels, build=build, py_modules=[given])
@@ -102,55 +80,25 @@ def test_dataset_and_workers_import_the_package_with_its_data(server, unseen, tm
     assert tmp_path not in folder.parents
 
 
-def test_session_that_replaces_a_lost_one_has_them_and_the_folder_of_the_lost_one_goes(server, unseen):
-    dataset = RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
-    folder = check(load(dataset))
-    session = rpc_async(server.address, os.getppid).wait()
-    os.kill(session, signal.SIGKILL)
-    wait_until(lambda: not folder.exists(), what="folder of a session that was killed")
-    assert check(load(dataset)) != folder
+def test_folder_goes_with_the_session_however_that_ends_and_the_next_one_has_another(server, unseen):
+    def kill_session():
+        os.kill(rpc_async(server.address, os.getppid).wait(), signal.SIGKILL)
 
-
-def test_folder_goes_with_the_client_and_with_the_server(server, unseen):
     folders = []
-    for end in close_client, server.stop:
-        folders.append(check(load(RPCDataset(server.address, unseen.Labels, py_modules=["shapes"]))))
+    for end in kill_session, close_client, server.stop:
+        dataset = RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
+        folders.append(check(load(dataset)))
         end()
         wait_until(lambda: not folders[-1].exists(), what="folder of a session that has ended")
-    assert folders[0] != folders[1]
+        if end is kill_session:
+            assert check(load(dataset)) != folders[0]
+    assert len(set(folders)) == 3
 
 
-def test_embedded_pool_has_them_too_and_leaves_nothing(unseen):
-    folder = check(load(RPCDataset("local:2", unseen.Labels, py_modules=["shapes"])))
-    close_client()
-    assert not folder.exists()
-
-
-CLIENT = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import shapes.data
-sys.path.remove(sys.argv[1])
-from rpcdataloader import RPCDataloader, RPCDataset
-dataset = RPCDataset(sys.argv[2], shapes.data.Labels, py_modules=["shapes"])
-for version, path in [sample[2:4] for sample in RPCDataloader(dataset, batch_size=None, collate_fn=tuple)]:
-    print(version, path)
-"""
-
-
-def test_clients_with_different_versions_do_not_meet(server, unseen, zygote, tmp_path):
+def test_what_comes_after_a_dataset_was_built_is_refused(server, unseen, tmp_path):
     dataset = RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
-    folder = check(load(dataset))
-    write_package(tmp_path / "others", version="2")
-    ended = zygote.start(CLIENT, tmp_path / "others", server.address).wait(30)
-    assert ended.status == 0, ended.errors
-    other = {line.split()[0]: Path(line.split()[1]).parents[1] for line in ended.output.splitlines()}
-    assert other.keys() == {"2"}
-    assert check(load(dataset)) == folder != other["2"]
-
-
-def test_files_that_have_changed_since_are_refused_before_anything_is_built(server, unseen, tmp_path):
-    RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
+    with pytest.raises(ValueError, match="py_modules is too late for an RPCDataset, which is built"):
+        RPCDataloader(dataset, py_modules=["shapes"])
     (tmp_path / "scripts" / "shapes" / "labels.txt").write_text("circle oval")
     with pytest.raises(
         ValueError,
@@ -172,14 +120,3 @@ def test_what_is_too_late_is_an_error_of_those_that_give_it_alone(serve, unseen,
     for server in [*both, serve("--preload", "shapes", before=before)]:
         assert len(list(RPCDataloader(Numbers(3), workers=server.address))) == 3
         assert len(RPCDataset(server.address, Numbers, 3, py_modules=given[1:])) == 3
-
-
-def test_what_has_no_effect_or_cannot_be_sent_is_refused(server, shapes):
-    with pytest.raises(ValueError, match="py_modules is too late for an RPCDataset, which is built"):
-        RPCDataloader(RPCDataset(server.address, Numbers), py_modules=["shapes"])
-    for make in (
-        lambda: RPCDataset("nowhere:1", shapes.Labels, py_modules=["shapes.data"]),
-        lambda: RPCDataloader(shapes.Labels(), workers="nowhere:1", py_modules=["shapes.data"]),
-    ):
-        with pytest.raises(ValueError, match=r"shapes\.data is a part of shapes"):
-            make()

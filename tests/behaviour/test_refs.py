@@ -115,10 +115,11 @@ def test_reference_may_be_dropped_as_soon_as_it_was_passed_on(shared_server, cal
 def test_references_to_a_worker_that_is_gone_are_dropped_in_peace(shared_server, call, keep, fifo):
     worker, _session = call(tasks.whereabouts)
     refs = [keep(tasks.Probe) for _ in range(10)]
-    running = rpc_async(shared_server.address, tasks.read_all, (fifo,))
+    lost = [rpc_async(shared_server.address, func, args) for func, args in ((tasks.read_all, (fifo,)), (tasks.add, ()))]
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(ConnectionLostError, match="SIGKILL"):
-        running.wait()
+    for running_or_behind in lost:
+        with pytest.raises(ConnectionLostError, match=rf"worker 1 \(pid {worker}\) on .* was killed by SIGKILL"):
+            running_or_behind.wait()
     future = rpc_async(refs[0].owner.session.name, tasks.identity, (refs[0],))
     with pytest.raises(ConnectionLostError, match=rf"the object behind RRef\(1 in worker 1 \(pid {worker}\).*was lost"):
         future.wait()
