@@ -26,7 +26,7 @@ from torch.utils.data import (
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader
 from tests.support.datasets import Numbers
 
-SIZE = 48  # all numbers of ranks, times all batch sizes, divide it
+SIZE = 32  # all numbers of ranks, times all batch sizes, divide it
 NUMBERS = Counter(range(SIZE))
 
 
@@ -62,50 +62,38 @@ class Pairs(BatchSampler):
 
 def shard(rank, world_size, batch_size, **options):
     data_loader = pytest.importorskip("accelerate.data_loader")
-    sampler = RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1))
+    sampler = RandomSampler(DATASET, generator=torch.Generator().manual_seed(1))
     return data_loader.BatchSamplerShard(BatchSampler(sampler, batch_size, False), world_size, rank, **options)
 
 
-def sampling(kind, rank, world_size, batch_size):
-    """Arguments of a loader."""
-    dataset = range(SIZE)
-    match kind:
-        case "distributed":
-            return {"batch_size": batch_size, "sampler": DistributedSampler(dataset, world_size, rank)}
-        case "resumable":
-            return {"batch_size": batch_size, "sampler": ResumableDistributedSampler(dataset, world_size, rank)}
-        case "own batches, distributed":
-            return {"batch_sampler": Pairs(DistributedSampler(dataset, world_size, rank), batch_size, False)}
-        case "own batches, resumable":
-            return {"batch_sampler": Pairs(ResumableDistributedSampler(dataset, world_size, rank), batch_size, False)}
-        case "Accelerate":
-            return {"batch_sampler": shard(rank, world_size, batch_size)}
-        case "Accelerate, split":
-            return {"batch_sampler": shard(rank, world_size, 4 * batch_size, split_batches=True)}
-        case "own":
-            return {"batch_size": batch_size, "sampler": ByRank(rank, world_size)}
-        case "hidden":
-            return {"batch_size": batch_size, "sampler": Hidden(rank, world_size)}
-        case "list":
-            return {"batch_size": batch_size, "sampler": list(range(rank, SIZE, world_size))}
-        case "shuffled":
-            return {"batch_size": batch_size, "shuffle": True}
-        case "in order":
-            return {"batch_size": batch_size}
-        case "weighted":
-            return {
-                "batch_size": batch_size,
-                "sampler": WeightedRandomSampler(torch.ones(SIZE), SIZE, replacement=False),
-            }
-        case "single":
-            return {"batch_size": None, "shuffle": True}
-    raise ValueError(kind)
+def batched(sampler):
+    """Makes arguments of a loader, of a function that makes a sampler for a rank."""
+    return lambda rank, ranks, size: {"batch_size": size, "sampler": sampler(rank, ranks)}
 
 
-DIVIDED = [
-    "distributed", "resumable", "own batches, distributed", "own batches, resumable", "Accelerate", "Accelerate, split",
-    "own",
-]  # fmt: skip
+def in_pairs(kind):
+    return lambda rank, ranks, size: {"batch_sampler": Pairs(kind(DATASET, ranks, rank), size, False)}
+
+
+DATASET = range(SIZE)
+
+# Arguments of the loader of a rank, of so many, with such batches.
+SAMPLING = {
+    "distributed": batched(lambda rank, ranks: DistributedSampler(DATASET, ranks, rank)),
+    "resumable": batched(lambda rank, ranks: ResumableDistributedSampler(DATASET, ranks, rank)),
+    "own batches, distributed": in_pairs(DistributedSampler),
+    "own batches, resumable": in_pairs(ResumableDistributedSampler),
+    "Accelerate": lambda rank, ranks, size: {"batch_sampler": shard(rank, ranks, size)},
+    "Accelerate, split": lambda rank, ranks, size: {"batch_sampler": shard(rank, ranks, 2 * size, split_batches=True)},
+    "own": batched(ByRank),
+    "hidden": batched(Hidden),
+    "list": batched(lambda rank, ranks: list(range(rank, SIZE, ranks))),
+    "shuffled": lambda _rank, _ranks, size: {"batch_size": size, "shuffle": True},
+    "in order": lambda _rank, _ranks, size: {"batch_size": size},
+    "weighted": batched(lambda _rank, _ranks: WeightedRandomSampler(torch.ones(SIZE), SIZE, replacement=False)),
+    "single": lambda _rank, _ranks, _size: {"batch_size": None, "shuffle": True},
+}
+DIVIDED = list(SAMPLING)[:7]
 SILENT = ["hidden", "list"]  # parts of which only the list is known to be the same on all ranks, but for its length
 WHOLE = ["shuffled", "in order", "weighted", "single"]  # each rank has all samples
 
@@ -117,7 +105,7 @@ JOBS += [(kind, *job) for kind in WHOLE for job in ((1, 4), (1, 2), (2, 4))]
 def load(job, rank, where="inline"):
     """The loader of a rank, in a process of its own: with other numbers in the generators than any other."""
     kind, world_size, batch_size = job
-    options = sampling(kind, rank, world_size, batch_size)
+    options = SAMPLING[kind](rank, world_size, batch_size)
     return RPCDataloader(Numbers(SIZE), **options, workers=where, partition=(rank, world_size))
 
 
@@ -206,10 +194,8 @@ def is_worth_trying(saved, resumed):
 
 
 ENDS = [
-    (kind, ranks, 12)
-    for kind in ("distributed", "resumable", "own batches, resumable", "own", "hidden", "shuffled")
-    for ranks in (1, 2)
-] + [("single", 1, 12)]
+    (kind, ranks, 8) for kind in ("distributed", "own batches, resumable", "hidden", "shuffled") for ranks in (1, 2)
+] + [("single", 1, 8)]
 
 
 @pytest.mark.parametrize("saved", ENDS, ids=str)
@@ -257,9 +243,6 @@ def test_ranks_that_are_not_in_step_need_their_own_states(kind):
         loader.load_state_dict(states[0])
         with pytest.raises(ValueError, match=r"rank 0 of 2, and here is rank 1 of 2: .* save a state on each rank"):
             iter(loader)
-
-
-# Values
 
 
 # Epochs
