@@ -20,7 +20,7 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.__main__ import main
 from tests.conftest import wait_until
 from tests.support.crew import workers_of
-from tests.support.datasets import note, notes
+from tests.support.datasets import Filled, note, notes
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -92,7 +92,7 @@ CLIENT = """
 import sys, torch
 from rpcdataloader import rpc_async
 from tests.behaviour.test_memory import produce
-address, log, size_bytes, num_calls, timeout = *sys.argv[1:3], *map(int, sys.argv[3:])
+address, log, size_bytes, num_calls = *sys.argv[1:3], *map(int, sys.argv[3:])
 futures = [rpc_async(address, produce, (log, size_bytes), timeout=None) for _ in range(num_calls)]
 print("asked", flush=True)
 total = 0
@@ -113,7 +113,7 @@ NUM_CALLS = 24
 
 def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_path):
     server, log = serve(), str(tmp_path / "log")
-    script = zygote.start(CLIENT, server.address, log, 20 * MIB, NUM_CALLS, 0)
+    script = zygote.start(CLIENT, server.address, log, 20 * MIB, NUM_CALLS)
     wait_until(lambda: notes(log), what="first call")
     os.kill(script.pid, signal.SIGSTOP)
     try:
@@ -130,26 +130,13 @@ def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_pa
 # --- many epochs
 
 
-class Samples(Dataset):
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return torch.full((MIB,), index, dtype=torch.uint8)
-
-
 def usage(pid):
     """Descriptors and threads."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
-class Large(Samples):
-    def __getitem__(self, index):
-        return torch.full((32 * MIB,), index, dtype=torch.uint8)
-
-
 def test_memory_goes_back_with_the_last_loader(server):
-    loaders = [RPCDataloader(Large(), batch_size=1, workers=server.address) for _ in range(2)]
+    loaders = [RPCDataloader(Filled(6, 32 * MIB), batch_size=1, workers=server.address) for _ in range(2)]
     before = private_bytes(os.getpid())
     for loader in loaders:
         assert len(list(loader)) == 6  # all at the same time
@@ -167,7 +154,7 @@ def test_memory_goes_back_with_the_last_loader(server):
 def test_many_epochs_leave_nothing_behind(serve, num_rounds):
     server = serve("--num-workers", "2")
     loaders = [
-        RPCDataloader(Samples(), batch_size=2, workers=server.address, shuffle=True, persistent_workers=persistent)
+        RPCDataloader(Filled(6, MIB), batch_size=2, workers=server.address, shuffle=True, persistent_workers=persistent)
         for persistent in (False, True)
     ]
 
@@ -176,7 +163,7 @@ def test_many_epochs_leave_nothing_behind(serve, num_rounds):
             for loader in loaders:
                 assert len(list(loader)) == 3
                 next(iter(loader))  # and no more of it
-            assert len(list(RPCDataloader(RPCDataset([server.address], Samples), batch_size=2, num_workers=1))) == 3
+            assert len(list(RPCDataloader(RPCDataset(server.address, Filled, 6, MIB), 2, num_workers=1))) == 3
         gc.collect()
         # Server, session, and the workers that persist.
         wait_until(lambda: len(server.processes()) == 3, what="only persistent workers")
@@ -184,7 +171,7 @@ def test_many_epochs_leave_nothing_behind(serve, num_rounds):
 
     pids = run(2)
     memory = {pid: private_bytes(pid) for pid in pids}
-    wait_until(lambda: len([name for name in threads() if name.startswith("rpcdl-recv")]) == 3)
+    wait_until(lambda: [thread.name[:10] for thread in threading.enumerate()].count("rpcdl-recv") == 3)
     before = {pid: usage(pid) for pid in pids}
     assert run(num_rounds) == pids
     # Some of the first rounds may still have been closing when they were counted.
@@ -194,7 +181,3 @@ def test_many_epochs_leave_nothing_behind(serve, num_rounds):
     )
     for pid in pids:
         assert private_bytes(pid) < memory[pid] + 24 * MIB
-
-
-def threads():
-    return [thread.name for thread in threading.enumerate()]

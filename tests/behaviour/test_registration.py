@@ -6,25 +6,15 @@ import os
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader
 from tests.conftest import wait_until
+from tests.support.datasets import Filled
 from tests.support.devices import plug_in
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 BATCH_SIZE = 4
-
-
-class Images(Dataset):
-    """Sample i is full of i."""
-
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, index):
-        return torch.full((1 << 18,), index, dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -33,7 +23,7 @@ def device(monkeypatch):
 
 
 def load(workers):
-    return RPCDataloader(Images(), BATCH_SIZE, workers=workers, device="cuda:0")
+    return RPCDataloader(Filled(48, 1 << 18), BATCH_SIZE, workers=workers, device="cuda:0")
 
 
 def check(batches):

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import BadSamplesError, SerializationError
+from tests.support.datasets import note
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -50,7 +51,8 @@ class Numbers:
 
     def __next__(self):
         number = next(self.numbers)
-        note(self.stream.log, f"source {os.getpid()}")
+        if self.stream.log is not None:
+            note(self.stream.log, "source", os.getpid())
         if number in self.stream.broken:
             raise ValueError(f"sample {number} is broken")
         number += 1000 * self.stream.epoch
@@ -66,7 +68,8 @@ class Decode:
 
     def __call__(self, sample):
         number = sample["number"]
-        note(self.log, f"{number} {os.getpid()}")
+        if self.log is not None:
+            note(self.log, number, os.getpid())
         if self.deadly is not None and number == 21 and not os.path.exists(self.deadly):
             Path(self.deadly).touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -77,12 +80,6 @@ class Decode:
         assert (sample["array"] == number).all()
         sample["array"] += 1  # each sample has memory of its own
         return torch.tensor([float(number), float(sample["noise"]), float(torch.rand(()))])
-
-
-def note(path, text):
-    if path is not None:
-        with open(path, "a") as file:
-            file.write(text + "\n")
 
 
 def make(workers, stream=None, decode=None, batch_size=4, **options):

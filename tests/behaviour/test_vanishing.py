@@ -1,4 +1,5 @@
-"""Hosts that vanish without a word, and trainers that stop for a while: the first are noticed, the others waited for.
+"""Hosts that vanish without a word are noticed, and the epoch goes on. One that answers for a process that is stopped
+is waited for: see ``tests/unit/wire/test_transport.py``.
 
 The tests have networks of their own. Most of them let keep-alive be as fast as the kernel allows (its unit is a
 second); those marked slow wait for the real time.
@@ -21,7 +22,9 @@ from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
+from tests.support import tasks
 from tests.support.clocks import REAL_KEEPALIVE, KeepAlive
+from tests.support.datasets import Gated, Hosted
 from tests.support.network import Cable, Host, Network, why_not
 from tests.support.quick import QuickServer, quick_server
 
@@ -91,8 +94,7 @@ def start_node(network, zygote, pace):
 
 
 class Large(Dataset):
-    # More than the kernel keeps for a connection.
-    """Batches that take a while to travel."""
+    """Batches that take a while to travel: more than the kernel keeps for a connection."""
 
     def __init__(self, size_bytes=2**28):
         self.size_bytes = size_bytes
@@ -104,59 +106,31 @@ class Large(Dataset):
         return torch.zeros(self.size_bytes, dtype=torch.uint8)
 
 
-class Fifos(Dataset):
-    """Samples that are there when somebody writes into a named pipe."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        with open(self.path) as file:
-            file.read()
-        return index
-
-
-class Numbers(Dataset):
-    """Samples that tell which node server they come from."""
-
-    def __init__(self, length=100):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
+class Slow(Hosted):
     def __getitem__(self, index):
         time.sleep(0.005)
-        with open(f"/proc/{os.getppid()}/stat") as file:
-            return index, int(file.read().rpartition(")")[2].split()[1])
-
-
-def read(path):
-    with open(path) as file:
-        return file.read()
-
-
-def pid_of_this():
-    return os.getpid()
+        return super().__getitem__(index)
 
 
 # What a trainer waits for. Each is prepared while its node is there, and gives what is done when that has vanished.
 
 
-def batch_that_is_computed(node, fifo):
-    iterator = iter(RPCDataloader(Fifos(fifo), workers=node.address, reconnect_timeout=0))
-    writer = os.open(fifo, os.O_WRONLY)  # somebody reads there: a worker is at work
+def at_work(fifo, wait):
+    """A wait for a worker that reads there."""
+    writer = os.open(fifo, os.O_WRONLY)  # it has begun
 
     def finish():
         try:
-            next(iterator)
+            wait()
         finally:
             os.close(writer)
 
     return finish
+
+
+def batch_that_is_computed(node, fifo):
+    iterator = iter(RPCDataloader(Gated(10, 0, fifo), workers=node.address, reconnect_timeout=0))
+    return at_work(fifo, lambda: next(iterator))
 
 
 def batch_that_is_received(node, _fifo):
@@ -169,53 +143,44 @@ def batch_that_is_received(node, _fifo):
 
 
 def call_that_is_at_work(node, fifo):
-    future = rpc_async(node.address, read, (fifo,))
-    writer = os.open(fifo, os.O_WRONLY)
-
-    def finish():
-        try:
-            future.wait()
-        finally:
-            os.close(writer)
-
-    return finish
+    return at_work(fifo, rpc_async(node.address, tasks.read_all, (fifo,)).wait)
 
 
 def call_that_is_not_delivered(node, _fifo):
-    rpc_async(node.address, pid_of_this).wait()
-    return lambda: rpc_async(node.address, pid_of_this).wait()
+    rpc_async(node.address, os.getpid).wait()
+    return lambda: rpc_async(node.address, os.getpid).wait()
 
 
 def large_call_that_is_not_delivered(node, _fifo):
-    rpc_async(node.address, pid_of_this).wait()
+    rpc_async(node.address, os.getpid).wait()
     return lambda: rpc_async(node.address, len, (torch.zeros(2**22),)).wait()
 
 
 def call_whose_worker_dies(node, _fifo):
     """On the node, that is; its session tells the client, and so has something unacknowledged under way."""
-    pid = rpc_async(node.address, pid_of_this).wait()
+    pid = rpc_async(node.address, os.getpid).wait()
 
     def finish():
         os.kill(pid, signal.SIGKILL)
-        rpc_async(node.address, pid_of_this).wait()
+        rpc_async(node.address, os.getpid).wait()
 
     return finish
 
 
 def first_batch(node, _fifo):
     """The worker for it cannot be reached any more."""
-    dataset = RPCDataset(node.address, Numbers)
+    dataset = RPCDataset(node.address, Hosted)
     return lambda: next(iter(RPCDataloader(dataset, reconnect_timeout=0)))
 
 
 def change(node, _fifo):
     """Goes to the session itself, whose connection the others rely upon."""
-    dataset = RPCDataset(node.address, Numbers)
+    dataset = RPCDataset(node.address, Hosted)
     return lambda: dataset.call_all(len)
 
 
 def large_build(node, _fifo):
-    RPCDataset(node.address, Numbers)
+    RPCDataset(node.address, Hosted)
     return lambda: RPCDataset(node.address, len, torch.zeros(2**22))
 
 
@@ -287,7 +252,7 @@ class Consumer:
 
 def test_epoch_goes_on_elsewhere_and_takes_hosts_in_again_that_come_back(start_node, pace, caplog):
     cut, off, other = [start_node() for _ in range(3)]
-    dataset = RPCDataset([node.address for node in (cut, off, other)], Numbers, 100_000)
+    dataset = RPCDataset([node.address for node in (cut, off, other)], Slow, 100_000)
     consumer = Consumer(iter(RPCDataloader(dataset)))
     everybody = {node.server.pid for node in (cut, off, other)}
     consumer.take_until(lambda pids: pids == everybody, 10, "batches of all nodes")
@@ -309,51 +274,3 @@ def test_epoch_goes_on_elsewhere_and_takes_hosts_in_again_that_come_back(start_n
     consumer.take_until(lambda pids: pids == everybody, 10, "the return of two nodes")
     assert consumer.indices == [*range(len(consumer.indices))]
     assert caplog.text.count("is back") == 2
-
-
-STOPPED = """
-import sys, torch
-from torch.utils.data import Dataset
-from rpcdataloader import RPCDataloader
-
-class Large(Dataset):
-    # More than the kernel keeps for a connection.
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        return torch.full([2**26], index, dtype=torch.uint8)
-
-for number, batch in enumerate(RPCDataloader(Large(), workers=sys.argv[1])):
-    assert batch.shape == (1, 2**26) and bool((batch == number).all())
-    print(number, flush=True)
-"""
-
-
-@pytest.mark.slow  # moves gigabytes, and has to meet the trainer in the middle of a batch
-def test_trainer_that_is_stopped_or_computes_for_long_loses_nothing(network, start_node, zygote, pace, caplog):
-    node = start_node(num_workers=2)
-    iterator = iter(RPCDataloader(Numbers(), workers=node.address))
-    assert int(next(iterator)[0]) == 0
-    trainer = zygote.start(f"{network.trainer.move_in}\n{pace.statement}\n{STOPPED}", node.address)
-    wait_until(lambda: "0" in trainer.output, 30, "the first batch")
-    os.kill(trainer.pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: closed_windows(node.host) > 0, 10, "a closed window")
-        processes = node.server.processes()
-        time.sleep(pace.limit)  # what it is that must do no harm
-        assert node.server.processes() == processes
-    finally:
-        os.kill(trainer.pid, signal.SIGCONT)
-    ended = trainer.wait()
-    # It may say how long it has waited, and nothing else.
-    assert (ended.status, [line for line in ended.errors.splitlines() if " waiting (" not in line]) == (0, [])
-    assert ended.output.split() == [str(number) for number in range(60)]
-    assert [int(index) for index, _pid in iterator] == [*range(1, 100)]
-    assert not caplog.messages
-
-
-def closed_windows(host):
-    """How many connections have data for a peer that has no room."""
-    # Of the timers, 4 is for those.
-    return sum(fields[5].startswith("04") for fields in host.sockets())

@@ -164,16 +164,26 @@ class Copied(Numbers):
         return index * self.factor
 
 
-class Recorded(Numbers):
-    """Notes each sample when it is there."""
+class Filled(Numbers):
+    """So many bytes, each of them the index."""
 
-    def __init__(self, size: int, log: str, num_bytes: int) -> None:
+    def __init__(self, size: int, num_bytes: int) -> None:
         super().__init__(size)
-        self.log = log
         self.num_bytes = num_bytes
 
     def __getitem__(self, index: int) -> Any:
-        sample = torch.full((self.num_bytes,), index % 256, dtype=torch.uint8)
+        return torch.full((self.num_bytes,), index % 256, dtype=torch.uint8)
+
+
+class Recorded(Filled):
+    """Notes each sample when it is there."""
+
+    def __init__(self, size: int, log: str, num_bytes: int) -> None:
+        super().__init__(size, num_bytes)
+        self.log = log
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
         note(self.log, index, time.monotonic())
         return sample
 
@@ -207,7 +217,7 @@ class Failing(Numbers):
 
 
 class Deadly(Numbers):
-    """Ends its process at some indices, after a while; once if there is a file to remember it by."""
+    """Ends its process at some indices, after a while, or hangs; once if there is a file to remember it by."""
 
     def __init__(self, size: int, deadly: Collection[int], how: str, seconds: float = 0.0, marker: str = "") -> None:
         super().__init__(size)
@@ -225,8 +235,10 @@ class Deadly(Numbers):
 
 
 def end_here(how: str, seconds: float) -> None:
-    """End this process: by a signal, or with status 7."""
+    """End this process: by a signal, or with status 7; or hang until it is ended."""
     time.sleep(seconds)
+    while how == "hang":
+        signal.pause()
     if how == "exit":
         os._exit(7)
     os.kill(os.getpid(), signal.Signals[how])

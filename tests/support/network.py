@@ -58,11 +58,6 @@ class Host:
         with self.entered():
             subprocess.run(words, check=True, capture_output=True)
 
-    def sockets(self) -> list[list[str]]:
-        """The fields of its TCP connections: see proc(5) on ``/proc/net/tcp``."""
-        with self.entered(), open("/proc/thread-self/net/tcp") as file:
-            return [line.split() for line in file][1:]
-
     def close(self) -> None:
         """Let go of it; it ends with the last process on it."""
         os.close(self._descriptor)
