@@ -143,6 +143,11 @@ def after_a_wrong_proof(sock, bomb):
     sock.sendall(message(MessageType.REPLY, bomb, 1))
 
 
+def after_the_clients_own_proof(sock, bomb):
+    meet(sock)
+    sock.sendall(recv_frame(sock).encode() + message(MessageType.REPLY, bomb, 1))
+
+
 def as_an_echo(sock, bomb):
     sock.recv(32, socket.MSG_WAITALL)
     with contextlib.suppress(EOFError):
@@ -155,14 +160,23 @@ def as_a_refusal(sock, bomb):
     sock.sendall(message(MessageType.REFUSED, bomb))
 
 
-@pytest.mark.parametrize("act", [at_once, after_a_wrong_proof, as_an_echo, as_a_refusal])
-def test_client_loads_nothing_of_a_server_without_the_secret(act, trace):
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (at_once, RemoteProtocolError),
+        (after_a_wrong_proof, AuthenticationError),
+        (after_the_clients_own_proof, AuthenticationError),
+        (as_an_echo, RemoteProtocolError),
+        (as_a_refusal, RemoteProtocolError),
+    ],
+)
+def test_client_loads_nothing_of_a_server_without_the_secret(act, error, trace):
     bomb = pickle.dumps(Bomb(trace))
     pickle.loads(bomb)
     assert num_loaded(trace) == 1  # it would go off
     start = time.monotonic()
     with Impostor(lambda sock: act(sock, bomb)) as impostor:
-        with pytest.raises((AuthenticationError, RemoteProtocolError)) as raised:
+        with pytest.raises(error) as raised:
             rpc_async(impostor.address, os.getpid).wait()
         close_client()
     assert time.monotonic() - start < PROMPTLY
