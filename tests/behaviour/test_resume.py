@@ -483,6 +483,7 @@ def distributed(size=SIZE, num_ranks=1, **options):
         # Of samplers that say nothing about themselves
         ({"batch_sampler": [[1], [2]] * 2}, {"batch_sampler": [[1]]}, "list(length=4), and here"),
         ({"batch_sampler": Given([[0]] * 9)}, {"batch_sampler": Given([[0]])}, "sampler has only 1 now"),
+        ({"batch_size": None, "sampler": Given([0] * 9)}, {"batch_size": None, "sampler": Given([0])}, "only 1 now"),
         ({"sampler": Given([0] * 9), "stop": 3}, {"sampler": Given([0])}, "had delivered 3 batches, but th"),
         (
             {"batch_sampler": Given([[0]] * 9)},
