@@ -194,7 +194,9 @@ def is_worth_trying(saved, resumed):
 
 
 ENDS = [
-    (kind, ranks, 8) for kind in ("distributed", "own batches, resumable", "hidden", "shuffled") for ranks in (1, 2)
+    (kind, ranks, 8)
+    for kind in ("distributed", "resumable", "own batches, resumable", "hidden", "shuffled")
+    for ranks in (1, 2)
 ] + [("single", 1, 8)]
 
 
