@@ -245,10 +245,11 @@ def end_here(how: str, seconds: float) -> None:
 
 
 class Holder(Numbers):
-    """Holds a FIFO open: who reads it sees the end of file when nobody has the dataset any more."""
+    """Holds a FIFO open: who reads it sees the end of file when nobody has the dataset any more. Cannot be pickled."""
 
     def __init__(self, fifo: str) -> None:
         super().__init__(20)
+        self.lock = threading.Lock()
         self.descriptor = os.open(fifo, os.O_WRONLY)
 
     def __del__(self) -> None:
