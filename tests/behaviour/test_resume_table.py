@@ -11,6 +11,7 @@ import json
 import os
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def in_pairs(kind):
     return lambda rank, ranks, size: {"batch_sampler": Pairs(kind(DATASET, ranks, rank), size, False)}
 
 
-DATASET = range(SIZE)
+DATASET: Any = range(SIZE)
 
 # Arguments of the loader of a rank, of so many, with such batches.
 SAMPLING = {
@@ -90,7 +91,7 @@ SAMPLING = {
     "list": batched(lambda rank, ranks: list(range(rank, SIZE, ranks))),
     "shuffled": lambda _rank, _ranks, size: {"batch_size": size, "shuffle": True},
     "in order": lambda _rank, _ranks, size: {"batch_size": size},
-    "weighted": batched(lambda _rank, _ranks: WeightedRandomSampler(torch.ones(SIZE), SIZE, replacement=False)),
+    "weighted": batched(lambda _rank, _ranks: WeightedRandomSampler([1.0] * SIZE, SIZE, replacement=False)),
     "single": lambda _rank, _ranks, _size: {"batch_size": None, "shuffle": True},
 }
 DIVIDED = list(SAMPLING)[:7]

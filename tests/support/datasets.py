@@ -219,7 +219,7 @@ class Failing(Numbers):
 class Deadly(Numbers):
     """Ends its process at some indices, after a while, or hangs; once if there is a file to remember it by."""
 
-    def __init__(self, size: int, deadly: Collection[int], how: str, seconds: float = 0.0, marker: str = "") -> None:
+    def __init__(self, size: int, deadly: Collection[Any], how: str, seconds: float = 0.0, marker: str = "") -> None:
         super().__init__(size)
         self.deadly = deadly
         self.how = how
