@@ -178,7 +178,7 @@ class CostBatchSampler(Sampler[list[int]]):
             turns = torch.randint(num_ranks, (len(steps),), generator=generator).tolist()
             steps = [step[turn:] + step[:turn] for step, turn in zip(steps, turns, strict=True)]
         if num_left and not self.drop_last:
-            steps.append(self._deal(np.concatenate([batches[k] for k in by_cost[:num_left]]), num_ranks))
+            steps.append(self._deal([batches[k] for k in by_cost[:num_left]], num_ranks))
         return steps
 
     def _sorted(self, samples: Indices) -> Indices:
@@ -201,14 +201,17 @@ class CostBatchSampler(Sampler[list[int]]):
             cuts.append(min(max(end, begin + 1), len(samples)))
         return [samples[begin:end] for begin, end in itertools.pairwise(cuts)]
 
-    def _deal(self, samples: Indices, num_ranks: int) -> list[Indices]:
-        """Deal samples out to one batch per rank, of nearly equal cost; fewer than ranks are repeated."""
+    def _deal(self, left: list[Indices], num_ranks: int) -> list[Indices]:
+        """Deal fewer batches than ranks out to one per rank, of nearly equal cost; fewer samples are repeated."""
+        samples = np.concatenate(left)
         samples = self._sorted(np.resize(samples, max(len(samples), num_ranks)))
         low, high = 0.0, float(self.max_cost)
         for _ in range(30):  # the smallest budget with which the ranks suffice
             budget = (low + high) / 2
             low, high = (low, budget) if len(self._cut(samples, budget)) <= num_ranks else (budget, high)
         batches = self._cut(samples, high)
+        if len(batches) > num_ranks:  # the sums of sorted samples may use up less of the budget than before
+            batches = left
         while len(batches) < num_ranks:
             batches.sort(key=len)
             largest = batches.pop()

@@ -10,7 +10,7 @@ import json
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from rpcdataloader import CostBatchSampler, RPCDataloader, RPCDataset, measure_costs
 
@@ -58,8 +58,8 @@ def test_all_ranks_have_batches_of_equal_cost_at_each_step(num_ranks, number, pa
 
 
 OPTIONS = {
-    "costs": st.lists(st.integers(1, 50), min_size=1, max_size=60).map(np.array),
-    "num_replicas": st.integers(1, 5),
+    "costs": st.lists(st.integers(1, 50) | st.sampled_from([20, 30]), min_size=1, max_size=60).map(np.array),
+    "num_replicas": st.integers(1, 8),
     "padded": st.booleans(),
     "window": st.integers(1, 70),
     "shuffle": st.booleans(),
@@ -70,6 +70,17 @@ OPTIONS = {
 
 @settings(max_examples=80, deadline=None)
 @given(max_cost=st.integers(50, 120), epoch=st.integers(0, 3), **OPTIONS)
+@example(  # two of a pair use the budget up, and two of a kind do not
+    costs=np.array([60, 40] * 7),
+    num_replicas=8,
+    max_cost=100,
+    epoch=0,
+    padded=False,
+    window=2,
+    shuffle=False,
+    drop_last=False,
+    seed=0,
+)
 def test_every_rank_plans_the_same(costs, num_replicas, max_cost, epoch, **options):
     samplers = ranks(costs, num_replicas, max_cost, **options)
     for sampler in samplers:
