@@ -89,6 +89,9 @@ class CostBatchSampler(Sampler[list[int]]):
         self.max_cost, self.padded, self.window = max_cost, padded, window
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
+        # Once, as the loader takes a state for every batch.
+        options = f"{max_cost} {padded} {window} {drop_last}"
+        self._fingerprint = hashlib.blake2b(self.costs.tobytes() + options.encode(), digest_size=8).hexdigest()
         # What was delivered of the epoch, before the next pass and up to now: numbers of ranks, and of steps, one after
         # the other.
         self._start: list[tuple[int, int]] = []
@@ -124,7 +127,7 @@ class CostBatchSampler(Sampler[list[int]]):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "past": [list(past) for past in self._past],
-            "plan": self._fingerprint(),
+            "plan": self._fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,17 +136,13 @@ class CostBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: The state belongs to other costs, or to another budget, window or way of counting.
         """
-        if state["plan"] != self._fingerprint():
+        if state["plan"] != self._fingerprint:
             raise ValueError(
                 "this state of a CostBatchSampler belongs to other costs, or to another max_cost, padded, window or "
                 "drop_last: go on with the same ones, or begin the epoch anew"
             )
         self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
         self._start = self._past = [(num_ranks, num_steps) for num_ranks, num_steps in state["past"]]
-
-    def _fingerprint(self) -> str:
-        options = f"{self.max_cost} {self.padded} {self.window} {self.drop_last}"
-        return hashlib.blake2b(self.costs.tobytes() + options.encode(), digest_size=8).hexdigest()
 
     def _steps_after(self, past: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[list[Indices]], int]:
         """What other numbers of ranks have delivered, the steps that follow it, and the first that is left."""
