@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 
 import pytest
 
@@ -58,15 +59,12 @@ def test_forms(workers, expected):
     [
         ([], "workers names no worker; write host:port"),
         ("", "workers names no worker; write host:port"),
-        (" , ", "workers names no worker; write host:port"),
         ("node01", "cannot read the address 'node01': write host:port"),
         ("tcp://node01:6543", "cannot read the address 'tcp://node01:6543'"),
         ("node01:6543,node02:6543,node01:6543", "workers names node01:6543 more than once"),
         ("local:0", "'local:0' asks for no worker; use inline"),
         ("local:x", "'local:x' names no number of workers; write local:N, or local for one per CPU"),
-        ("local:-1", "'local:-1' names no number of workers"),
         (["inline", "node01:6543"], "'inline' cannot be one of several"),
-        (["inline", "local"], "'inline' cannot be one of several"),
         ("local:2,local", "there is one embedded pool, but workers names local:2 and local"),
         ("@", "'@' names no directory; write @/path"),
         (" @ ", "'@' names no directory; write @/path"),
@@ -98,3 +96,46 @@ def test_caller_comes_before_the_environment_and_the_environment_is_the_default(
     assert find_workers(None, {WORKERS_VARIABLE: "  "}) is None
     monkeypatch.setitem(os.environ, WORKERS_VARIABLE, "node01:6543")
     assert find_workers(None) == Remote((NODE,))
+
+
+# Node servers behind a DNS name; that of the resolver is in tests/behaviour/test_dns.py
+
+
+@pytest.fixture
+def resolver(monkeypatch):
+    """What the resolver answers: a list of hosts, or the number of an error."""
+    answers = {"pool": []}
+
+    def getaddrinfo(host, port, type):
+        if isinstance(answers[host], int):
+            raise socket.gaierror(answers[host], "what it says")
+        return [
+            (socket.AF_INET6 if ":" in found else socket.AF_INET, type, 6, "", (found, port)) for found in answers[host]
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return answers
+
+
+def look(names):
+    return list(map(str, names.look()))
+
+
+def test_servers_are_in_the_same_order_for_everybody(resolver):
+    for answer in ["10.0.0.10", "10.0.0.9", "10.0.0.10"], ["10.0.0.9", "10.0.0.10"]:
+        resolver["pool"] = answer
+        assert look(Names(Address("pool", 6543))) == ["10.0.0.9:6543", "10.0.0.10:6543"]
+
+
+def test_resolver_that_cannot_be_asked_takes_nothing_away(resolver):
+    names = Names(Address("pool", 6543))
+    resolver["pool"] = ["10.0.0.1"]
+    assert look(names) == ["10.0.0.1:6543"]
+    resolver["pool"] = socket.EAI_AGAIN
+    assert look(names) == ["10.0.0.1:6543"]
+    assert names.problems == {"pool": "what it says"}
+    for number in socket.EAI_NONAME, socket.EAI_NODATA:
+        resolver["pool"] = ["10.0.0.1"]
+        assert look(names) == ["10.0.0.1:6543"]
+        resolver["pool"] = number
+        assert look(names) == []

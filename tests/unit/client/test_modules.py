@@ -1,4 +1,4 @@
-"""Which modules ``py_modules=`` means, what of them is sent, and which it refuses."""
+"""Which modules ``py_modules=`` and which variables ``env=`` mean, what is sent of them, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader.client.modules import choose_modules
+from rpcdataloader.client.modules import choose_modules, choose_variables
 
 
 @pytest.fixture
@@ -93,12 +93,10 @@ def test_two_of_a_name_are_refused(folder):
         (["./three.txt"], ValueError, "three is not a Python file, but"),
         (["shapes.round"], ValueError, "shapes.round is a part of shapes: name shapes, which is sent as a whole"),
         (["./nowhere"], ValueError, "there is no"),
-        (["./data.py"], ValueError, "there is no"),
         (["./parts"], ValueError, "parts/__init__.py: name modules, or folders of packages, one by one"),
         (["parts"], ValueError, "parts is a namespace package"),
         (["./two-words"], ValueError, "'two-words' is not a valid module name"),
         (["json"], ValueError, "json is a module of Python itself"),
-        ([sys], ValueError, "sys is a module of Python itself"),
         (["__main__"], ValueError, "leave __main__ out"),
         ([sys.modules["__main__"]], ValueError, "leave __main__ out"),
         (["torch"], ValueError, ".so, which is built for one kind of machine: install it on the nodes instead"),
@@ -127,3 +125,60 @@ def test_package_that_is_too_large_is_refused_before_it_is_read(folder):
         ValueError, match=r"has 307200\.0 MiB, of which .*weights\.bin has 307200\.0, and the limit is 64"
     ):
         choose_modules(["shapes"])
+
+
+# Variables
+
+
+ENVIRON = {
+    "HF_HOME": "/hf",
+    "HF_TOKEN": "secret of theirs",
+    "AWS_PROFILE": "me",
+    "LD_PRELOAD": "/x.so",
+    "CUDA_VISIBLE_DEVICES": "1",
+    "SLURM_JOB_ID": "7",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "gpu01",
+    "RPCDATALOADER_TOKEN": "ours",
+    "RPCDATALOADER_WORKERS": "node01:1",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (None, {}),
+        ([], {}),
+        (["AWS_PROFILE", "NOT_SET"], {"AWS_PROFILE": "me"}),
+        (("HF_*",), {"HF_HOME": "/hf", "HF_TOKEN": "secret of theirs"}),
+        (iter(["hf_*", "HF_HOM?", "A[VW]S_*"]), {"HF_HOME": "/hf", "AWS_PROFILE": "me"}),
+        (["*"], {"HF_HOME": "/hf", "HF_TOKEN": "secret of theirs", "AWS_PROFILE": "me"}),
+        (["R*", "LD_PRELOA[D]"], {}),
+        ({"OMP_NUM_THREADS": "2", "A*": "no pattern"}, {"OMP_NUM_THREADS": "2", "A*": "no pattern"}),
+        (["LD_PRELOAD", "SLURM_JOB_ID"], {"LD_PRELOAD": "/x.so", "SLURM_JOB_ID": "7"}),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_names_patterns_and_values(env, expected):
+    assert choose_variables(env, ENVIRON) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "error", "text"),
+    [
+        ("HF_*", TypeError, "env must be a list of names and patterns, or a mapping"),
+        (3, TypeError, "functools.partial"),
+        (["RPCDATALOADER_TOKEN"], ValueError, "RPCDATALOADER_TOKEN is the secret, which is never sent"),
+        ({"RPCDATALOADER_TOKEN": "x"}, ValueError, "RPCDATALOADER_TOKEN is the secret, which is never sent"),
+        ({"A": 2}, ValueError, "the value of A must be a string, but is 2"),
+        ({"A": "x\0"}, ValueError, "the value of A must be a string"),
+        (["A=2"], ValueError, "'A=2' is not a valid name of an environment variable"),
+        ([""], ValueError, "'' is not a valid name"),
+        ([4], ValueError, "4 is not a valid name"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(env, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        choose_variables(env, ENVIRON)

@@ -1,3 +1,5 @@
+"""Which workers of the nodes are a rank's, and which rank a process has."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -7,7 +9,7 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdataloader.client.sharing import Partition, current_partition, share_of
+from rpcdataloader.client.sharing import Partition, current_partition, rank_of_step, share_of
 
 NODES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -54,12 +56,6 @@ def test_more_ranks_than_workers_double_up_evenly(num_workers, excess):
 # Who this process is
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2), (63, 64)])
-def test_rank_comes_from_the_environment(rank, world_size):
-    environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    assert current_partition(environ) == Partition(rank, world_size)
-
-
 @pytest.mark.parametrize("environ", [{}, {"RANK": "1"}, {"WORLD_SIZE": "2"}, {"SLURM_PROCID": "1"}])
 def test_without_both_variables_a_process_is_alone(environ):
     assert current_partition(environ) == Partition(0, 1)
@@ -79,7 +75,64 @@ def test_torch_distributed_comes_before_the_environment(monkeypatch):
     assert current_partition({"RANK": "0", "WORLD_SIZE": "2"}) == Partition(3, 4)
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [("2", "2"), ("-1", "2"), ("0", "0"), ("one", "2"), ("0", "")])
-def test_impossible_environment_is_named(rank, world_size):
-    with pytest.raises(ValueError, match="environment variables RANK and WORLD_SIZE: "):
-        current_partition({"RANK": rank, "WORLD_SIZE": world_size})
+# Processes of Slurm jobs. The environments were written down from jobs of Slurm 22.05.
+
+
+# A heterogeneous job of 1 node with 2 trainers, and 2 nodes with 1 node server each.
+JOB = {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_NTASKS_HET_GROUP_0": "2",
+    "SLURM_NTASKS_HET_GROUP_1": "2",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2",
+}
+
+
+def step(procid, num_tasks, num_nodes):
+    return {
+        "SLURM_STEP_ID": "3",
+        "SLURM_PROCID": str(procid),
+        "SLURM_NTASKS": str(num_tasks),
+        "SLURM_STEP_NUM_TASKS": str(num_tasks),
+        "SLURM_STEP_NUM_NODES": str(num_nodes),
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+        ({"SLURM_NTASKS": "8"}, None),
+        (step(5, 8, 2), (5, 8)),
+        (step(0, 1, 1), (0, 1)),
+        # A step in a batch script of 8 tasks has its own number of them.
+        ({**step(3, 4, 2), "SLURM_TASKS_PER_NODE": "4(x2)"}, (3, 4)),
+        # One srun for each component
+        ({**JOB, **step(1, 2, 1)}, (1, 2)),
+        ({**JOB, **step(1, 2, 2)}, (1, 2)),
+        # A step on more tasks than its component has is not one over all of them.
+        ({**JOB, **step(3, 4, 1)}, (3, 4)),
+    ],
+)
+def test_only_a_task_of_a_step_has_a_rank(environ, expected):
+    assert rank_of_step(environ, is_terminal=False) == expected
+
+
+def test_one_srun_for_all_components_counts_the_tasks_of_each_apart():
+    job = {**JOB, "SLURM_NTASKS_HET_GROUP_1": "3", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "3"}
+    ranks = [rank_of_step({**job, **step(procid, 5, 4)}, is_terminal=False) for procid in range(5)]
+    assert ranks == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
+
+
+def test_shell_of_a_step_is_alone_and_a_step_from_there_is_not():
+    environ = {**step(0, 8, 1), "SLURM_PTY_PORT": "41575"}
+    assert rank_of_step(environ, is_terminal=True) is None
+    assert rank_of_step(environ, is_terminal=False) == (0, 8)
+    assert rank_of_step(step(0, 8, 1), is_terminal=True) == (0, 8)
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"])
+def test_what_is_no_number_is_refused(name):
+    with pytest.raises(ValueError, match="invalid literal"):
+        rank_of_step({**step(0, 8, 1), name: "many"}, is_terminal=False)

@@ -1,7 +1,8 @@
-"""Which paths a session takes over of its client's process, and which it does not; and its rank."""
+"""Paths and modules that a session takes over of its client's process, and those that it does not."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -10,10 +11,20 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy  # noqa: F401  # from elsewhere than a session has it from
 import pytest
 
-import rpcdataloader.host.environment
-from rpcdataloader.host.environment import Additions, Environment, collect, hint_at, install, update
+from rpcdataloader.host import environment
+from rpcdataloader.host.environment import (
+    Additions,
+    Environment,
+    Module,
+    collect,
+    hint_at,
+    install,
+    prepare_session,
+    update,
+)
 
 ROOT = str(Path(__file__).parents[3])
 
@@ -104,7 +115,7 @@ def here(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")  # which install sets
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rpcdataloader.host.environment, "_lack", "")
+    monkeypatch.setattr(environment, "_lack", "")
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     return tmp_path
@@ -128,18 +139,13 @@ def chained():
     return error
 
 
-def test_missing_folders_are_a_warning_and_a_hint_at_errors_that_may_come_of_them(here, caplog):
+def test_hint_at_missing_folders_is_given_as_long_as_they_are_missing(here):
     install(Environment(("/no/script", str(here / "missing")), "/no/directory"))
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
+    hint = hint_at(chained())
     for text in ("no /no/script and no /no/directory", f"directory is {here}", f"on {socket.gethostname()}"):
-        assert text in record.getMessage()
-    for error in FileNotFoundError(2, "x", "y"), ModuleNotFoundError("x"), chained():
-        assert hint_at(error) == record.getMessage()
-    assert hint_at(ValueError("x")) is None
+        assert text in hint
     install(Environment((str(here), "/no/other"), str(here)))
-    assert hint_at(FileNotFoundError(2, "x", "y")) is None
-    assert len(caplog.records) == 1
+    assert hint_at(chained()) is None
 
 
 def test_folders_that_others_can_write_to_are_neither_searched_nor_entered(here, caplog):
@@ -154,9 +160,68 @@ def test_folders_that_others_can_write_to_are_neither_searched_nor_entered(here,
     assert not hint_at(ValueError("x"))
 
 
-def test_rank_is_the_client_s_and_not_that_of_the_server(monkeypatch):
-    monkeypatch.setenv("RANK", "7")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    update(Additions({"WORLD_SIZE": "4"}), 1, 3)  # env= has the last word
-    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["1", "4", "5"]
+def test_variables_of_the_user_have_the_last_word(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "7")
+    update(Additions({"WORLD_SIZE": "4"}), 1, 3)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "4")
+
+
+# Modules: written as they were, in a folder of their own, and once
+
+
+FILES = {
+    "shapes/__init__.py": b"from shapes.round import circle\n",
+    "shapes/round.py": b"circle = 'a circle'\n",
+    "shapes/data/names.txt": b"circle\r\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of a session that has no modules yet."""
+    monkeypatch.setattr(environment, "_installed", {})
+    monkeypatch.setattr(environment, "_folder", "")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "earlier"), *sys.path])
+    prepare_session(str(tmp_path / "session"), lambda: None)
+    yield tmp_path / "session"
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("shapes", "squares")]:
+        del sys.modules[name]
+
+
+def install_modules(modules):
+    update(Additions.of({}, modules, forward_output=False), 0, 1)
+
+
+def test_other_files_of_a_module_that_is_there_are_too_late(folder):
+    install_modules([Module("shapes", FILES)])
+    with pytest.raises(ImportError, match="shapes comes too late"):
+        install_modules([Module("shapes", {**FILES, "shapes/round.py": b"circle = 2"})])
+    assert (folder / "shapes" / "round.py").read_bytes() == FILES["shapes/round.py"]
+
+
+def test_modules_are_written_as_they_were_come_before_others_and_are_private(folder, tmp_path):
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "shapes.py").write_text("circle = 'another'")
+    install_modules([Module("shapes", FILES)])
+    assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == FILES
+    shapes = importlib.import_module("shapes")
+    assert shapes.circle == "a circle"
+    assert shapes.__file__ == str(folder / "shapes" / "__init__.py")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    install_modules([Module("shapes", FILES)])  # again: nothing to do
+    install_modules([Module("squares", {"squares.py": b"side = 2"})])  # more of them, later
+    assert importlib.import_module("squares").side == 2
+
+
+def test_module_that_was_imported_from_elsewhere_is_too_late(folder):
+    with pytest.raises(ImportError, match=r"comes too late on .* imported it from .*numpy/__init__\.py") as caught:
+        install_modules([Module("squares", {"squares.py": b"side = 2"}), Module("numpy", {"numpy.py": b""})])
+    assert "without --preload numpy" in str(caught.value)
+    assert [path.name for path in folder.iterdir()] == ["squares.py"]
+
+
+def test_folder_of_somebody_else_is_not_used(folder):
+    folder.mkdir()
+    with pytest.raises(FileExistsError):
+        install_modules([Module("squares", {"squares.py": b"side = 2"})])

@@ -12,16 +12,13 @@ from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 
 
-def test_defaults_listen_on_this_machine_alone():
+def test_defaults_listen_on_this_machine_alone_and_cannot_be_changed():
     settings = ServerSettings()
     assert (settings.host, settings.advertised_host()) == ("127.0.0.1",) * 2
     assert list(settings.ports) == [6543]
     assert (settings.grace, settings.preload) == (30.0, ())
-
-
-def test_settings_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        ServerSettings().host = "0.0.0.0"
+        settings.host = "0.0.0.0"
 
 
 def test_every_setting_has_a_help_text():

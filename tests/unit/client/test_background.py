@@ -1,0 +1,80 @@
+"""The threads that send for all connections and that print: woken by any thread, at any time."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+
+import pytest
+
+from rpcdataloader.client.background import Printer, Sender
+from tests.conftest import wait_until
+
+
+class Outlet:
+    def fileno(self) -> int:
+        return -1
+
+    def flush(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def many_switches():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("many_switches")
+def test_it_closes_while_others_wake_it():
+    """As finalizers do, also those of a connection that was lost before: an error there is nobody's."""
+    failures = []
+
+    def wake(sender, begun):
+        begun.set()
+        try:
+            for _ in range(200):
+                sender.wake(Outlet())
+        except OSError as error:
+            failures.append(error)
+
+    for _ in range(500):
+        sender, begun = Sender(), threading.Event()
+        thread = threading.Thread(target=wake, args=(sender, begun))
+        thread.start()
+        begun.wait()
+        sender.close()
+        thread.join()
+    assert not failures
+
+
+# The printer
+
+
+@pytest.fixture
+def printer():
+    printer = Printer()
+    yield printer
+    printer.close()
+    assert printer._thread is None or not printer._thread.is_alive()
+
+
+def test_nothing_of_a_line_changes_the_terminal_or_begins_another_line(printer, capsys):
+    printer.put("node\x1b[2J worker 1", "a\tb\x1b]0;title\x07\r\n(node02 worker 1) c\u202e\x9b1mé 😀\x00")
+    printer.close()
+    assert capsys.readouterr().err == (
+        "(node\\x1b[2J worker 1) a\tb\\x1b]0;title\\x07\\r\\n(node02 worker 1) c\\u202e\\x9b1mé 😀\\x00\n"
+    )
+
+
+def test_standard_error_that_is_gone_does_no_harm(printer, monkeypatch):
+    for broken in None, io.BytesIO():
+        monkeypatch.setattr(sys, "stderr", broken)
+        printer.put("node", "lost")
+        wait_until(lambda: not printer._lines)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    printer.put("node", "seen")
+    wait_until(lambda: sys.stderr.getvalue() == "(node) seen\n")
