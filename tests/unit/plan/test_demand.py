@@ -26,14 +26,6 @@ def test_more_are_wanted_at_once_if_the_loop_waits():
     assert decide(demand, seen(4, 7.5, waited=0.04), seen(4, 7.5, waited=0.5)) == [4, 8]
 
 
-def test_a_loop_that_waits_for_enough_workers_wants_one_more_until_it_does_not():
-    demand = Demand()
-    looks = [seen(8, 7.5, waited=0.2)] * 4
-    assert decide(demand, *looks)[-1] == 9
-    # It does not try the lower number again.
-    assert {demand.decide(30.0 + 5 * number, seen(9, 7.5)) for number in range(20)} == {9}
-
-
 @pytest.mark.parametrize("needed", [math.inf, 1e9])
 def test_a_loop_that_does_nothing_wants_four_times_as_many_with_each_decision(needed):
     looks = [seen(count, needed, waited=0.9) for count in (1, 4, 16, 16)]
@@ -46,16 +38,3 @@ def test_what_the_network_does_not_carry_is_not_wanted():
 
 def test_the_least_is_kept():
     assert decide(Demand(3), *[seen(8, 0.1)] * 3)[-1] == 3
-
-
-def test_places_count_by_their_own_speed():
-    """The first ones are kept, and they are slow."""
-    look = Seen(3.0, math.inf, 0.0, 0.0, {**dict.fromkeys(range(4), 0.5), **dict.fromkeys(range(4, 8), 2.0)})
-    assert decide(Demand(), look, look)[-1] == 5
-
-
-def test_speed_of_places_that_were_given_back_is_remembered():
-    demand = Demand()
-    look = Seen(2.5, math.inf, 0.0, 0.0, {**dict.fromkeys(range(4), 1.0), **dict.fromkeys(range(4, 8), 0.25)})
-    assert decide(demand, look, look)[-1] == 3
-    assert demand.decide(15.0, seen(3, 4.4, waited=0.3)) == 6
