@@ -11,8 +11,7 @@ import pytest
 from rpcdataloader.diagnosis.words import WORDS
 from tests.benchmark.claims import CLAIMS
 from tests.benchmark.pictures import __main__ as pictures
-from tests.benchmark.pictures import losses, numbers, results, terminal, waiting
-from tests.benchmark.pictures.svg import Scale, ticks
+from tests.benchmark.pictures import numbers, results, terminal, waiting
 from tests.benchmark.recorded import load
 from tests.support.waits import CAUSES
 
@@ -89,19 +88,6 @@ def test_a_page_without_a_place_for_the_numbers_is_refused():
         numbers.put_numbers("a page", "new")
 
 
-def test_cells_of_tables_are_numbers():
-    assert results.number("7,193 (7,072 to 7,486)") == 7193.0
-    assert results.number("0.114 ms/batch") == 0.114
-    assert results.number("-") is None
-
-
-def test_kills_are_marked_where_they_happened():
-    found = {"workers": 4, "killed": 1, "bin_seconds": 0.5, "counts": [5, 10, 5, 5], "marks": []}
-    marked = {**found, "marks": [{"seconds": 1.0, "text": "killed here"}]}
-    assert "killed here" not in losses.draw_killed(found).render()
-    assert ">killed here<" in losses.draw_killed(marked).render()
-
-
 def test_terminal_shows_what_was_written():
     pieces = [(0.0, "$ "), (1.0, "ls\r\n"), (2.0, "abcdef\r"), (3.0, "AB\r\nnext"), (4.0, "\r\nlast")]
     shown = list(terminal.screens(pieces, columns=4, rows=3))
@@ -110,10 +96,3 @@ def test_terminal_shows_what_was_written():
     assert shown[2] == (2.0, ["$ ls", "abcd", "ef"])
     assert shown[3] == (3.0, ["abcd", "AB", "next"])
     assert shown[4] == (4.0, ["AB", "next", "last"])
-
-
-def test_scales_and_ticks():
-    assert Scale(0, 10, 100, 200).at(5) == 150
-    assert Scale(1, 100, 0, 10, is_log=True).at(10) == 5
-    assert list(Scale(3, 2000, 0, 1, is_log=True).powers()) == [10.0, 100.0, 1000.0]
-    assert ticks(104) == [0, 20, 40, 60, 80, 100]

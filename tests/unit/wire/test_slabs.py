@@ -3,8 +3,6 @@ from __future__ import annotations
 import random
 import threading
 
-import numpy as np
-import pytest
 import torch
 
 from rpcdataloader.wire.slabs import Block, PageablePool, pinned_allocator
@@ -17,37 +15,6 @@ LARGE = 3 * MIB
 
 def address(block: Block) -> int:
     return block.tensor.data_ptr()
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, 100, 1 << 16, MIB - 1, MIB, MIB + 1, 5 * MIB + 3])
-def test_block_has_exactly_the_size_asked_for_and_both_faces_show_the_same_bytes(size_bytes):
-    block = PageablePool().allocate(size_bytes)
-    assert block.view.nbytes == len(block.view) == block.tensor.numel() == size_bytes
-    assert block.tensor.untyped_storage().nbytes() == size_bytes
-    assert block.view.format == "B"
-    assert block.view.contiguous
-    assert not block.view.readonly
-    content = np.random.default_rng(0).bytes(size_bytes)
-    block.view[:] = content
-    assert block.tensor.numpy().tobytes() == content
-
-
-def test_memory_is_reused_after_the_last_tensor_is_gone_and_not_before():
-    pool = PageablePool()
-    block = pool.allocate(LARGE)
-    first = address(block)
-    block.tensor.fill_(7)
-    kept = torch.empty(0, dtype=torch.float32).set_(block.tensor.untyped_storage(), 5, (3, 2), (1, 4))
-    view = kept[1:].t()
-    del block, kept
-    other = pool.allocate(LARGE)
-    assert address(other) != first
-    other.tensor.fill_(9)
-    assert view.contiguous().view(torch.uint8).unique().tolist() == [7]
-    del view
-    again = pool.allocate(LARGE)
-    assert address(again) == first
-    assert again.tensor.unique().tolist() == [7]  # uninitialised: what was left in it
 
 
 def test_memory_of_one_giant_batch_is_given_back():
