@@ -152,11 +152,12 @@ class Driver:
         with self.condition:
             if self.ahead is not None:
                 self.ahead.delivery = None
+            # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
+            self.streams = list(begun.progress.streams)
             self.begun = begun
             self._drawn.clear()
             now = self.now()
             self.recorder.begin(now)
-            self.streams = list(self.progress.streams)
             self.engine.begin_epoch(now, self.progress.turn)
             todo = self.act(now)
         if todo is not None:
