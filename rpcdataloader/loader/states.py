@@ -248,7 +248,7 @@ def skip_delivered(
     # A ResumableDistributedSampler begins at the position of all ranks, and so does a sampler with a state.
     begins_there = settings.resumable is not None or progress.sampler is not None
     num_batches = 0 if begins_there else progress.num_batches
-    samples, num_samples, digest = skip(samples, num_batches, auto_collation=settings.auto_collation)
+    num_samples, digest = skip(samples, num_batches, auto_collation=settings.auto_collation)
     if settings.resumable is not None:
         progress.num_samples = 0
     if begins_there:

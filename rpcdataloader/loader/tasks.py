@@ -79,8 +79,7 @@ class TaskSource:
         """
         num_samples = 1
         while True:
-            if not self._drawn:
-                self._draw()
+            self.look_ahead()
             if not self._drawn:
                 if self.progress is not None and not self._error:
                     self.progress.end = self.number
@@ -108,6 +107,11 @@ class TaskSource:
                 return task
             if self.leave_out[task.number] not in (None, digest(indices)):
                 raise ValueError(OTHER_ORDER)
+
+    def look_ahead(self) -> None:
+        """Draw the next batch."""
+        if not self._drawn:
+            self._draw()
 
     def check_end(self) -> None:
         """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
@@ -248,8 +252,8 @@ class Progress:
         logger.warning("%s skipped %s" if skipped.num_samples else "%s: %s", where, skipped.text)
 
 
-def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> tuple[Iterator[Any], int, int]:
-    """Skip batches; returns the iterator after them, their number of samples, and their digest.
+def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> tuple[int, int]:
+    """Skip batches; returns their number of samples, and their digest.
 
     Args:
         samples: Iterator over the sampler, at its beginning or at its own saved position.
@@ -258,11 +262,6 @@ def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> t
     Raises:
         ValueError: The sampler has fewer batches.
     """
-    if num_batches == 0:
-        # Samplers choose their order at the first batch, so this must not wait.
-        for first in samples:
-            return itertools.chain([first], samples), 0, 0
-        return samples, 0, 0
     source, found = TaskSource(samples, auto_collation), 0
     for task in itertools.islice(source, num_batches):
         found = join_digests(found, digest(task.indices))
@@ -271,7 +270,7 @@ def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> t
             f"the saved pass had delivered {num_batches} batches, but the sampler has only {source.number} now: have "
             "dataset, batch size or sampler changed?"
         )
-    return samples, source.position, found
+    return source.position, found
 
 
 def join_digests(before: int, batch: int) -> int:

@@ -105,8 +105,9 @@ def train(make, stops, num_epochs, where, keep=through_json):
 class Counted(BatchSampler):
     """With a state of its own, in the way of many: how much it has given."""
 
-    def __init__(self):
+    def __init__(self, broken=None):
         super().__init__(range(SIZE), 3, False)
+        self.broken = broken
         self.given = 0
         self.first = 0
         self.asked = []
@@ -114,6 +115,8 @@ class Counted(BatchSampler):
     def __iter__(self):
         self.given, self.first = self.first, 0
         for batch in itertools.islice(super().__iter__(), self.given, None):
+            if self.given == self.broken:
+                raise OSError("the list of samples cannot be read")
             self.given += 1
             self.asked.append(batch)
             yield batch
@@ -132,6 +135,20 @@ class Buckets:
         order = list(np.random.permutation(7))
         random.shuffle(order)
         return iter([tuple(range(int(number) + 1)) for number in order])
+
+
+class Bare:
+    """Its iterator is not iterable: loaders only take its next."""
+
+    def __iter__(self):
+        return self.Iterator()
+
+    class Iterator:
+        def __init__(self):
+            self.numbers = iter(range(SIZE))
+
+        def __next__(self):
+            return next(self.numbers)
 
 
 class Given:
@@ -350,6 +367,25 @@ def test_error_takes_the_place_of_its_batch_and_an_interrupt_does_not(address, e
     rest = RPCDataloader(Numbers(6), workers="inline")
     rest.load_state_dict(loader.state_dict())
     assert [int(number) for number in rest] == left
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_sampler_that_raises_does_not_end_a_resumed_pass(stop):
+    loader = RPCDataloader(Numbers(SIZE), batch_sampler=Counted(broken=4), workers="inline")
+    loader.load_state_dict(saved_by(Numbers(SIZE), batch_sampler=Counted(), stop=stop))
+    iterator = iter(loader)
+    assert len(list(itertools.islice(iterator, 4 - stop))) == 4 - stop
+    with pytest.raises(OSError, match="cannot be read"):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="OSError has ended the sampler before its end"):
+        next(iterator)
+    assert not loader.state_dict()["finished"]
+
+
+def test_pass_over_a_sampler_whose_iterator_has_only_next_goes_on():
+    loader = RPCDataloader(Numbers(SIZE), None, sampler=Bare(), workers="inline")
+    loader.load_state_dict(saved_by(Numbers(SIZE), None, sampler=Bare(), stop=0))
+    assert [int(number) for number in itertools.islice(loader, 3)] == [0, 1, 2]
 
 
 def test_state_stays_as_it_was_when_the_loader_goes_on():
