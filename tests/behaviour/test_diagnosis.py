@@ -60,6 +60,7 @@ def test_pass_that_waits_for_more_than_a_second_is_one_warning_of_rank_0(wide_se
     for _ in batches:
         time.sleep(0.002)
     assert next(batches, None) is None
+    close_client()  # ends the thread that asks for other ranks
     lines = [(record.levelname, text) for record in caplog.records if "step " in (text := record.getMessage())]
     assert lines == [("WARNING", f"Subset, 40 batches: {loader.diagnosis().text}")] * (1 - rank)
 

@@ -17,8 +17,8 @@ from tests.support.streams import Informed, Parts
 
 
 def test_batches_of_streams_come_in_turn(wide_servers):
-    sizes = [5, 1, 8, 0, 4]
-    loader = RPCDataloader(Parts(sizes), 2, collate_fn=list, num_workers=5, workers=wide_servers[0].address)
+    sizes, options = [15, 1, 28, 0, 8], {"num_workers": 5, "prefetch_factor": 1}
+    loader = RPCDataloader(Parts(sizes), 2, collate_fn=list, workers=wide_servers[0].address, **options)
     streams = [[100 * stream + number for number in range(size)] for stream, size in enumerate(sizes)]
     batches = [[samples[start : start + 2] for start in range(0, len(samples), 2)] for samples in streams]
     assert list(loader) == [batch for row in itertools.zip_longest(*batches) for batch in row if batch is not None]
