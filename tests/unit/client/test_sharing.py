@@ -34,15 +34,6 @@ def test_shares_are_disjoint_complete_and_equal(num_workers, data):
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(num_workers=st.integers(1, 8), num_nodes=st.integers(1, 5), factor=st.integers(1, 3))
-def test_each_rank_stays_on_one_node_where_that_is_possible(num_workers, num_nodes, factor):
-    world_size = num_nodes * factor
-    if world_size > num_nodes * num_workers:
-        return
-    for share in shares([num_workers] * num_nodes, world_size):
-        assert len(set(share)) == 1
-
-
 @given(num_workers=NODES, excess=st.integers(1, 20))
 def test_more_ranks_than_workers_double_up_evenly(num_workers, excess):
     total = sum(num_workers)

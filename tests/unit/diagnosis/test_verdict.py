@@ -271,15 +271,6 @@ def test_node_that_costs_a_fifth_is_the_bound_even_if_it_is_not_the_only_one():
     assert diagnosis.bound == "node"
 
 
-def test_more_workers_are_needed_if_they_work_less_of_the_time():
-    few, many = (diagnose(records(consumer=0.0025, blocked=blocked)).more_workers for blocked in (0.0025, 0.005))
-    assert few is not None
-    assert many is not None
-    assert few[0] == many[0]
-    assert few[1] < many[1]
-    assert few[2] < many[2]
-
-
 def test_device_that_stands_still_for_copies_is_a_wait_though_next_returns_at_once():
     diagnosis = diagnose(records(consumer=0.03, copy=0.03, stalled=0.02))
     assert (diagnosis.bound, diagnosis.part) == ("trainer", "copies")
