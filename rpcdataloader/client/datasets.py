@@ -207,6 +207,12 @@ class RemoteDataset(DatasetRef):
             with self._lock:
                 self._sessions[session] = late[-1].number
 
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The changes made so far, but for overwritten ones."""
+        with self._lock:
+            return without_overwritten(self._settled + self._pending)
+
     def settle(self) -> None:
         """Let the changes made so far take effect in the pass that begins: sessions get them with :meth:`build_on`."""
         with self._lock:
@@ -289,9 +295,7 @@ class RemoteDataset(DatasetRef):
                 if self._query_worker is worker and usable is not None:
                     worker = usable.open_worker(WorkerOwner())  # each question fails with its worker
                     weakref.finalize(self, get_client().janitor.leave, worker.close).atexit = False
-                    with self._lock:
-                        changes = self._settled + self._pending
-                    if changes:
+                    if changes := self.changes:
                         # They have succeeded before, and a question that follows shows a failure.
                         self._ask(worker, catch_up, self, self.key, changes)
                     self._query_worker = worker

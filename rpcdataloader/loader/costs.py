@@ -30,6 +30,19 @@ logger = logging.getLogger("rpcdataloader.loader")
 # Samples whose costs are one batch: many, since a batch of numbers costs a trip.
 _MEASURED_AT_ONCE = 256
 
+# Options with which the loader's batches are not those of all samples, in order.
+_OTHER_SAMPLES = (
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "collate_fn",
+    "drop_last",
+    "in_order",
+    "on_error",
+    "transform",
+)
+
 Indices = NDArray[np.int64]
 
 
@@ -241,21 +254,27 @@ def measure_costs(
         cost: Function of a sample, such as ``len``; called where the sample is loaded.
         cache: Folder for the result. It is read again for the same dataset and function: one process measures, before
             the ranks of a job begin, and these read.
-        **options: Options of :class:`~rpcdataloader.RPCDataloader`, such as ``workers`` and ``num_workers``.
+        **options: Options of :class:`~rpcdataloader.RPCDataloader`, such as ``workers`` and ``num_workers``; none of
+            those that choose, order or leave out samples.
 
     Returns:
         Costs in the order of the dataset, shape ``(len(dataset),)``.
 
     Raises:
         SerializationError: The dataset or the function cannot be pickled.
+        ValueError: An option would give the costs of other samples, or in another order.
         Exception: An exception of the dataset or the function, which names the sample.
     """
+    if wrong := [name for name in options if name in _OTHER_SAMPLES]:
+        raise ValueError(f"costs are measured of every sample, in the dataset's order: leave out {', '.join(wrong)}")
     path = None if cache is None else Path(cache, f"costs-{_fingerprint(dataset, cost)}.npy")
     if path is not None and path.exists():
         found: NDArray[np.float64] = np.load(path)
         return found
     batches = RPCDataloader(dataset, batch_size=_MEASURED_AT_ONCE, collate_fn=_Measure(cost), **options)
     found = np.concatenate([np.empty(0), *_with_progress(batches)])
+    if len(found) != len(dataset):
+        raise ValueError(f"the dataset has {len(dataset)} samples, but {len(found)} were loaded")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Ranks that measure at the same time replace each other's file by an equal one, in one step.
@@ -286,6 +305,8 @@ def _with_progress(batches: RPCDataloader[Any]) -> Iterable[Any]:
 
 def _fingerprint(dataset: Any, cost: Callable[[Any], float]) -> str:
     access = access_of(dataset) if isinstance(dataset, RPCDataset) else dataset
-    recipe = access if isinstance(access, RemoteDataset) else dumps(access, name="dataset")
-    blocks = [*recipe.blocks, memoryview(dumps(cost, name="cost").payload)]
+    is_remote = isinstance(access, RemoteDataset)
+    blocks = [*(access if is_remote else dumps(access, name="dataset")).blocks, *dumps(cost, name="cost").blocks]
+    for change in access.changes if is_remote else ():
+        blocks += dumps((change.function, change.args), name="change").blocks
     return digest_memory(map(as_bytes, blocks)).hex()[:16]

@@ -216,11 +216,13 @@ def test_a_state_takes_as_long_for_many_samples_as_for_few():
 class Texts:
     """Counts in a file how often it was loaded."""
 
+    length = 700
+
     def __init__(self, log):
         self.log = log
 
     def __len__(self):
-        return 700
+        return self.length
 
     def __getitem__(self, index):
         if index == 0:
@@ -240,6 +242,34 @@ def test_costs_are_measured_once(tmp_path, remote):
     assert len(list((tmp_path / "costs").iterdir())) == 1
     measure_costs(dataset, str.__len__, cache=tmp_path / "costs", workers=None if remote else "inline")
     assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_costs_are_measured_again_after_a_change_of_the_dataset(tmp_path):
+    dataset = RPCDataset("local:1", Texts, tmp_path / "log")
+    for length in (3, 3, 2):
+        dataset.length = length
+        assert measure_costs(dataset, len, cache=tmp_path / "costs").tolist() == list(range(1, length + 1))
+    assert (tmp_path / "log").read_text() == "loaded\nloaded\n"
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"on_error": "skip"}, {"in_order": False}, {"drop_last": True}, {"shuffle": True}, {"sampler": [1, 0]}],
+)
+def test_options_that_would_mix_up_costs_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match=f"every sample, in the dataset's order: leave out {next(iter(options))}"):
+        measure_costs(Texts(tmp_path / "log"), len, workers="inline", **options)
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_dataset_that_loads_too_few_samples_is_refused(tmp_path):
+    class Gaps(Texts):
+        def __getitems__(self, indices):
+            return [str(index) for index in indices if index]
+
+    with pytest.raises(ValueError, match="has 700 samples, but 699 were loaded"):
+        measure_costs(Gaps(tmp_path / "log"), len, workers="inline")
 
 
 def make_loaders(log, num_ranks, **options):
