@@ -6,6 +6,7 @@ import collections
 import copy
 import itertools
 import json
+import sys
 import timeit
 
 import hypothesis.strategies as st
@@ -270,6 +271,39 @@ def test_a_dataset_that_loads_too_few_samples_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="has 700 samples, but 699 were loaded"):
         measure_costs(Gaps(tmp_path / "log"), len, workers="inline")
+
+
+def cost_but_for_301(text):
+    return len(text) if len(text) != 301 else {}["cost"]
+
+
+@pytest.mark.parametrize("workers", ["inline", "local:1"])
+def test_an_exception_of_the_cost_function_names_the_sample(tmp_path, workers):
+    with pytest.raises(KeyError, match="cost") as caught:
+        measure_costs(Texts(tmp_path / "log"), cost_but_for_301, workers=workers)
+    if sys.version_info >= (3, 11):
+        assert "cost of the sample with index 300" in caught.value.__notes__
+
+
+class Counted(Texts):
+    """Samples that know how many of them there are at a time."""
+
+    alive = most = 0
+
+    def __getitem__(self, index):
+        Counted.alive += 1
+        Counted.most = max(Counted.most, Counted.alive)
+        return Sample()
+
+
+class Sample:
+    def __del__(self):
+        Counted.alive -= 1
+
+
+def test_few_samples_are_in_memory_at_a_time(tmp_path):
+    measure_costs(Counted(tmp_path / "log"), lambda _sample: 1, workers="inline")
+    assert Counted.most <= 32
 
 
 def make_loaders(log, num_ranks, **options):
