@@ -160,7 +160,7 @@ class Clients:
     def receive(self, client: Client, event: Event) -> None:
         match event:
             case events.WantsOutput():
-                client.forwarding = Forwarding(client.link, self._loop)
+                client.forwarding = client.forwarding or Forwarding(client.link, self._loop)
             case events.WorkerBegun():
                 worker = client.workers[event.worker]
                 worker.pid, worker.begun = event.pid, time.monotonic_ns()
@@ -312,6 +312,8 @@ class Clients:
         del self._by_id[client.id]
         self._loop.unwatch(client.sock.fileno())
         self._folders.remove(client.folder)
+        if client.forwarding is not None:
+            client.forwarding.close()
         client.forwarding = None  # the last lines of its workers go to the log only
         level = logging.WARNING
         if client.is_gone or reason == "exited with status 0":

@@ -18,7 +18,7 @@ from typing import Any
 from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.events import Link
-from rpcdataloader.server.processes import Loop
+from rpcdataloader.server.processes import Loop, Timer
 from rpcdataloader.wire.messages import MAX_CHARS, printable
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -113,6 +113,7 @@ class Forwarding:
         self._end = 0.0  # of the present second
         self._room = 0
         self._num_left_out = 0
+        self._timer: Timer | None = None  # of the note
 
     def take(self, line: str, name: str) -> None:
         """Forward a line of ``name``, such as ``worker 3``, or count it."""
@@ -128,13 +129,18 @@ class Forwarding:
         self._room = -1
         self._num_left_out += 1
         if self._num_left_out == 1:
-            self._loop.call_at(self._end, self._note)
+            self._timer = self._loop.call_at(self._end, self._note)
 
     def _note(self) -> None:
         if self._session.offer(events.Printed(f"{self._num_left_out} lines left out", "")):
             self._num_left_out = 0
         else:
-            self._loop.call_at(time.monotonic() + 1.0, self._note)
+            self._timer = self._loop.call_at(time.monotonic() + 1.0, self._note)
+
+    def close(self) -> None:
+        """Forward nothing more: the session has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class RateLimit:

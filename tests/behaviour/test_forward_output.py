@@ -62,6 +62,10 @@ class Shown:
         self._text += self._capsys.readouterr().err
         return self._text.splitlines()
 
+    def forget(self):
+        self._capsys.readouterr()
+        self._text = ""
+
 
 @pytest.fixture
 def shown(capsys):
@@ -100,6 +104,15 @@ def test_flood_holds_up_nothing_and_is_counted(server, shown):
     passed = sum(line.endswith("x") for line in shown.lines)
     assert 0 < passed < 20_000
     assert passed + num_left_out() <= 4 * 20_001
+
+
+def test_client_that_leaves_in_a_flood_does_not_end_the_server_for_others(server, shown):
+    next(iter(RPCDataloader(RPCDataset(server.address, Floods, 100, forward_output=True))))
+    close_client()
+    shown.forget()
+    # The note to the first client was due before the one to this.
+    list(RPCDataloader(RPCDataset(server.address, Floods, 2, forward_output=True)))
+    wait_until(lambda: any("left out" in line for line in shown.lines))
 
 
 class Stopped:
