@@ -176,6 +176,7 @@ class LocalServer:
                 [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,  # a buffer's lock, which a thread holds while it reads, would stop a fork that closes it
                 start_new_session=True,
             )
             with contextlib.suppress(BrokenPipeError):

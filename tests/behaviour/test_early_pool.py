@@ -113,6 +113,32 @@ assert pools() == early and len(early) == 1, (early, pools())
     assert script(loaders, begin=FORK_POOLS + BEGIN) == []
 
 
+WAITED_FOR = """
+import warnings
+warnings.simplefilter("ignore")  # of Python, about forks of processes with threads
+
+def wait():
+    with contextlib.suppress(ConnectError):
+        RPCDataset("local:1", Variables)
+
+from rpcdataloader.errors import ConnectError
+thread = threading.Thread(target=wait)
+thread.start()
+while not pools():
+    time.sleep(0.001)
+for _ in range(50):
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+os.kill(*pools(), 9)
+thread.join()
+"""
+
+
+def test_fork_beside_a_thread_that_waits_for_the_pool_does_not_hang(script):
+    assert script(DEAF + WAITED_FOR) == []
+
+
 UNGUARDED = """
 import multiprocessing, os
 from pathlib import Path
