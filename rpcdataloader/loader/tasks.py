@@ -76,6 +76,7 @@ class TaskSource:
         Raises:
             StopIteration: The sampler is at its end, or an exception has ended it before.
             SerializationError: The indices cannot be pickled.
+            Exception: The batch that the sampler has given cannot be iterated over; the next one can be drawn.
         """
         num_samples = 1
         while True:
@@ -88,7 +89,11 @@ class TaskSource:
             if self.auto_collation:
                 if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
                     # A sampler may yield tensors, arrays or generators; torch only iterates over them.
-                    indices = list(indices)
+                    try:
+                        indices = list(indices)
+                    except Exception:
+                        self._drawn = []
+                        raise
                 # Other types become an error where the batch is loaded.
                 num_samples = len(indices) if isinstance(indices, (list, tuple)) else 1
             task = Task(indices, self.number, self.position, num_samples)

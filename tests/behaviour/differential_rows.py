@@ -273,6 +273,25 @@ class Pieces(Sampler[int]):
         return self.number
 
 
+class BrokenBatches:
+    """One is a generator that raises, another does not begin."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Any:
+        yield from [[0, 1]] * 5
+        yield (1 // number for number in (1, 0))
+        yield [2, 3]
+        yield Unreadable()
+        yield [4]
+
+
+class Unreadable:
+    def __iter__(self) -> Any:
+        raise OSError("the list cannot be read")
+
+
 class Breaking(Sampler[int]):
     """Raises at one place, and ends."""
 
@@ -681,6 +700,7 @@ ROWS: dict[str, Row] = {
     "sampler fails": row(
         drive=until_the_sampler_ended, torch=(0,), numbers=(1, 2), as_sets=True, sampler=Breaking(), batch_size=None
     ),
+    "batches of the sampler fail": row(torch=(0,), numbers=(1,), as_sets=True, batch_sampler=BrokenBatches()),
     "sampler of batches fails": row(
         drive=until_the_sampler_ended, torch=(0,), numbers=(1,), as_sets=True, sampler=Breaking(), batch_size=2
     ),
