@@ -116,16 +116,24 @@ class _RawSamples(Iterator[Any]):
 
     def __init__(self, batches: Any, *, auto_collation: bool) -> None:
         self._batches, self._auto_collation = batches, auto_collation
+        self._taken: list[Any] = []  # the next batch, from when it is taken until it is returned
 
     def __next__(self) -> Any:
-        indices: list[Any]
         try:
-            indices = RawIndices(next(self._batches))
+            if not self._taken:
+                # In one step: a signal handler may raise between two, and the batch would be lost.
+                self._taken.extend(map(next, (self._batches,)))
+            if not self._taken:
+                raise StopIteration
+            indices: list[Any] = RawIndices(self._taken[0])
         except (StopIteration, RPCError):
             raise
         except Exception as error:  # of the stream
             indices = [FailedSample(error)]
-        return indices if self._auto_collation else indices[0]
+        result = indices if self._auto_collation else indices[0]
+        # Now, without a call in between, at which a signal handler may raise.
+        self._taken = []
+        return result
 
     def is_ready(self) -> bool:
         """Whether the next call need not wait."""

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import BadSamplesError, SerializationError
+from rpcdataloader.fetch.raw import RawIndices
 from tests.support.datasets import note
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -224,6 +226,24 @@ def test_samples_that_fail_can_be_skipped(wide_servers, caplog):
     loader = make(wide_servers[0].address, decode=Decode(broken=range(5)), max_skipped=3, **options)
     with pytest.raises(BadSamplesError, match="more than max_skipped=3"):
         list(loader)
+
+
+def test_interrupt_loses_no_raw_batch():
+    batches = iter(make("inline", Stream(12)))
+
+    def interrupt(frame, event, _argument):
+        if event == "call" and frame.f_code is RawIndices.__init__.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    finally:
+        sys.settrace(before)
+    assert numbers(batches) == list(range(12))
 
 
 class Unpicklable(IterableDataset):
