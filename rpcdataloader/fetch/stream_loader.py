@@ -46,9 +46,9 @@ class StreamLoader(BatchLoader):
             try:
                 self._take_sample(samples)
             except BaseException as error:
-                # As with torch: without an iterator there are no more batches.
-                self._ended = self._iterator is None
-                if self._ended or not self._skip([self._num_samples - 1], error):
+                # As with torch: without an iterator there are no more batches, unless the trainer was interrupted.
+                self._ended = self._iterator is None and (isinstance(error, Exception) or not self._inline)
+                if self._iterator is None or not self._skip([self._num_samples - 1], error):
                     sample = f"position {self._num_samples - 1}" if self._num_samples else "the beginning"
                     self._name(error, f"{sample} of stream {self._spec.worker_id}, batch {self._num_batches}")
                     raise

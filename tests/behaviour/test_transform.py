@@ -246,6 +246,27 @@ def test_interrupt_loses_no_raw_batch():
     assert numbers(batches) == list(range(12))
 
 
+class Interrupted(IterableDataset):
+    """By Ctrl-C while it opens its files."""
+
+    interrupts = 0
+
+    def __iter__(self):
+        if Interrupted.interrupts:
+            Interrupted.interrupts = 0
+            raise KeyboardInterrupt
+        return iter(range(6))
+
+
+@pytest.mark.parametrize("transform", [None, abs])
+def test_interrupt_while_a_stream_opens_does_not_end_it(transform, monkeypatch):
+    monkeypatch.setattr(Interrupted, "interrupts", 1)
+    batches = iter(RPCDataloader(Interrupted(), 2, workers="inline", transform=transform))
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert as_lists(batches) == [[0, 1], [2, 3], [4, 5]]
+
+
 class Unpicklable(IterableDataset):
     def __iter__(self):
         yield {"lock": threading.Lock()}
