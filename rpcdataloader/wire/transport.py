@@ -180,12 +180,14 @@ class Transport:
             ConnectionLostError: The kernel reported an error.
         """
         if not self.unread:
-            if self._ahead is None or len(views) > 1 or len(views[0]) >= READ_AHEAD_BYTES:
+            # Not past the end of a message with a descriptor: the next one may have another.
+            ahead = self._ahead if self._descriptor < 0 else None
+            if ahead is None or len(views) > 1 or len(views[0]) >= READ_AHEAD_BYTES:
                 return self._recv(views)
-            size = self._recv([self._ahead], 0)
+            size = self._recv([ahead], 0)
             if size == 0:
                 return 0
-            self.unread = self._ahead[:size]
+            self.unread = ahead[:size]
         filled = 0
         for view in views:
             part = self.unread[: len(view)]
@@ -249,8 +251,11 @@ class Transport:
     def _recv_with_descriptor(self, views: Sequence[memoryview], flags: int) -> int:
         # The kernel closes all but the first of a message. A receive ends where another one with a descriptor begins.
         room = socket.CMSG_LEN(_DESCRIPTOR.size)
-        size, rights, _flags, _address = self._sock.recvmsg_into(views, room, flags | _CLOSE_ON_EXEC)
-        if rights:
+        size, rights, found, _address = self._sock.recvmsg_into(views, room, flags | _CLOSE_ON_EXEC)
+        if found & socket.MSG_CTRUNC:
+            # This process may have no more descriptors, so later ones would come for the wrong messages.
+            self._takes_descriptors = False
+        elif rights:
             self._drop_descriptor()
             (self._descriptor,) = _DESCRIPTOR.unpack(rights[0][2])
         return size

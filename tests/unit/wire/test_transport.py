@@ -6,6 +6,7 @@ Everything here is one process, over socket pairs, loopback ports of the kernel'
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,60 @@ def test_pieces_arrive_in_order_whatever_their_number_and_kind(pair):
 
 
 MIB = 1 << 20
+
+
+@pytest.fixture
+def descriptors():
+    """Those of two files."""
+    opened = [os.memfd_create(f"file {number}") for number in range(2)]
+    yield opened
+    for descriptor in opened:
+        os.close(descriptor)
+
+
+def receive(transport, size):
+    view = memoryview(bytearray(size))
+    while view:
+        view = view[transport.recv_into([view]) :]
+
+
+def receive_mapping(transport):
+    """The inode of the file that comes with a message, if any."""
+    receive(transport, len(b"mapping"))
+    if (descriptor := transport.take_descriptor()) < 0:
+        return None
+    with open(descriptor, "rb") as file:
+        return os.fstat(file.fileno()).st_ino
+
+
+def test_descriptors_come_with_their_messages_however_many_wait(pair, descriptors):
+    ours, theirs = pair
+    ours.take_descriptors()
+    ours.read_ahead()
+    theirs.send([b"before"])
+    for descriptor in descriptors:
+        theirs.send_descriptor(b"mapping", descriptor)
+    theirs.send([b"after"])
+    receive(ours, len(b"before"))
+    assert [receive_mapping(ours) for _ in descriptors] == [os.fstat(each).st_ino for each in descriptors]
+    receive(ours, len(b"after"))
+
+
+def test_no_descriptor_comes_with_another_message_when_there_was_no_room_for_one(pair, descriptors):
+    ours, theirs = pair
+    ours.take_descriptors()
+    ours.read_ahead()
+    theirs.send([b"before"])
+    theirs.send_descriptor(b"mapping", descriptors[0])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        receive(ours, len(b"before"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    theirs.send_descriptor(b"mapping", descriptors[1])
+    assert [receive_mapping(ours) for _ in descriptors] == [None, None]
 
 
 @pytest.mark.parametrize(
