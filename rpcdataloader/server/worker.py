@@ -195,12 +195,12 @@ class Worker:
         self._next_look = now + LOOK_PERIOD_NS
         if not self._inbox:
             self._row.since[0], self._row.running[0], self._row.unanswered[0] = now, 0, 0
-        # Nothing that was read ahead is left: each round reads all of it.
-        ready = dict(self._poll.poll(0)) if self._inbox else self._wait(now)
+        ready = dict(self._poll.poll(0)) if self._inbox or transport.has_unread else self._wait(now)
         if self._drain_read in ready:
             self._begin_drain(Life.DRAINING)
-        elif ready:
-            self._take()
+        else:
+            if ready:
+                self._take()
             while transport.has_unread:
                 self._take()
 

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch.futures import Future
 
@@ -49,6 +50,18 @@ def test_arguments_are_passed_by_position_and_by_name(shared_server):
     assert rpc_async(shared_server.address, tasks.add, [1, 2]).wait() == 3
     assert rpc_async(shared_server.address, tasks.add, (1, 2), {"scale": 10}).wait() == 30
     assert rpc_async(shared_server.address, tasks.add, kwargs={"scale": 10}).wait() == 0
+
+
+def test_calls_behind_a_large_one_are_answered(unix_server, fifo):
+    """A worker on this machine looks for memory in the middle of a call, and may read more than it can hold."""
+    address = unix_server.address
+    for _ in range(2):
+        rpc_async(address, tasks.make_array).wait()  # memory that both see
+    large = rpc_async(address, tasks.make_array, (1 << 19, fifo, np.ones(70 << 20, np.uint8)))
+    late = [rpc_async(address, tasks.add, (number,)) for number in range(5)]
+    open_gate(fifo)
+    assert large.wait().sum() == 1 << 19
+    assert [future.wait() for future in late] == list(range(5))
 
 
 def test_calls_run_in_their_order(call, shared_server):
