@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.resources import process_use, read
 from rpcdataloader.server.events import Link, WantsStacks
+from rpcdataloader.wire.copies import memory_file
 
 # Sent by the session where C code keeps the interpreter lock. The last real-time signal: libraries that need one start
 # from the first.
@@ -56,7 +57,7 @@ class WorkerStacks:
     """The stacks of one worker: made by its session before the fork, and used on both sides of it."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("rpcdl-stacks")
+        self._file = memory_file("rpcdl-stacks")
         # Both sides write at the end, wherever that is.
         fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)
 

@@ -27,6 +27,7 @@ from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Link
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.copies import memory_file
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Report, StatusRequest, WorkerStatus
 
@@ -144,7 +145,7 @@ def ask_node(node: Link, *, stacks: bool) -> NodeStatus:
 
     It comes in a file in memory, so that neither the node server nor a session waits for its reader.
     """
-    file = os.memfd_create("rpcdl-status")
+    file = memory_file("rpcdl-status")
     # Or sessions that write at the same time would overwrite each other: the kernel does not lock the offset.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     ended, open_while_written = os.pipe()

@@ -8,6 +8,7 @@ under /proc. If it cannot, as in another container, the sender hears so and send
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import itertools
 import mmap
@@ -28,7 +29,11 @@ MIN_COPIED_BYTES = 1 << 24
 # Every dtype's alignment.
 _ALIGNMENT = 64
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+# Numbers of Linux: the Pythons of conda and uv are built against headers without these (memfd_create(2), fcntl(2)).
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+F_SEAL_SHRINK = 2
+_SEALS = 1 | F_SEAL_SHRINK | 4 | 8  # of F_SEAL_SEAL, _SHRINK, _GROW and _WRITE
 
 # The most that one call writes.
 _PIECE_BYTES = 1 << 30
@@ -42,16 +47,26 @@ _libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+def memory_file(name: str) -> int:
+    """Return the descriptor of a new file in memory; raises ``OSError`` where that is not allowed."""
+    if not hasattr(_libc, "memfd_create"):  # before glibc 2.27
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    descriptor: int = _libc.memfd_create(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
+
+
 def create_memory(size_bytes: int) -> int:
     """Return the descriptor of new memory that cannot shrink, so that a process that maps it can read all of it.
 
     Raises:
         OSError: The kernel, or a sandbox, does not allow it.
     """
-    descriptor = os.memfd_create("rpcdataloader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = memory_file("rpcdataloader")
     try:
         os.ftruncate(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, F_SEAL_SHRINK)
     except OSError:
         os.close(descriptor)
         raise
@@ -101,7 +116,7 @@ class Copied:
             written = 0
             while written < buffer.nbytes:
                 written += os.pwrite(descriptor, buffer[written : written + _PIECE_BYTES], start + written)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
         self.place = Copies(os.getpid(), descriptor, os.fstat(descriptor).st_ino, sizes)
 
 
@@ -114,7 +129,7 @@ def map_copies(copies: Copies) -> list[Block]:
     descriptor = os.open(f"/proc/{copies.pid}/fd/{copies.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         size_bytes = os.fstat(descriptor).st_size
-        if os.fstat(descriptor).st_ino != copies.inode or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _SEALS:
+        if os.fstat(descriptor).st_ino != copies.inode or fcntl.fcntl(descriptor, F_GET_SEALS) != _SEALS:
             raise OSError(f"another file is at descriptor {copies.descriptor} of process {copies.pid}")
         memory = map_memory(descriptor, size_bytes, mmap.MAP_PRIVATE)
     finally:

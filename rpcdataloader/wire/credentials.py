@@ -144,7 +144,7 @@ def remember_credentials(address: Address, credentials: Credentials) -> None:
 
 def forget_credentials(credentials: Credentials) -> None:
     """Use the environment's secret again for all addresses that this one was remembered for."""
-    for address in [address for address, remembered in _of_addresses.items() if remembered == credentials]:
+    for address in [address for address, remembered in list(_of_addresses.items()) if remembered == credentials]:
         del _of_addresses[address]
 
 

@@ -25,17 +25,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire.copies import create_memory, map_memory
+from rpcdataloader.wire.copies import F_GET_SEALS, F_SEAL_SHRINK, create_memory, map_memory
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.slabs import Block, PageablePool, Registration
 
 logger = logging.getLogger("rpcdataloader.client")
+
+_T = TypeVar("_T")
 
 #: Least size of a shared block. The kernel copies smaller ones in less time than it takes to lend them.
 MIN_SHARED_BYTES = 1 << 18
@@ -149,7 +151,7 @@ class Lender:
 
     def _start_empty(self) -> None:
         self._pool = PageablePool()  # where shared memory cannot be had
-        self._can_share = hasattr(os, "memfd_create")
+        self._can_share = True
         self._lock = threading.Lock()
         # Uses that have ended. Finalizers run in any thread at any point, also inside this lock: they only append here.
         self._ended: deque[_Part] = deque()
@@ -336,9 +338,9 @@ class Borrower:
                 raise RemoteProtocolError(f"the peer gave shared memory {number} twice")
             seals = 0
             with contextlib.suppress(OSError):  # an ordinary file has none
-                seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+                seals = fcntl.fcntl(descriptor, F_GET_SEALS)
             size_bytes = os.fstat(descriptor).st_size
-            if not seals & fcntl.F_SEAL_SHRINK or not size_bytes:
+            if not seals & F_SEAL_SHRINK or not size_bytes:
                 raise RemoteProtocolError(f"the peer gave shared memory {number} that is not sealed against shrinking")
             try:
                 memory = map_memory(descriptor, size_bytes)
@@ -418,6 +420,7 @@ class Borrower:
         with self._lock:
             mappings = self._mappings.items()
             blocks = frozenset((number, offset) for number, mapping in mappings for offset, _end in mapping.used)
+            self._children = [each for each in self._children if not each[0].have_ended()]
             if blocks:
                 self._children.append((children, blocks))
 
@@ -441,26 +444,33 @@ _lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
 _borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
 
 # A child sees its parent's memory, which the worker must not overwrite while the child lives.
-_pipe: tuple[int, int] | None = None
+_forking = threading.local()  # several threads may fork at once
+
+
+def _living(objects: weakref.WeakSet[_T]) -> list[_T]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has added one meanwhile
+            return list(objects)
 
 
 def _before_fork() -> None:
-    global _pipe
-    _pipe = os.pipe() if any(borrower.has_blocks for borrower in list(_borrowers)) else None
+    _forking.pipe = None  # also if there are no descriptors for another
+    if any(borrower.has_blocks for borrower in _living(_borrowers)):
+        _forking.pipe = os.pipe()
 
 
 def _after_fork_in_parent() -> None:
-    if _pipe is not None:
-        reader, writer = _pipe
+    if _forking.pipe is not None:
+        reader, writer = _forking.pipe
         os.close(writer)
         children = _Children(reader)
-        for borrower in list(_borrowers):
+        for borrower in _living(_borrowers):
             borrower.keep_for(children)
 
 
 def _after_fork_in_child() -> None:
-    if _pipe is not None:
-        os.close(_pipe[0])
+    if _forking.pipe is not None:
+        os.close(_forking.pipe[0])
     for lender in list(_lenders):
         lender.forget()
     _borrowers.clear()

@@ -259,6 +259,60 @@ def test_child_of_the_trainer_keeps_the_batches_that_it_inherits(workers):
         end.close()
 
 
+def test_forks_take_no_descriptors_of_others_and_leave_none(workers, zygote):
+    """Again and again while a loader waits, in two threads at once, and with none left."""
+    ended = zygote.start(FORKS, workers).wait(60)
+    assert (ended.status, ended.output, ended.errors) == (0, "0 descriptors more, and 0 errors\n", "")
+
+
+FORKS = """
+import os, resource, sys, threading
+from rpcdataloader import RPCDataloader
+from tests.behaviour.test_shared_memory import Images, num_descriptors
+
+
+def fork(number=1):
+    for _ in range(number):
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def open_and_close():
+    while not is_over:
+        os.close(os.open("/dev/null", os.O_RDONLY))
+
+
+is_over, errors = False, []
+sys.unraisablehook = threading.excepthook = errors.append
+loader = RPCDataloader(Images(), 4, workers=sys.argv[1], persistent_workers=True)
+batches = list(loader)
+before = num_descriptors()
+threads = [threading.Thread(target=fork, args=(100,)) for _ in range(2)]
+other = threading.Thread(target=open_and_close)
+for thread in (*threads, other):
+    thread.start()
+for thread in threads:
+    thread.join()
+is_over = True
+other.join()
+fork()  # which lets those go that have ended
+num_more, num_errors = num_descriptors() - before, len(errors)
+resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors() + 20, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+opened = []
+try:
+    while True:
+        opened.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    fork()
+for descriptor in opened:
+    os.close(descriptor)
+print(f"{max(0, num_more - 2)} descriptors more, and {num_errors} errors")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 @pytest.mark.parametrize(
     ("persistent_workers", "num_epochs"), [(False, 20), (True, 50), pytest.param(True, 1000, marks=pytest.mark.slow)]
 )
@@ -379,3 +433,25 @@ def test_size_of_dev_shm_does_not_matter(zygote):
     if ended.status == 77:
         pytest.skip("this system has no mount namespaces")
     assert (ended.status, ended.output, ended.errors) == (0, "24 True\n", "")
+
+
+def test_python_that_was_built_without_memfd_create_shares_memory(zygote):
+    """As those of conda, for machines with an older C library."""
+    ended = zygote.start(BUILT_FOR_OLD, ends_quickly=True).wait(60)
+    assert (ended.status, ended.output, ended.errors) == (0, "24 True\n", "")
+
+
+BUILT_FOR_OLD = f"""
+import fcntl, os
+
+del os.memfd_create
+for name in [name for name in dir(fcntl) if "SEAL" in name]:
+    delattr(fcntl, name)
+
+{FORK_POOLS}
+from rpcdataloader import RPCDataloader
+from tests.behaviour.test_shared_memory import Images, is_shared
+
+batches = list(RPCDataloader(Images(), 4, workers="local:1"))
+print(sum(map(len, batches)), is_shared(batches[-1]))
+"""
