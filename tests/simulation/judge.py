@@ -39,6 +39,8 @@ _SHORTEST = 1e-6  # shorter times of tasks count as this
 class Task:
     """A task that is not delivered."""
 
+    __slots__ = ("deaths", "holders", "is_answered", "is_condemned", "payload", "size", "stream")
+
     def __init__(self, payload: Any, stream: int | None) -> None:
         self.payload = payload
         self.stream = stream
@@ -49,6 +51,11 @@ class Task:
 
 class Member:
     """A worker that the engine has asked for, and that is not lost."""
+
+    __slots__ = (
+        "at_work", "closed", "draining", "ended", "in_flight", "incarnation", "is_late", "is_over", "joined", "late_at",
+        "node", "place", "sent_away", "since",
+    )  # fmt: skip
 
     def __init__(self, place: int, node: str, incarnation: Hashable, late_at: float, is_late: bool) -> None:
         self.place = place
