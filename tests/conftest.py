@@ -32,11 +32,11 @@ TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
 # waits for nobody, on a machine that has other things to do.
 AT_ONCE = 8 * TIMEOUT_SCALE
 
-# Each session would import them with the modules of tests, or each server: 0.2 s.
-IMPORTED_OFTEN = ("encodings.idna", "h5py", "hypothesis", "lmdb", "numpy.random", "pytest")
+# Each session would import them with the modules of tests, or each server, or each training of an example: 0.2 to 2 s.
+IMPORTED_OFTEN = ("encodings.idna", "h5py", "hypothesis", "lmdb", "numpy.random", "pytest", "sklearn.datasets", "tqdm")
 
 # Scripts that need them would import them for seconds, each time.
-LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "sklearn.datasets", "tqdm", "transformers.trainer")
+LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "transformers.trainer", "webdataset")
 
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C, and so would all programs of tests.
