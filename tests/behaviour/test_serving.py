@@ -159,7 +159,7 @@ def test_second_exporter_at_the_same_port_is_refused(capsys):
 
 
 @needs_chromium
-def test_page_asks_for_its_token_and_shows_what_happens(serve, tmp_path):
+def test_page_asks_for_its_token_and_shows_what_happens_as_text(serve, tmp_path, monkeypatch):
     server = serve("--num-workers", "2")
     shown = "document.querySelector('#clients')?.textContent.includes('No training process')"
     with serving(server.address) as url, open_tab(tmp_path / "profile") as tab:
@@ -202,37 +202,32 @@ def test_page_asks_for_its_token_and_shows_what_happens(serve, tmp_path):
         # A client that leaves goes.
         close_client()
         tab.wait_for("!document.querySelector('.client, .cell')")
+        # Nothing that is sent becomes HTML.
+        with monkeypatch.context() as patch:
+            patch.setenv("SLURM_JOB_ID", EVIL)
+            with training(server, type(EVIL, (Stalled,), {})):
+                tab.wait_for(f"document.querySelector('.client')?.textContent.includes({json.dumps(EVIL)})")
+                assert "onerror" in tab.text(".client h3")  # the job
+            close_client()
+            with pytest.raises(ValueError, match="onerror"):
+                rpc_async(server.address, fail, (EVIL,)).wait()
+            session_of(server.address).report(
+                Report.of([dataclasses.replace(LOOP, text=EVIL, dataset=EVIL, bound="script")])
+            )
+            tab.wait_for("document.querySelector('.badge')?.textContent === 'script'")
+        assert tab.run("document.querySelectorAll('img').length") == 0
+        assert tab.run("document.title") == "rpcdataloader status"
+        # The browser would not let it, either.
+        forbidden = f"try {{ document.body.innerHTML = {json.dumps(EVIL)} }} catch (e) {{ e.message }}"
+        assert tab.errors == []
+        assert "TrustedHTML" in tab.run(forbidden)
+        tab.errors.clear()
         # The node server goes, and then the exporter.
         server.stop()
         tab.wait_for("document.querySelector('#nodes').textContent.includes('unreachable')")
         assert tab.errors == []
         tab.run("fetch = () => Promise.reject(new TypeError())")
         tab.wait_for("document.querySelector('#alarm').textContent.includes('does not answer')")
-
-
-@needs_chromium
-def test_nothing_that_is_sent_becomes_html(serve, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", EVIL)
-    kind = type(EVIL, (Stalled,), {})
-    server = serve("--num-workers", "2")
-    evil = Report.of([dataclasses.replace(LOOP, text=EVIL, dataset=EVIL, bound="script")])
-    with serving(server.address) as url, open_tab(tmp_path / "profile") as tab:
-        tab.open(f"{url}#{TOKEN}")
-        with training(server, kind):
-            tab.wait_for(f"document.querySelector('.client')?.textContent.includes({json.dumps(EVIL)})")
-            assert "onerror" in tab.text(".client h3")  # the job
-        close_client()
-        with pytest.raises(ValueError, match="onerror"):
-            rpc_async(server.address, fail, (EVIL,)).wait()
-        session_of(server.address).report(evil)
-        tab.wait_for("document.querySelector('.badge')?.textContent === 'script'")
-        assert tab.run("document.querySelectorAll('img').length") == 0
-        assert tab.run("document.title") == "rpcdataloader status"
-        assert tab.errors == []
-        # The browser would not let it, either.
-        assert "TrustedHTML" in tab.run(
-            f"try {{ document.body.innerHTML = {json.dumps(EVIL)} }} catch (e) {{ e.message }}"
-        )
 
 
 def fail(text):
