@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import types
 import warnings
 
 import pytest
+from torch.utils.data import Subset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import (
@@ -61,6 +63,17 @@ def load(address, dataset=None, **options):
     return list(RPCDataloader(dataset or Numbers(8), workers=address, **options))
 
 
+def load_from_nobody(_address):
+    with socket.socket() as nobody, pytest.MonkeyPatch.context() as patch:
+        nobody.bind(("127.0.0.1", 0))  # and nobody listens
+        patch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(TIMEOUT_SCALE))
+        close_client()
+        try:
+            load("{}:{}".format(*nobody.getsockname()))
+        finally:
+            close_client()  # it has read the variable
+
+
 def load_from_another_program(_address):
     """It answers every connection as a web server does."""
 
@@ -104,6 +117,8 @@ def go_on_in_a_fork(address):
 # By name: what is done with the address of a node server, what it raises, and a pattern of its text and its notes.
 # fmt: off
 MISTAKES = {
+    "no server": (load_from_nobody, ConnectError,
+        r"connection refused \(is `python -m rpcdataloader\.launch` running there, on that port\?\)"),
     "port of another program": (load_from_another_program, (ConnectionLostError, RemoteProtocolError),
         "perhaps it is no node server|the peer sent no message"),
     "more workers than there are": (ask_for_too_many, ConnectError,
@@ -112,6 +127,8 @@ MISTAKES = {
         r"collate_fn\S* is a _thread\.lock, .*: open it on first use instead of in the constructor"),
     "module missing on the node": (lambda a: load(a, only_here.Images()), SerializationError,
         "No module named 'only_here' on .*; it must be importable there too: send it with py_modules="),
+    "RPCDataset in a dataset": (lambda a: load(a, Subset(RPCDataset(a, Numbers), [1])), LocalProtocolError,
+        r"an RPCDataset belongs to this process and cannot be sent: to use a part of it, .*Subset"),
     "no dataset": (lambda a: RPCDataset(a, NoDataset), TypeError,
         "NoDataset made no dataset: it has no __getitem__, and is no IterableDataset"),
     "crash": (lambda a: load(a, Deadly(8, {5}, "SIGSEGV"), max_retries=2), ConnectionLostError,
