@@ -6,15 +6,17 @@ the dataset's. Without any state, delivered samples are taken again and thrown a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
 
-from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
+from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, StreamState
 from rpcdataloader.fetch.samples import Skipped, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE
 from rpcdataloader.wire.digests import digest
+from rpcdataloader.wire.exceptions import add_state
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -36,6 +38,15 @@ class StreamLoader(BatchLoader):
         self._num_batches = 0
         self._failed_at = -1  # number of samples after the last skipped one
         self._digest: int | None = None  # as in StreamState
+
+    def load(self, indices: Any, position: int, batch_number: int) -> Loaded:
+        """Load one batch, as any; an exception, which takes the place of a batch, has the state after it."""
+        try:
+            return super().load(indices, position, batch_number)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # of the user's state_dict
+                add_state(error, self._state())
+            raise
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> list[Any]:  # noqa: ARG002
         whereabouts.sample[0] = self._num_samples

@@ -13,6 +13,7 @@ from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.samples import Skipped, stopped
 from rpcdataloader.loader.copying import Carrier, Copies, find_busy_gpu, make_carrier, pin
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.wire.exceptions import take_state
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.pickling import result_of
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
@@ -62,7 +63,7 @@ def decode(reply: Message, allocator: Allocator, *, pins: bool, moves: bool) -> 
         return Answer(size_bytes=answer.size_bytes, error=error)
     except BaseException as exc:
         # A new exception: the traceback refers to this frame, and would keep the referents of the exception.
-        return Answer(size_bytes=answer.size_bytes, error=exc)
+        return Answer(size_bytes=answer.size_bytes, error=exc, stream=answer.stream or take_state(exc))
     return answer
 
 

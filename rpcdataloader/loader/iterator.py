@@ -35,6 +35,7 @@ from rpcdataloader.loader.tasks import Progress, Task, describe
 from rpcdataloader.loader.wants import Wants
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
+from rpcdataloader.wire.exceptions import take_state
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus
 
@@ -417,9 +418,9 @@ class InlineIterator(PassIterator):
                 loaded = self._loader.load(task.indices, task.position, task.number)
                 _seconds, batch, answer.lacks, answer.stream = loaded
                 answer.result = self._put(batch)
-            except Exception:
+            except Exception as error:
                 # The exception takes the place of the batch; an interrupt does not.
-                self.progress.delivered(task, number)
+                self.progress.delivered(task, number, answer.stream or take_state(error))
                 self._task = None
                 raise
         if task is None or (self._settings.iterable and answer.stream is None):

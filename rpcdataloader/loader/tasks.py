@@ -205,7 +205,7 @@ class Progress:
 
         Args:
             stream: Stream of the batch; None for a map-style dataset.
-            state: Progress of the stream; None for an exception.
+            state: Progress of the stream; None where an exception has left it unknown.
         """
         if stream is not None:
             self.streams[stream] = state or self.streams[stream]

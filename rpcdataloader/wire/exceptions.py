@@ -28,6 +28,9 @@ _MAX_TEXT_CHARACTERS = 1 << 16
 # Attribute of an exception: the sample being loaded when it was raised.
 _SAMPLE = "_rpcdataloader_sample"
 
+# Attribute of an exception: the state of the stream after it.
+_STATE = "_rpcdataloader_state"
+
 _HAS_NOTES = hasattr(BaseException, "add_note")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
@@ -37,6 +40,16 @@ _Result = TypeVar("_Result")
 def name_sample(exc: BaseException, sample: str) -> None:
     """Say what was being loaded when an exception was raised; for :func:`dumps_exception`."""
     _guard(lambda: object.__setattr__(exc, _SAMPLE, sample), None)
+
+
+def add_state(exc: BaseException, state: object) -> None:
+    """Add the state of the stream that has raised an exception; for :func:`take_state`, also in the trainer."""
+    _guard(lambda: object.__setattr__(exc, _STATE, state), None)
+
+
+def take_state(exc: BaseException) -> Any:
+    """Take the state of its stream from an exception; None without one."""
+    return _guard(lambda: vars(exc).pop(_STATE, None), None)
 
 
 def add_note(exc: BaseException, note: str) -> None:
@@ -56,9 +69,11 @@ def dumps_exception(exc: BaseException, where: str) -> bytes:
     summary = _guard(lambda: _shorten("".join(traceback.format_exception_only(type(exc), exc)).strip()), name)
     text = _guard(lambda: _shorten(_format(exc)), summary)
     sample = _guard(lambda: vars(exc).pop(_SAMPLE, None), None)
+    state = take_state(exc)
+    state = None if state is None else _guard(lambda: _dumps(state), None)
     pickled = _guard(lambda: _pickle(exc), None)
     notes = [note for note in (sample and f"{sample}, {where}", _guard(lambda: hint_at(exc), None)) if note]
-    return pickle.dumps((where, summary, text, pickled, notes), protocol=5)
+    return pickle.dumps((where, summary, text, pickled, notes, state), protocol=5)
 
 
 def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
@@ -69,7 +84,7 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
         :class:`~rpcdataloader.errors.RemoteError` if it is not an ``Exception``, or cannot be rebuilt here.
     """
     try:
-        where, summary, text, pickled, notes = pickle.loads(payload)
+        where, summary, text, pickled, notes, state = pickle.loads(payload)
     except USER_ERRORS as error:
         return RemoteError(f"a task raised an exception whose message cannot be read ({type(error).__name__}: {error})")
     cause = RemoteTraceback("\n".join([f"{where}:\n\n{text}", *([] if _HAS_NOTES else notes)]))
@@ -82,6 +97,9 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
     object.__setattr__(exc, "__cause__", cause)
     for note in notes:
         add_note(exc, note)
+    if state is not None:
+        with contextlib.suppress(*USER_ERRORS):
+            add_state(exc, _unpickle(state))
     return exc
 
 
@@ -115,15 +133,20 @@ def _shorten(text: str) -> str:
 
 def _pickle(exc: BaseException) -> bytes | None:
     """A pickle that gives the same type and texts again; or None."""
-    file = io.BytesIO()
-    ReplyPickler(file, None).dump(exc)
-    again = _unpickle(file.getvalue())
-    return file.getvalue() if type(again) is type(exc) and _texts(again) == _texts(exc) else None
+    pickled = _dumps(exc)
+    again = _unpickle(pickled)
+    return pickled if type(again) is type(exc) and _texts(again) == _texts(exc) else None
 
 
 def _texts(exc: BaseException) -> list[str]:
     # A constructor that makes a text of its argument makes another one of that text.
     return [arg for arg in exc.args if isinstance(arg, str)]
+
+
+def _dumps(value: object) -> bytes:
+    file = io.BytesIO()
+    ReplyPickler(file, None).dump(value)
+    return file.getvalue()
 
 
 def _unpickle(data: bytes) -> Any:
