@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import logging
 import math
@@ -37,6 +38,9 @@ _NOT_YET = {
 }
 
 LISTEN_BACKLOG = 1024
+
+# Seconds to wait for another server that starts in the same folder; any program that can read it may hold its lock.
+LOCK_TIMEOUT = 5.0
 
 # accept(2)'s errors when this process or the system has no room; all others concern that one connection.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -195,7 +199,7 @@ def listen_unix(path: str) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with short_path(path) as short:
+        with _alone_in(os.path.dirname(path) or "."), short_path(path) as short:
             if not is_listening(short) and Path(path).is_socket():
                 os.unlink(short)  # of a server that was killed
             # The mode applies from the first moment on, unlike after a chmod.
@@ -212,6 +216,29 @@ def listen_unix(path: str) -> socket.socket:
             reason = "in use by another server" if Path(path).is_socket() else "something else has that name"
         raise ConnectError(f"cannot listen on unix:{path}: {reason}") from exc
     return sock
+
+
+@contextlib.contextmanager
+def _alone_in(folder: str) -> Iterator[None]:
+    """Keep others out of this block that use the same folder, where its file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = Deadline(LOCK_TIMEOUT)
+        while not _lock(descriptor) and deadline.pause(0.01):
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # no locks of folders here
+    return True
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, str, str] | None:

@@ -6,13 +6,17 @@ Everything here is one process, over loopback ports of the kernel's choice and U
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import socket
 import sys
+import threading
 import time
 
 import pytest
 
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.wire import connecting
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix
 from rpcdataloader.wire.transport import Deadline
@@ -160,6 +164,32 @@ def test_socket_file_of_a_dead_server_is_replaced(unix_path):
 def test_socket_of_a_live_server_is_not_taken(unix_path):
     with listen_unix(unix_path), pytest.raises(ConnectError, match=f"cannot listen on unix:{unix_path}: in use by"):
         listen_unix(unix_path)
+
+
+def test_only_one_of_two_servers_that_start_at_once_replaces_the_file_of_a_dead_one(tmp_path):
+    path = str(tmp_path / "socket")
+    both = threading.Barrier(2)
+
+    def start():
+        both.wait()
+        with contextlib.suppress(ConnectError):
+            return listen_unix(path)
+
+    for _ in range(100):
+        listen_unix(path).close()
+        starting = [in_thread(start) for _ in range(2)]
+        (listener,) = filter(None, [each.result(FOREVER) for each in starting])
+        connect(Address(path=path), Deadline(FOREVER)).close()
+        listener.close()
+    assert os.listdir(tmp_path) == ["socket"]
+
+
+def test_lock_of_somebody_else_does_not_keep_a_server_from_starting(tmp_path, monkeypatch):
+    monkeypatch.setattr(connecting, "LOCK_TIMEOUT", 0.01)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    listen_unix(str(tmp_path / "socket")).close()
+    os.close(folder)
 
 
 def test_socket_of_a_server_that_is_stuck_is_not_taken(tmp_path):
