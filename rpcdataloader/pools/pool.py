@@ -236,7 +236,7 @@ class Pool:
             self._thread.join()
             if self._asking.ident is not None:
                 self._asking.join(ASK_TIMEOUT)
-            draining = [*self._draining, *(node for node in self._nodes if node.stop())]
+            draining = [*self._draining, *(node for node in self._nodes if _stop(node))]
             deadline = time.monotonic() + DRAIN_TIMEOUT
             while (draining := [node for node in draining if _is_there(node)]) and time.monotonic() < deadline:
                 time.sleep(PAUSE)
@@ -277,29 +277,29 @@ class Pool:
             self._nodes[started] = None
         if len(self._nodes) >= self._size.number:
             self._engine.withdraw()
-        leaving = self._let_go()
-        if (addresses := [address for address in self._nodes.values() if address]) != self._addresses:
+        leaving = self._find_superfluous()
+        addresses = [address for node, address in self._nodes.items() if address and node not in leaving]
+        if addresses != self._addresses:
             self._engine.publish(addresses)
             with self._changed:
                 self._addresses = addresses
                 self._changed.notify_all()
+        # They stay in the pool until no loop can find them: the engine may fail to publish that.
         for node in leaving:
-            self._draining[node] = time.monotonic() + DRAIN_TIMEOUT
-            if not node.stop():
-                self._draining[node] = 0.0
+            self._let_go(node)
         for node, until in list(self._draining.items()):
             if time.monotonic() >= until or not _is_there(node):
                 del self._draining[node]
                 self._release(node)
 
-    def _let_go(self) -> list[Node]:
-        """Take those out of the pool that are too many: first those that still start, then the latest."""
-        order = sorted(self._nodes, key=lambda node: self._nodes[node] is None)
-        leaving = order[self._size.number :]
-        for node in leaving:
-            if (address := self._nodes.pop(node)) is not None:
-                logger.info("the training loops no longer need the node server %s", address)
-        return leaving
+    def _find_superfluous(self) -> list[Node]:
+        """Those that are too many: first those that still start, then the latest."""
+        return sorted(self._nodes, key=lambda node: self._nodes[node] is None)[self._size.number :]
+
+    def _let_go(self, node: Node) -> None:
+        if (address := self._nodes.pop(node)) is not None:
+            logger.info("the training loops no longer need the node server %s", address)
+        self._draining[node] = time.monotonic() + DRAIN_TIMEOUT if _stop(node) else 0.0
 
     def _ask(self) -> None:
         while True:
@@ -333,6 +333,14 @@ class Pool:
             node.release()
         except Exception as exc:  # any exception of the engine, whose node may be gone
             logger.debug("cannot release a node server: %s", exc)
+
+
+def _stop(node: Node) -> bool:
+    """Let it drain; False if there is nothing to wait for."""
+    try:
+        return node.stop()
+    except Exception:  # a vanished cluster has ended it
+        return False
 
 
 def _is_there(node: Node) -> bool:

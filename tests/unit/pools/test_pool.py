@@ -30,6 +30,7 @@ class Node:
         self.number = number
         self.answer = None
         self.calls = []
+        self.is_cut_off = False
 
     def poll(self):
         if isinstance(self.answer, Exception):
@@ -41,6 +42,8 @@ class Node:
 
     def stop(self):
         self.calls.append("stop")
+        if self.is_cut_off:
+            raise ConnectionError("the cluster has gone")
         if self.answer is not None:
             self.answer = RuntimeError("it has drained")
         return self.answer is not None
@@ -57,6 +60,7 @@ class Engine:
         self.room = room
         self.comes = come
         self.published = []
+        self.is_silent = False  # once
         self.closed = self.withdrawn = 0
 
     def start(self, order):
@@ -69,6 +73,9 @@ class Engine:
         return self.nodes[-1]
 
     def publish(self, addresses):
+        if self.is_silent:
+            self.is_silent = False
+            raise ConnectionError("the scheduler does not answer")
         self.published.append(list(addresses))
 
     def reader(self):
@@ -125,6 +132,7 @@ def test_latest_nodes_drain_when_loops_want_fewer_and_others_come_when_they_want
     with Pool(engine, (1, 8), ORDER, LIMIT) as workers:
         want(8)  # of 2 workers each
         wait_until(lambda: list(workers) == addresses_of(0, 1, 2, 3))
+        engine.is_silent = True
         want(3)
         wait_until(lambda: list(workers) == addresses_of(0, 1))
         wait_until(lambda: all(node.calls == ["stop", "release"] for node in engine.nodes[2:]))
@@ -170,6 +178,15 @@ def test_node_that_is_lost_is_replaced():
         wait_until(lambda: list(workers) == ["10.0.0.1:6543", "10.0.0.2:6543"])
         assert engine.nodes[0].calls == ["release"]
     assert engine.published[-1] == ["10.0.0.1:6543", "10.0.0.2:6543"]
+
+
+def test_end_of_the_cluster_does_not_make_a_block_fail():
+    engine = Engine()
+    with Pool(engine, 2, ORDER, LIMIT):
+        for node in engine.nodes:
+            node.is_cut_off = True
+    assert [node.calls for node in engine.nodes] == [["stop", "release"]] * 2
+    assert engine.closed == 1
 
 
 def test_node_servers_that_never_come_are_not_waited_for():
