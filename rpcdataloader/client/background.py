@@ -64,6 +64,17 @@ class _Bell:
     __del__ = close
 
 
+def _started(name: str, target: Callable[[], None]) -> threading.Thread:
+    """Start a thread.
+
+    Raises:
+        RuntimeError: No thread can be started: in Python from 3.12 on, none can while the interpreter ends.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class Sender:
     """A thread that flushes outlets.
 
@@ -83,8 +94,7 @@ class Sender:
         """Start the thread, unless it runs."""
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="rpcdl-send", daemon=True)
-                self._thread.start()
+                self._thread = _started("rpcdl-send", self._run)
 
     def wake(self, outlet: Outlet) -> None:
         """Let the thread flush ``outlet``; also for finalizers: never blocks, takes no lock."""
@@ -182,8 +192,7 @@ class Alarm:
                 self._num_kept = len(self._heap)
             heapq.heappush(self._heap, entry)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rpcdl-alarm", daemon=True)
-                self._thread.start()
+                self._thread = _started("rpcdl-alarm", self._run)
             if self._heap[0] is entry:
                 self._condition.notify()
         return timer
@@ -224,8 +233,7 @@ class Janitor:
     def __init__(self) -> None:
         # Another put of the same thread may interrupt a put.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="rpcdl-janitor", daemon=True)
-        self._thread.start()
+        self._thread = _started("rpcdl-janitor", self._run)
 
     def leave(self, function: Callable[[], None]) -> None:
         """Queue ``function``; never blocks and takes no lock."""
@@ -245,15 +253,15 @@ class Callers:
     """Runs callbacks of the user, which may wait, in threads of their own."""
 
     def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()  # guarded by the lock
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` in a thread."""
-        thread = threading.Thread(target=self._run, args=(function,), name="rpcdl-call", daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        thread.start()
+        """Run ``function`` in a thread; or in :meth:`close`, if no thread can be started."""
+        self._waiting.append(function)
+        with self._lock, contextlib.suppress(RuntimeError):
+            self._threads.add(_started("rpcdl-call", self._run))
 
     def close(self, timeout: float) -> None:
         """Wait for the threads; a callback that still runs after ``timeout`` seconds is left alone."""
@@ -262,14 +270,20 @@ class Callers:
         end = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
+        self._run_waiting()
 
-    def _run(self, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except Exception:
-            logger.exception("a callback of a future failed")
+    def _run(self) -> None:
+        self._run_waiting()
         with self._lock:
             self._threads.discard(threading.current_thread())
+
+    def _run_waiting(self) -> None:
+        _run_all(self._next, "a callback of a future failed")
+
+    def _next(self) -> Callable[[], None] | None:
+        with contextlib.suppress(IndexError):
+            return self._waiting.popleft()
+        return None
 
 
 def _run_all(following: Callable[[], Callable[[], None] | None], failure: str) -> None:
@@ -309,8 +323,8 @@ class Printer:
             if self._closed:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rpcdl-print", daemon=True)
-                self._thread.start()
+                with contextlib.suppress(RuntimeError):  # close() prints it
+                    self._thread = _started("rpcdl-print", self._run)
             self._lines.append(line)
             self._changed.notify_all()
 
@@ -326,7 +340,9 @@ class Printer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread is None:
+            self._run()
+        else:
             self._thread.join(LINGER_SECONDS)
 
     def _run(self) -> None:

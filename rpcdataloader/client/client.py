@@ -168,8 +168,8 @@ class Client:
         with self._lock:
             self._threads = {other: end for other, end in self._threads.items() if other.is_alive()}
             if not self.is_closed:
-                self._threads[thread] = stop, join_timeout
                 thread.start()
+                self._threads[thread] = stop, join_timeout
             return not self.is_closed
 
     def ask_ranks(self, dataset: str, then: Callable[[LoopStatus | None], None]) -> bool:

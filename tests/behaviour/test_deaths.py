@@ -265,7 +265,26 @@ futures = [rpc_async(sys.argv[1], time.sleep, (60,)) for _ in range(20)]
 os.kill(pid, signal.SIGKILL)
 """
 
-EXITS = [IN_AN_EPOCH, IN_AN_EPOCH + "del iterator\n", IN_CALLS, IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED]
+# As in Python from 3.12 on, once the script is over.
+IN_A_CALL_WHERE_NO_THREAD_CAN_START = """
+import sys, threading, time
+from rpcdataloader import rpc_async
+called = []
+atexit.register(lambda: called or print("the callback was not called", file=sys.stderr))
+rpc_async(sys.argv[1], len, ("abc",)).wait()
+future = rpc_async(sys.argv[1], time.sleep, (60,)).then(called.append)
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+atexit.register(setattr, threading.Thread, "start", refuse)
+"""
+
+EXITS = [
+    IN_AN_EPOCH,
+    IN_AN_EPOCH + "del iterator\n",
+    IN_CALLS,
+    IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED,
+    IN_A_CALL_WHERE_NO_THREAD_CAN_START,
+]
 
 
 @pytest.mark.parametrize("num_rounds", [3, pytest.param(20, marks=pytest.mark.slow)])

@@ -62,6 +62,16 @@ def printer():
     assert printer._thread is None or not printer._thread.is_alive()
 
 
+def test_lines_come_at_the_end_of_an_interpreter_that_starts_no_thread(printer, capsys, monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    printer.put("node01:6543 worker 3", "last words")
+    printer.close()
+    assert capsys.readouterr().err == "(node01:6543 worker 3) last words\n"
+
+
 def test_nothing_of_a_line_changes_the_terminal_or_begins_another_line(printer, capsys):
     printer.put("node\x1b[2J worker 1", "a\tb\x1b]0;title\x07\r\n(node02 worker 1) c\u202e\x9b1mé 😀\x00")
     printer.close()
