@@ -273,6 +273,8 @@ class Callers:
         self._run_waiting()
 
     def _run(self) -> None:
+        # Its parent may be a receiver, which blocks all of them; so would the programs that a callback starts.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._run_waiting()
         with self._lock:
             self._threads.discard(threading.current_thread())

@@ -40,9 +40,11 @@ def test_call_returns_a_torch_future_at_once(shared_server, fifo):
     assert isinstance(future, Future)
     assert not future.done()
     chained = future.then(lambda done: done.wait() * 2)
+    blocked = future.then(lambda _done: signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     Path(fifo).write_bytes(b"ab")
     assert future.wait() == b"ab"
     assert chained.wait() == b"abab"
+    assert blocked.wait() == set()  # or programs that callbacks start would ignore SIGTERM
 
 
 def test_arguments_are_passed_by_position_and_by_name(shared_server):
