@@ -173,8 +173,8 @@ def name_shared_connections(connections: Mapping[int, str]) -> str:
 
 
 def memory_of_its_own() -> int:
-    """Bytes of anonymous memory, including pages shared with the parent process."""
-    _size, resident, of_files, *_rest = map(int, read("/proc/self/statm").split())
+    """Bytes of anonymous memory, including pages shared with the parent process; 0 without a descriptor to look."""
+    _size, resident, of_files, *_rest = map(int, (read("/proc/self/statm") or "0 0 0").split())
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 

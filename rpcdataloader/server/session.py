@@ -337,9 +337,9 @@ class Session:
                 # Session ids travel in the clear: strangers' connections must not cost a fork each.
                 return "its client has gone"
             self._make_room()
-            self._warn_of_threads()
             row = self._context.counters.row(event.row)
             try:
+                self._warn_of_threads()
                 stacks = WorkerStacks()
                 failed.callback(stacks.close)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -19,10 +21,11 @@ import pytest
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, stat_of, wait_until
 from tests.support import tasks
 from tests.support.clocks import in_server
+from tests.support.datasets import Numbers
 from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
 from tests.support.zygote import FORK_POOLS
@@ -297,6 +300,35 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
         wait_until(lambda: len(re.findall(told, server.log)) >= 3)
         assert time.monotonic() - start > 0.6, "it does not spin meanwhile"
     assert call(server, os.getpid) > 0
+
+
+class Exhausts(Numbers):
+    """Leaves its session this number of descriptors."""
+
+    def __init__(self, num_left):
+        super().__init__(1)
+        self.num_left = num_left
+
+    def __len__(self):
+        free = [os.dup(0) for _ in range(self.num_left + 1)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], free[-1]))
+        for descriptor in free:
+            os.close(descriptor)
+        return 1
+
+
+@pytest.mark.parametrize("num_left", [0, 2])  # a connection comes with two
+def test_session_without_descriptors_goes_on(serve, num_left):
+    server = serve()
+    session = session_of(server.address).wait().pid
+    dataset = RPCDataset(server.address, Exhausts, num_left)
+    with pytest.raises(RPCError):
+        call(server, os.getpid)
+    del dataset
+    gc.collect()
+    with contextlib.suppress(OSError):
+        RPCDataset(server.address, Exhausts, num_left)
+    assert is_running(session)
 
 
 def test_session_that_stands_still_stops_nobody_else(serve, start_client):
