@@ -95,6 +95,13 @@ def test_more_ranks_than_workers_share_with_one_warning(shared_server, log, as_r
     assert record.getMessage() == "5 ranks share 2 workers: some are used by more than one rank"
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [("two", "4"), ("4", "4"), ("-1", "4")])
+def test_malformed_environment_is_named(shared_server, as_rank, rank, world_size):
+    as_rank(rank, world_size)
+    with pytest.raises(ValueError, match="environment variables RANK and WORLD_SIZE"):
+        RPCDataset(shared_server.address, Numbers)
+
+
 def load_as_rank(rendezvous, *workers):
     """The batches of two epochs, and on which node server the workers are."""
     rank, world_size, tp_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 2
