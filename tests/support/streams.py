@@ -121,12 +121,3 @@ class Seekable(Parts):
 
     def __iter__(self) -> Iterator[Any]:
         return Cursor(self)
-
-
-class Broken(Parts):
-    """Worker 1 cannot begin; worker 2 has a bad record as its third, and goes on behind it."""
-
-    def __iter__(self) -> Iterator[Any]:
-        if stream_number() == 1:
-            raise PermissionError("the folder of worker 1 cannot be read")
-        return Stumbling(self) if stream_number() == 2 else super().__iter__()
