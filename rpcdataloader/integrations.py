@@ -10,6 +10,7 @@ With torch.distributed itself, :func:`gather_states` puts the states of all rank
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -174,4 +175,25 @@ def _use_workers(prepared: Any, options_of: DataLoader[Any], **changes: Any) -> 
     else:
         # Accelerate asks each loader that has the method for its state after each batch; this one would refuse.
         prepared.base_dataloader = _plain(loader)
+    if hasattr(prepared, "_fetch_batches"):  # the first process dispatches the batches of all
+        prepared._fetch_batches = functools.partial(_fetch_group, prepared)
+        if prepared.state.process_index:
+            prepared.load_state_dict = _loads_nothing
     return prepared
+
+
+def _fetch_group(dispatcher: Any, batches: Any) -> Any:
+    """Fetch the batches of all processes, and keep the state before them: a group is used when the next one is here.
+
+    Accelerate keeps the state before the last one, as only the loaders of torchdata can step back.
+    """
+    loader = dispatcher.base_dataloader
+    state = loader.state_dict() if isinstance(loader, RPCDataloader) else None
+    found = type(dispatcher)._fetch_batches(dispatcher, batches)
+    if state is not None:
+        dispatcher.dl_state_dict = {**state, "_iterator_finished": False}
+    return found
+
+
+def _loads_nothing(state: Mapping[str, Any]) -> None:
+    """Take the state of the first process, whose batches this one receives."""

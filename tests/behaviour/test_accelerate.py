@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.integrations import prepare, skip_first_batches
+from rpcdataloader.integrations import gather_states, prepare, skip_first_batches
 from tests.support.library import Library
 from tests.support.origins import run_ranks
 from tests.support.training import KINDS, Points, PointStream, Seen, collate, flat, make_loader_of
@@ -134,12 +135,26 @@ def train_as_rank(address, server, store):
     assert len(seen.add_all(accelerator.skip_first_batches(ours, 2))) == 1
     # By default, the first process loads what is iterable-style for all of them.
     stream = prepare(accelerator, RPCDataloader(RPCDataset(address, PointStream, 8), 2, collate_fn=collate))
+    next(iter(stream))
+    state = gather_states(stream.state_dict())[0]
+    if accelerator.process_index:  # which loads nothing
+        stream.load_state_dict(state)
     dispatched = seen.add_all(stream)
+    accelerator.dataloader_config = accelerate.DataLoaderConfiguration(dispatch_batches=True)
+    ours = prepare(accelerator, RPCDataloader(RPCDataset(address, Points, 12), 2, collate_fn=collate))
+    accelerator.register_for_checkpointing(ours)
+    batches = iter(ours)
+    resumed = seen.add_all(itertools.islice(batches, 1))
+    accelerator.save_state(store + ".checkpoint")  # of the first process
+    rest = seen.add_all(batches)
+    accelerator.load_state(store + ".checkpoint")
+    resumed += seen.add_all(ours)
+    assert resumed[1:] == rest
     accelerator.dataloader_config = accelerate.DataLoaderConfiguration(dispatch_batches=False)
     with pytest.raises(ValueError, match="cannot split an iterable-style RPCDataset"):
         prepare(accelerator, RPCDataloader(RPCDataset(address, PointStream, 8), batch_size=2))
     torch.distributed.destroy_process_group()
-    return {"indices": seen.indices[:6], "gathered": gathered, "dispatched": dispatched}
+    return {"indices": seen.indices[:6], "gathered": gathered, "dispatched": dispatched, "resumed": resumed}
 
 
 def test_processes_of_a_job_get_the_shards_that_accelerate_makes(library_zygote, shared_server, tmp_path):
@@ -148,5 +163,6 @@ def test_processes_of_a_job_get_the_shards_that_accelerate_makes(library_zygote,
         assert sorted(set(flat(one["indices"][epoch] + two["indices"][epoch]))) == list(range(11))
         assert sorted(flat(one["gathered"][epoch])) == list(range(11))
     assert one["gathered"] == two["gathered"]
-    assert sorted(flat(one["dispatched"] + two["dispatched"])) == list(range(8))
-    assert len(one["dispatched"]) == len(two["dispatched"]) == 2
+    for name, size in (("dispatched", 8), ("resumed", 12)):
+        assert sorted(flat(one[name] + two[name])) == list(range(size))
+        assert len(one[name]) == len(two[name]) == size // 4
