@@ -92,9 +92,10 @@ class Diagnosis:
     @property
     def is_urgent(self) -> bool:
         """Whether the loop waits long enough for a warning, and what it waits for is known."""
+        if self.bound == "unclear" or float(self.evidence["yours_seconds"]) < _LEAST_STEP:
+            return False
         waited = self.wait_share * float(self.evidence["batches"]) * float(self.evidence["step_seconds"])
-        is_known = self.bound != "unclear" and float(self.evidence["yours_seconds"]) >= _LEAST_STEP
-        return is_known and self.wait_share >= URGENT and waited >= _URGENT_SECONDS
+        return self.wait_share >= URGENT and waited >= _URGENT_SECONDS
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers as a flat dict for TensorBoard, Weights & Biases, MLflow; names end with units."""

@@ -6,6 +6,8 @@ import hashlib
 import importlib
 import itertools
 import logging
+import math
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -94,8 +96,9 @@ class CostBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.costs = _check_costs(costs, max_cost)
         here = current_partition()
-        self.num_replicas = here.world_size if num_replicas is None else num_replicas
-        self.rank = here.rank if rank is None else rank
+        # Numbers of NumPy may come in; those of a state go into JSON.
+        self.num_replicas = here.world_size if num_replicas is None else operator.index(num_replicas)
+        self.rank = here.rank if rank is None else operator.index(rank)
         if not 0 <= self.rank < self.num_replicas:
             raise ValueError(f"rank must be between 0 and {self.num_replicas - 1}, but is {self.rank}")
         if seed < 0:
@@ -103,7 +106,7 @@ class CostBatchSampler(Sampler[list[int]]):
         if window < 1:
             raise ValueError(f"window must be at least 1, but is {window}")
         self.max_cost, self.padded, self.window = max_cost, padded, window
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle, self.seed, self.drop_last = shuffle, operator.index(seed), drop_last
         self.epoch = 0
         # Once, as the loader takes a state for every batch.
         options = f"{max_cost} {padded} {window} {drop_last}"
@@ -134,7 +137,7 @@ class CostBatchSampler(Sampler[list[int]]):
         """Choose the order of the next pass; a new epoch begins at its start."""
         if epoch != self.epoch:
             self._start = self._past = []
-        self.epoch = epoch
+        self.epoch = operator.index(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for :meth:`load_state_dict`: plain numbers, the same on all ranks after the same step."""
@@ -241,6 +244,8 @@ def _check_costs(costs: ArrayLike, max_cost: float) -> NDArray[np.float64]:
     wrong = np.flatnonzero(~(np.isfinite(found) & (found > 0)))
     if len(wrong):
         raise ValueError(f"costs must be finite and above 0, but that of sample {wrong[0]} is {found[wrong[0]]}")
+    if math.isinf(max_cost):
+        raise ValueError(f"max_cost must be finite, but is {max_cost}")
     most = int(found.argmax())
     if not max_cost >= found[most]:
         raise ValueError(f"sample {most} costs {found[most]:g} alone, which is above max_cost={max_cost}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,8 +82,8 @@ class PassSettings:
             for name, value in values.items():
                 object.__setattr__(self, name, value)
 
-        names = "prefetch_factor", "max_retries", "reconnect_timeout", "task_timeout", "max_skipped"
-        check_numbers(**{name: getattr(self, name) or 0 for name in names})
+        names = "prefetch_factor", "max_retries", "reconnect_timeout", "max_skipped"
+        check_numbers(**{name: getattr(self, name) for name in names}, task_timeout=self.task_timeout or 0)
         if self.prefetch_factor < 0:
             raise ValueError("prefetch_factor option should be non-negative")  # torch's text
         most, limit = threading.TIMEOUT_MAX, self.task_timeout
@@ -171,16 +172,15 @@ def make_partition(partition: Any) -> Partition | None:
     if isinstance(partition, str) or not isinstance(partition, Sequence) or len(partition) != 2:
         raise ValueError(f"partition must be 'auto', None or (rank, world size), but is {partition!r}")
     rank, world_size = partition
-    return Partition(rank, world_size)
+    return Partition(int(rank), int(world_size))
 
 
 def _bytes(limit: Any) -> int:
     if limit is None:
         return default_in_flight_bytes()
-    if not isinstance(limit, (int, float)):
-        raise TypeError(f"max_in_flight_bytes must be a number of bytes, but is {limit!r}")
-    if limit < 1:
-        raise ValueError(f"max_in_flight_bytes must be at least 1, but is {limit}")
+    check_numbers(max_in_flight_bytes=limit)
+    if not 1 <= limit < math.inf:
+        raise ValueError(f"max_in_flight_bytes must be at least 1, and finite, but is {limit}")
     return int(limit)
 
 

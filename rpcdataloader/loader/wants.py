@@ -32,8 +32,8 @@ class Wants:
 
     def __init__(self, num_workers: int, least: int) -> None:
         self._is_auto = isinstance(num_workers, Auto)
-        self._chosen = num_workers
-        self._demand = Demand(least)
+        self._chosen = int(num_workers)  # reports are JSON, which has no numbers of NumPy
+        self._demand = Demand(int(least))
         self._since, self._batches = -math.inf, 0  # of the last decision
 
     @property

@@ -129,6 +129,7 @@ class SlowToPickle(Causes):
 def test_sending_an_instance_is_the_start_and_the_sentence_says_what_ends_it(wide_servers):
     loader = make_waiting_loader(wide_servers, 20, SlowToPickle())
     assert loader.diagnosis().text.startswith("Nothing is known of the loop before the first pass")
+    assert not loader.diagnosis().is_urgent
     assert len(list(loader)) == 20
     diagnosis = loader.diagnosis()
     assert (diagnosis.bound, diagnosis.part) == ("start", "sending")

@@ -191,6 +191,7 @@ def test_samples_meet_others_in_the_next_epoch():
         ([1, 0], {}, "that of sample 1 is 0.0"),
         ([1, float("nan")], {}, "that of sample 1 is nan"),
         ([1, 30], {}, "sample 1 costs 30 alone, which is above max_cost=20"),
+        ([1], {"max_cost": float("inf")}, "max_cost must be finite, but is inf"),
         ([1], {"window": 0}, "window must be at least 1, but is 0"),
         ([1], {"num_replicas": 2, "rank": 2}, "rank must be between 0 and 1, but is 2"),
         ([1], {"seed": -1}, "seed must be at least 0, but is -1"),
@@ -198,7 +199,15 @@ def test_samples_meet_others_in_the_next_epoch():
 )
 def test_bad_input_is_refused(costs, options, message):
     with pytest.raises(ValueError, match=message):
-        CostBatchSampler(costs, 20, **options)
+        CostBatchSampler(costs, **{"max_cost": 20, **options})
+
+
+def test_a_state_is_plain_numbers_where_those_of_numpy_were_given():
+    number = np.int64(1)
+    sampler = CostBatchSampler(lengths(100), np.int64(2000), num_replicas=number, rank=number - 1, seed=number)
+    sampler.set_epoch(number)
+    next(iter(sampler))
+    assert json.loads(json.dumps(sampler.state_dict()))["epoch"] == 1
 
 
 def test_state_of_other_costs_is_refused():

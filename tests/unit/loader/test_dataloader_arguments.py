@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+import math
 import multiprocessing
 import pickle
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.host.environment import Module
+from rpcdataloader.loader.wants import Wants
 
 ADDRESS = "node07.invalid:6543"
 
@@ -225,10 +229,17 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         ({"num_workers": 1.5}, TypeError, "num_workers must be a whole number or 'auto', but is"),
         ({"worker": 1}, TypeError, "unexpected keyword argument 'worker'"),
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1, but is 0"),
-        ({"max_in_flight_bytes": 0}, ValueError, "max_in_flight_bytes must be at least 1, but is 0"),
-        ({"max_in_flight_bytes": "1GB"}, TypeError, "max_in_flight_bytes must be a number of bytes, but is '1GB'"),
+        ({"max_in_flight_bytes": 0}, ValueError, "max_in_flight_bytes must be at least 1, and finite, but is 0"),
+        (
+            {"max_in_flight_bytes": math.inf},
+            ValueError,
+            "max_in_flight_bytes must be at least 1, and finite, but is inf",
+        ),
+        ({"max_in_flight_bytes": "1GB"}, TypeError, "max_in_flight_bytes must be a number, but is '1GB'"),
         ({"max_retries": 0}, ValueError, "max_retries must be at least 1, but is 0"),
         ({"max_retries": "3"}, TypeError, "max_retries must be a number, but is '3'"),
+        ({"max_retries": None}, TypeError, "max_retries must be a number, but is None"),
+        ({"reconnect_timeout": None}, TypeError, "reconnect_timeout must be a number, but is None"),
         ({"reconnect_timeout": -1}, ValueError, "reconnect_timeout must be a number of seconds, 0 or more, but is -1"),
         ({"task_timeout": 0}, ValueError, "task_timeout must be a number of seconds above 0, or None, but is 0"),
         ({"task_timeout": "5"}, TypeError, "task_timeout must be a number, but is '5'"),
@@ -246,6 +257,12 @@ def test_more_workers_than_cpus_warn_as_torch_does():
 def test_bad_values_are_named(options, error, message):
     with pytest.raises(error, match=message):
         RPCDataloader(**{"dataset": Numbers(), "workers": ADDRESS, **options})
+
+
+def test_numbers_of_numpy_are_numbers():
+    numbers = {"num_workers": 2, "max_in_flight_bytes": 1 << 30, "max_retries": 2, "prefetch_factor": 3}
+    RPCDataloader(Numbers(), workers=ADDRESS, **{name: np.int64(number) for name, number in numbers.items()})
+    assert json.dumps(Wants(np.int64(1), np.int64(0)).wanted(present=1, more=2)) == "1"  # for a report
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.xpu.is_available(), reason="it may be there")
