@@ -36,7 +36,9 @@ def test_no_sample_or_batch_has_numbers_of_another(addresses):
     """Of another seed, rank, epoch or position."""
     numbers = []
     for number, rank in (1, 0), (1, 1), (2, 0):
-        found = epochs(Augmented(), workers=addresses, num_workers=2, generator=seeded(number), partition=(rank, 2))
+        # Passes of workers that stay have one seed.
+        options = {"num_workers": 2, "persistent_workers": True, "partition": (rank, 2)}
+        found = epochs(Augmented(), workers=addresses, generator=seeded(number), **options)
         for batch in itertools.chain(*found):
             numbers += [value for name in ("draws", "mixing", "seed") for value in batch[name].flatten().tolist()]
     assert len(numbers) == 3 * 2 * (20 * 5 + 7 * 3)
