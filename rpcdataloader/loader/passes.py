@@ -9,11 +9,12 @@ from typing import Any
 
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.loader.sampler import draw_base_seed
+from rpcdataloader.loader.sampler import Source, draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
     begin_sampler,
     capture_start,
+    is_midway,
     progress_of,
     restore_start,
     sampler_state,
@@ -67,7 +68,11 @@ def begin_pass(
     first, ranks = 0, (settings.partition.rank, settings.partition.world_size)
     if (sampler := settings.resumable) is not None:
         first, ranks = sampler.start, (sampler.rank, sampler.num_replicas)
-    samples = begin_sampler(settings, None if saved is None else saved["sampler"])
+    state = None
+    # The end of an epoch may be that of another sampler.
+    if saved is not None and (is_midway(saved) or isinstance(settings.sampler, Source)):
+        state = saved["sampler"]
+    samples = begin_sampler(settings, state)
     if before is None and (saved is None or saved["epoch"] == 0):
         before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
     get_state, is_ready = sampler_state(settings, samples), getattr(samples, "is_ready", None)

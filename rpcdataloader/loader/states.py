@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ from rpcdataloader.loader.order import check_order, describe_sampler
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, Source, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
+
+logger = logging.getLogger("rpcdataloader.loader")
 
 # Version 1 had neither ranks nor samplers.
 VERSION = 2
@@ -95,11 +99,11 @@ def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
         return
     kinds = ("a map-style dataset", "an iterable-style dataset")
     _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
-    if _is_midway(state):
+    if is_midway(state):
         check_order(state["start"], _capture_order(settings))
-    if "sampler" in (state["sampler"] or {}):
-        kinds = ("one without load_state_dict", "one with a state of its own")
-        _check_same("sampler", kinds[1], kinds[any(map(_is_stateful, settings.samplers))])
+        if "sampler" in (state["sampler"] or {}):
+            kinds = ("one without load_state_dict", "one with a state of its own")
+            _check_same("sampler", kinds[1], kinds[any(map(_is_stateful, settings.samplers))])
     num_saved, num_here = len(state["generators"]), len(settings.own_generators)
     if num_saved != num_here:
         raise ValueError(
@@ -108,7 +112,7 @@ def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
         )
 
 
-def _is_midway(state: Mapping[str, Any]) -> bool:
+def is_midway(state: Mapping[str, Any]) -> bool:
     """Whether a part of the pass was delivered, and a part may be left. Any pass can follow one without a rest."""
     if state["finished"] or state["whole"]:
         return False
@@ -194,7 +198,7 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
     if settings.resumable is not None and start["order"] is not None:
         settings.resumable.load_state_dict(start["order"])
     new = {**start, **_capture_order(settings)}
-    if _is_midway(saved):
+    if is_midway(saved):
         check_order(start, new, in_step=saved["in_step"])
     return new
 
@@ -273,7 +277,12 @@ def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
         with generators_restored():
             set_states(states_from_plain(saved["start"]["global"]))
             _restore_generators(settings, saved["start"]["generators"])
-            collections.deque(begin_sampler(settings, saved["sampler"]), maxlen=0)
+            try:
+                samples = begin_sampler(settings, saved["sampler"])
+            except Exception:  # another sampler, which begins anew
+                logger.debug("the sampler takes no state of the last epoch", exc_info=True)
+            else:
+                collections.deque(iter(functools.partial(next, samples, None), None), maxlen=0)
     _restore_generators(settings, saved["generators"])
 
 

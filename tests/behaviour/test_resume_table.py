@@ -53,6 +53,35 @@ class Hidden:
         return iter(self.part)
 
 
+class Stateful:
+    """Shuffles, and has a state of its own, which it takes from its like only."""
+
+    def __init__(self):
+        self.left = []
+        self.goes_on = False
+
+    def __iter__(self):
+        if not self.goes_on:
+            self.left = torch.randperm(SIZE).tolist()
+        self.goes_on = False
+        while self.left:
+            yield self.left.pop()
+
+    def state_dict(self):
+        return {"left": list(self.left)}
+
+    def load_state_dict(self, state):
+        self.left, self.goes_on = list(state["left"]), True
+
+
+class Planned(Stateful):
+    def state_dict(self):
+        return {"plan": list(self.left)}
+
+    def load_state_dict(self, state):
+        self.left, self.goes_on = list(state["plan"]), True
+
+
 class Pairs(BatchSampler):
     """Puts samples into batches in an order of its own, as those by length do."""
 
@@ -92,11 +121,13 @@ SAMPLING = {
     "shuffled": lambda _rank, _ranks, size: {"batch_size": size, "shuffle": True},
     "in order": lambda _rank, _ranks, size: {"batch_size": size},
     "weighted": batched(lambda _rank, _ranks: WeightedRandomSampler([1.0] * SIZE, SIZE, replacement=False)),
+    "stateful": batched(lambda _rank, _ranks: Stateful()),
+    "planned": batched(lambda _rank, _ranks: Planned()),
     "single": lambda _rank, _ranks, _size: {"batch_size": None, "shuffle": True},
 }
 DIVIDED = list(SAMPLING)[:7]
 SILENT = ["hidden", "list"]  # parts of which only the list is known to be the same on all ranks, but for its length
-WHOLE = ["shuffled", "in order", "weighted", "single"]  # each rank has all samples
+WHOLE = ["shuffled", "in order", "weighted", "stateful", "planned", "single"]  # each rank has all samples
 
 # Job: kind of sampler, number of ranks, batch size.
 JOBS = [(kind, *job) for kind in DIVIDED + SILENT for job in ((1, 4), (2, 4), (2, 2), (4, 2))]
@@ -196,7 +227,7 @@ def is_worth_trying(saved, resumed):
 
 ENDS = [
     (kind, ranks, 8)
-    for kind in ("distributed", "resumable", "own batches, resumable", "hidden", "shuffled")
+    for kind in ("distributed", "resumable", "own batches, resumable", "hidden", "shuffled", "stateful", "planned")
     for ranks in (1, 2)
 ] + [("single", 1, 8)]
 
