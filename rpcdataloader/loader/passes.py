@@ -80,6 +80,9 @@ def begin_pass(
         assert before is not None
         streams = [StreamState()] * num_streams if settings.iterable else []
         progress = Progress(before[0], before[1] + 1, start=start, streams=streams)
+        # Other samplers may only know of the pass before until they have given a batch.
+        if get_state is not None and isinstance(settings.sampler, Source):
+            progress.sampler = get_state()
     else:
         progress = progress_of(saved, start)
         samples = skip_delivered(settings, progress, saved, samples)

@@ -215,10 +215,12 @@ class Progress:
             return
         num_batches, total, found = self.num_batches, self.num_samples, self.digest
         sampler, ahead = self.sampler, self.ahead
-        # A sampler with a state of its own need not be compared.
-        found_here = digest(task.indices) if task.sampler_state is None else None
+        # A sampler with a state of its own need not be compared, once there is one to go on from.
+        is_ahead = task.number != num_batches
+        is_compared = task.sampler_state is None or (is_ahead and sampler is None)
+        found_here = digest(task.indices) if is_compared else None
         batch: tuple[int, int | None, Any] = task.num_samples, found_here, task.sampler_state
-        if task.number != num_batches:
+        if is_ahead:
             ahead = {**ahead, task.number: batch}
         else:
             while True:

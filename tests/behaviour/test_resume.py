@@ -353,6 +353,43 @@ def test_what_was_delivered_ahead_is_not_loaded_again_and_must_be_the_same(addre
         list(other)
 
 
+class Reshuffled:
+    """Draws another order in each pass, from a generator in its state."""
+
+    def __init__(self):
+        self.random = random.Random(1)
+        self.left = []
+
+    def __iter__(self):
+        self.left = self.left or self.random.sample(range(SIZE), SIZE)
+        while self.left:
+            yield self.left.pop()
+
+    def state_dict(self):
+        return {"left": list(self.left), "random": self.random.getstate()}
+
+    def load_state_dict(self, state):
+        version, numbers, gauss = state["random"]
+        self.left = list(state["left"])
+        self.random.setstate((version, tuple(numbers), gauss))
+
+
+def test_sampler_with_a_state_that_has_only_given_batches_ahead_must_give_the_same(address, fifo):
+    sampler, same = Reshuffled(), Reshuffled()
+    list(zip(sampler, same, strict=True))  # the epoch before
+    loader = RPCDataloader(
+        Gated(SIZE, next(iter(same)), fifo), None, sampler=sampler, in_order=False, workers=address, num_workers=2
+    )
+    iterator = iter(loader)
+    list(itertools.islice(iterator, 3))
+    state = through_json(loader.state_dict())
+    open(fifo, "w").close()
+    rest = RPCDataloader(Numbers(SIZE), None, sampler=Reshuffled(), in_order=False, workers="inline")
+    rest.load_state_dict(state)
+    with pytest.raises(ValueError, match="gives other indices now"):
+        list(rest)
+
+
 @pytest.mark.parametrize(
     ("error", "where", "left"),
     [

@@ -204,6 +204,20 @@ def test_resumes_with_another_number_of_workers(wide_servers, source_workers):
         assert head + as_lists(resumed) == whole
 
 
+def test_persistent_workers_go_on_at_the_beginning_of_an_epoch(wide_servers):
+    def make_loader():
+        torch.manual_seed(11)
+        return make(wide_servers[0].address, Stream(12), num_workers=1, persistent_workers=True)
+
+    loader = make_loader()
+    _first, *expected = [as_lists(loader) for _ in range(3)]
+    loader, resumed = make_loader(), make_loader()
+    as_lists(loader)
+    _begun = iter(loader)
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert [as_lists(resumed) for _ in range(2)] == expected
+
+
 def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
     address = wide_servers[0].address
     batches = iter(make(address, Stream(broken=(9,)), Decode(broken=(5,)), num_workers=2))
