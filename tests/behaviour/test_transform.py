@@ -204,7 +204,8 @@ def test_resumes_with_another_number_of_workers(wide_servers, source_workers):
         assert head + as_lists(resumed) == whole
 
 
-def test_persistent_workers_go_on_at_the_beginning_of_an_epoch(wide_servers):
+@pytest.mark.parametrize("at", ["end", "beginning"])
+def test_persistent_workers_go_on_with_the_next_epoch(wide_servers, at):
     def make_loader():
         torch.manual_seed(11)
         return make(wide_servers[0].address, Stream(12), num_workers=1, persistent_workers=True)
@@ -213,7 +214,7 @@ def test_persistent_workers_go_on_at_the_beginning_of_an_epoch(wide_servers):
     _first, *expected = [as_lists(loader) for _ in range(3)]
     loader, resumed = make_loader(), make_loader()
     as_lists(loader)
-    _begun = iter(loader)
+    _begun = iter(loader) if at == "beginning" else None
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert [as_lists(resumed) for _ in range(2)] == expected
 
