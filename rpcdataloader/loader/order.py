@@ -6,6 +6,7 @@ about the order. Pure.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
@@ -48,7 +49,8 @@ def describe_sampler(sampler: Any) -> dict[str, Any]:
     if source is None and found["kind"] in _ORDERED:
         source = sampler
     if isinstance(source, Sized):
-        found["length"] = len(source)
+        with contextlib.suppress(Exception):  # it has none after all
+            found["length"] = len(source)
     if (epoch := _plain(getattr(sampler, "epoch", None))) is not None:
         if hasattr(sampler, "set_epoch"):
             found["set_epoch"] = epoch

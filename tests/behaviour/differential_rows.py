@@ -273,6 +273,14 @@ class Pieces(Sampler[int]):
         return self.number
 
 
+class Over(Sampler[int]):
+    def __init__(self, data_source: Any) -> None:
+        self.data_source = data_source
+
+    def __iter__(self) -> Any:
+        return iter([3, 1, 2])
+
+
 class BrokenBatches:
     """One is a generator that raises, another does not begin."""
 
@@ -700,6 +708,7 @@ ROWS: dict[str, Row] = {
     "sampler fails": row(
         drive=until_the_sampler_ended, torch=(0,), numbers=(1, 2), as_sets=True, sampler=Breaking(), batch_size=None
     ),
+    "sampler over a dataset without a length": row(Unmeasured, sampler=Over(Unmeasured())),
     "batches of the sampler fail": row(torch=(0,), numbers=(1,), as_sets=True, batch_sampler=BrokenBatches()),
     "sampler of batches fails": row(
         drive=until_the_sampler_ended, torch=(0,), numbers=(1,), as_sets=True, sampler=Breaking(), batch_size=2
