@@ -46,7 +46,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
-    _timed: TimedBatches[_T_co] | None = None  # the last pass without workers
+    _timed: weakref.ref[TimedBatches[_T_co]] | None = None  # the last pass without workers
     _trace: Callable[[Probe, Setup], None] | None = None  # while a block is active
     _where: Where | None
     _saved: Mapping[str, Any] | None
@@ -67,10 +67,11 @@ class LoaderTools(DataLoader[_T_co]):
 
     def _time(self, batches: Iterator[_T_co]) -> Iterator[_T_co]:
         """Take the time of batches that this process loads, for :meth:`diagnosis`."""
-        timed = self._timed
+        timed = None if self._timed is None else self._timed()
         if timed is None or timed.batches is not batches:  # persistent ones are the same in every pass
             partition = PassSettings.of(self).partition
-            timed = self._timed = TimedBatches(batches, type(self.dataset).__name__, partition)
+            timed = TimedBatches(batches, type(self.dataset).__name__, partition)
+            self._timed = weakref.ref(timed)
         timed.recorder = self._recorder = Recorder(threading.RLock(), time.monotonic())
         return timed
 

@@ -6,7 +6,9 @@ import os
 import signal
 
 import pytest
+from torch.utils.data import IterableDataset
 
+from rpcdataloader import RPCDataloader
 from tests.conftest import TIMEOUT_SCALE, is_running, occupied, wait_until
 from tests.support.clocks import in_server
 
@@ -94,3 +96,24 @@ def test_session_leaves_what_the_caller_of_run_worker_will_clean_up(zygote, tmp_
         os.kill(caller.pid, signal.SIGTERM)
         assert caller.wait().status == 0
     assert os.listdir(place) == ["ended"]
+
+
+class Opened(IterableDataset):
+    """Closes its files when its iterator goes."""
+
+    is_closed = False
+
+    def __iter__(self):
+        try:
+            yield from range(9)
+        finally:
+            self.is_closed = True
+
+
+@pytest.mark.parametrize("workers", [None, "inline"])
+def test_stream_that_the_loop_leaves_in_this_process_is_closed_at_once(workers):
+    dataset = Opened()
+    loader = RPCDataloader(dataset, 2, workers=workers)
+    for _batch in loader:
+        break
+    assert dataset.is_closed
