@@ -100,11 +100,13 @@ class LoaderTools(DataLoader[_T_co]):
             logger.warning("cannot write the trace %s, and the training goes on without it: %s", path, error)
             yield
             return
-        self._follow_trace(trace.add)
+        around = self._recorder  # of a pass that goes on after the block, also if another one is the last by then
+        self._follow_trace(trace.add, around)
         try:
             yield
         finally:
-            self._follow_trace(before)
+            self._follow_trace(before, around)
+            self._follow_trace(before, self._recorder)
             events = map(json.dumps, trace.events(f"{partition.label}trainer (pid {os.getpid()})"))
             try:
                 with file:
@@ -114,10 +116,10 @@ class LoaderTools(DataLoader[_T_co]):
             except OSError as error:
                 logger.warning("the trace %s is not complete: %s", path, error)
 
-    def _follow_trace(self, trace: Callable[[Probe, Setup], None] | None) -> None:
+    def _follow_trace(self, trace: Callable[[Probe, Setup], None] | None, recorder: Recorder | None) -> None:
         self._trace = trace
-        if self._recorder is not None:
-            self._recorder.trace, self._recorder.next_probe = trace, 0.0
+        if recorder is not None:
+            recorder.trace, recorder.next_probe = trace, 0.0
 
     @property
     def _current(self) -> RemoteIterator | None:

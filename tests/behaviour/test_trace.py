@@ -63,6 +63,17 @@ def test_passes_inside_of_the_block_are_traced_and_others_are_not(make, tmp_path
     assert len(of_kind(load(tmp_path / "trace.json"), "X", "next")) == 40
 
 
+def test_pass_around_the_block_of_another_one_is_traced_as_before(make, tmp_path):
+    loader = make(40)
+    with loader.trace(tmp_path / "outer.json"):
+        for number in loader:
+            if number == 3:
+                with loader.trace(tmp_path / "inner.json"):
+                    list(loader)
+    assert 39 in numbers_of(load(tmp_path / "outer.json"))
+    assert 39 in numbers_of(load(tmp_path / "inner.json"))
+
+
 def warnings_of(caplog):
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     return [warning for warning in warnings if " without the loader. " not in warning]  # of a busy machine
