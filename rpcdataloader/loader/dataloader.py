@@ -42,6 +42,7 @@ _ARGUMENTS_OF_TORCH = tuple(inspect.signature(DataLoader).parameters)
 
 # Arguments that a loader with a transform shares with the loader of its stream.
 _ALSO_OF_SOURCE = (
+    "timeout",
     "partition",
     "max_in_flight_bytes",
     "max_retries",

@@ -65,7 +65,12 @@ class PassIterator(ABC):
     Args:
         name: Name of the dataset.
         reported_length: Length that the loader has reported; None if it was not queried.
+
+    Attributes:
+        timed_out: True after the exception of a wait that reached the timeout of the loader.
     """
+
+    timed_out = False
 
     def __init__(self, settings: PassSettings, name: str, reported_length: int | None) -> None:
         self._settings = settings
@@ -180,7 +185,7 @@ class RemoteIterator(PassIterator):
                 )
                 if placement.followed is not None:
                     executor.watch(placement.followed, driver.nodes_changed)
-                self._advance(wants_input=True, began=time.monotonic())
+                self._advance(wants_input=driver.may_draw(has_batch=True), began=time.monotonic())
             except BaseException:
                 driver.close()
                 raise
@@ -302,6 +307,7 @@ class RemoteIterator(PassIterator):
         if deadline is not None and deadline <= now:
             # torch's exception and text, which scripts may match.
             label = self._settings.partition.label
+            self.timed_out = True
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
         try:
             until = driver.falls_asleep(now, deadline)
@@ -379,7 +385,7 @@ class RemoteIterator(PassIterator):
         before = self.progress.base_seed, self.progress.epoch
         num_streams = len(driver.streams)
         driver.begin_epoch(begin_pass(self._settings, None, num_streams, before=before, makes_requests=True))
-        self._advance(wants_input=True, began=time.monotonic())
+        self._advance(wants_input=driver.may_draw(has_batch=True), began=time.monotonic())
         return True
 
 

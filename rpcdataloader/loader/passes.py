@@ -100,7 +100,7 @@ def begin_pass(
         makes_requests=makes_requests,
         is_ready=is_ready,
     )
-    if saved is not None and progress.end is None and not settings.iterable:
+    if saved is not None and progress.end is None and not settings.iterable and is_ready is None:
         # Samplers choose their order at the first batch, so this must not wait.
         source.look_ahead()
     resumed = () if saved is None else tuple(progress.streams)

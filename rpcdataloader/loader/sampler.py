@@ -128,7 +128,11 @@ class _RawSamples(Iterator[Any]):
             indices: list[Any] = RawIndices(self._taken[0])
         except (StopIteration, RPCError):
             raise
-        except Exception as error:  # of the stream
+        except Exception as error:
+            if self._batches.timed_out:
+                self._batches.timed_out = False
+                raise
+            # Of the stream.
             indices = [FailedSample(error)]
         result = indices if self._auto_collation else indices[0]
         # Now, without a call in between, at which a signal handler may raise.

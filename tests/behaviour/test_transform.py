@@ -19,7 +19,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.raw import RawIndices
-from tests.support.datasets import note
+from tests.conftest import TIMEOUT_SCALE
+from tests.support.datasets import note, wait_for
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -124,6 +125,28 @@ def test_batches_are_those_of_the_stream_for_any_number_of_workers(expected, wid
         assert as_lists(loader) == expected
         notes = [line.split() for line in log.read_text().splitlines()]
         assert sorted(int(number) for number, _pid in notes) == list(range(LENGTH)), "each is transformed once"
+
+
+class Gated(Stream):
+    """Its first sample waits for the FIFO."""
+
+    def __init__(self, length, fifo):
+        super().__init__(length)
+        self.fifo = fifo
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            if sample["number"] == 0:
+                wait_for(self.fifo)
+            yield sample
+
+
+def test_timeout_bounds_the_wait_for_the_stream(wide_servers, fifo):
+    batches = iter(make(wide_servers[0].address, Gated(LENGTH, fifo), timeout=TIMEOUT_SCALE))
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after \d+.* seconds"):
+        next(batches)
+    open(fifo, "w").close()
+    assert numbers(batches) == list(range(LENGTH))
 
 
 def test_source_workers_take_their_parts(wide_servers, tmp_path):
