@@ -284,7 +284,8 @@ class RPCDataloader(LoaderTools[_T_co]):
             )
             dataset = self.dataset
             name = dataset._access.name if isinstance(dataset, RPCDataset) else name_of(dataset)
-            self._kept_source = Source(loader, self.generator, name, auto_collation=self.batch_size is not None)
+            self._kept_source = Source(loader, name, auto_collation=self.batch_size is not None)
+        self._kept_source.generator = self.generator  # which the user may have changed
         return self._kept_source
 
     @property

@@ -149,17 +149,20 @@ class Source:
 
     Args:
         loader: Loader of the stream, whose batches are packed (``fetch/raw.py``), with a generator of its own.
-        generator: Generator of the loader with the ``transform``.
         name: Name of the stream in messages.
         auto_collation: False to yield single samples.
+
+    Attributes:
+        generator: Generator of the loader with the ``transform``.
     """
 
-    def __init__(self, loader: Any, generator: torch.Generator | None, name: str, *, auto_collation: bool) -> None:
+    def __init__(self, loader: Any, name: str, *, auto_collation: bool) -> None:
         self.name = name
-        self._loader, self._seeds, self._auto_collation = loader, generator, auto_collation
+        self.generator: torch.Generator | None = None
+        self._loader, self._auto_collation = loader, auto_collation
 
     def __iter__(self) -> Iterator[Any]:
-        self._loader.generator.manual_seed(draw_base_seed(self._seeds))
+        self._loader.generator.manual_seed(draw_base_seed(self.generator))
         return _RawSamples(self._loader._begin_quietly(), auto_collation=self._auto_collation)
 
     def state_dict(self) -> dict[str, Any]:

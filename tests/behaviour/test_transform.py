@@ -127,6 +127,15 @@ def test_batches_are_those_of_the_stream_for_any_number_of_workers(expected, wid
         assert sorted(int(number) for number, _pid in notes) == list(range(LENGTH)), "each is transformed once"
 
 
+def test_generator_may_be_changed_before_a_pass(expected):
+    loader = make("inline")
+    seed = loader.generator.initial_seed()
+    loader.generator = torch.Generator().manual_seed(seed + 1)
+    assert as_lists(loader) != expected
+    loader.generator = torch.Generator().manual_seed(seed)
+    assert as_lists(loader) == expected
+
+
 class Gated(Stream):
     """Its first sample waits for the FIFO."""
 
