@@ -323,6 +323,29 @@ def test_sampler_that_counts_its_passes_is_refused_at_another_count():
     assert Counter(seen + numbers_in(other)) == NUMBERS
 
 
+class SameList:
+    """Fills one list for each batch."""
+
+    def __iter__(self):
+        batch = [0, 0]
+        for first in range(0, SIZE, 2):
+            batch[:] = first, first + 1
+            yield batch
+
+
+@pytest.mark.parametrize("where", ["inline", "server"])
+def test_sampler_may_fill_the_same_list_for_each_batch(where, shared_server):
+    def make():
+        where_ = where if where == "inline" else shared_server.address
+        return RPCDataloader(Numbers(SIZE), batch_sampler=SameList(), workers=where_)
+
+    loader = make()
+    seen = numbers_in(itertools.islice(loader, 3))
+    other = make()
+    other.load_state_dict(loader.state_dict())
+    assert seen + numbers_in(other) == list(range(SIZE))
+
+
 # Iterable-style datasets
 
 
