@@ -9,6 +9,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
@@ -269,15 +270,18 @@ class RemoteSession:
 
     def ready(self) -> None:
         additions, partition = self._settings.additions.current, self._partition
-        # First, so that all later requests find the modules of the training script. In one request, as the session may
-        # fork a worker between two.
         answer = self.call(set_up, collect(), additions, partition.rank, partition.world_size)
         self._sent = additions, partition, answer
-        with self._condition:
-            self.welcome = self._welcome
-            self._condition.notify_all()
+        answer.add_done_callback(self._is_set_up)
         if not self.address.is_unix:
             self._look()
+
+    def _is_set_up(self, answer: Future[Message | RPCError]) -> None:
+        # Not before: workers inherit the modules and the environment of the training script from their session.
+        if isinstance(answer.result(), Message):
+            with self._condition:
+                self.welcome = self._welcome
+                self._condition.notify_all()
 
     def _look(self) -> None:
         """End the session if its node has vanished; otherwise look again later (also the alarm's thread)."""

@@ -9,8 +9,9 @@ import pytest
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from tests.conftest import wait_until
+from tests.conftest import close_client, wait_until
 from tests.support.origins import run_ranks
+from tests.support.tampering import Proxy
 from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -53,6 +54,22 @@ def test_rank_that_is_known_later_reaches_sessions_that_are_there(serve, monkeyp
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert seen_by(RPCDataset(server.address, Ranks)) == [["1", "2"], ["1", "2"]]
+
+
+def test_worker_has_its_rank_however_late_its_session_hears_of_that(serve):
+    """The first request to the session waits until a worker has answered, if one does."""
+    has_answered = threading.Event()
+
+    def hold(direction, connection, number, message):
+        if (direction, connection, number) == ("up", 0, 2):
+            has_answered.wait(0.5)
+        elif (direction, connection) == ("down", 1):
+            has_answered.set()
+        return [message]
+
+    with Proxy(serve("--num-workers", "1").address, hold) as proxy:
+        assert rpc_async(proxy.address, rank_here).wait() == ["0", "1"]
+        close_client()
 
 
 class Noted(Dataset):
