@@ -120,6 +120,13 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(environ, tmp_path
             load_credentials(environ=environ)
 
 
+def test_named_file_that_is_missing_is_refused_and_not_created(environ, tmp_path):
+    environ["RPCDATALOADER_TOKEN_FILE"] = str(path := tmp_path / "missing")
+    with pytest.raises(AuthenticationError, match=f"{path} does not exist; create it with"):
+        load_credentials(environ=environ)
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("home", ["/proc", "file", "missing"])
 def test_home_that_takes_no_file_is_refused_with_what_to_do(home, environ, tmp_path):
     write(tmp_path / "file", "not a directory")
