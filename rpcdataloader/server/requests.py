@@ -146,4 +146,13 @@ class Meter:
         encode = time.perf_counter() - self._encode
         cpu, runqueue = _cpu_seconds() - self._cpu, _runqueue_seconds() - self._runqueue
         cpus, busy_cpus = self._cpus.look(time.monotonic())
-        return Stages(0.0, 0.0, self._idle, encode, cpu, runqueue, self._fetch_cpu, cpus, busy_cpus).pack()
+        stages = Stages(
+            idle=self._idle,
+            encode=encode,
+            cpu=cpu,
+            runqueue=runqueue,
+            fetch_cpu=self._fetch_cpu,
+            cpus=cpus,
+            busy_cpus=busy_cpus,
+        )
+        return stages.pack()
