@@ -155,7 +155,7 @@ def short_path(path: str) -> Iterator[str]:
         yield path
         return
     folder, name = os.path.split(path)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # perhaps it may not be read
     try:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
@@ -220,15 +220,15 @@ def listen_unix(path: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _alone_in(folder: str) -> Iterator[None]:
-    """Keep others out of this block that use the same folder, where its file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = Deadline(LOCK_TIMEOUT)
-        while not _lock(descriptor) and deadline.pause(0.01):
-            pass
+    """Keep others out of this block that use the same folder, if it may be read and its file system has locks."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(PermissionError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, descriptor)
+            deadline = Deadline(LOCK_TIMEOUT)
+            while not _lock(descriptor) and deadline.pause(0.01):
+                pass
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:

@@ -21,6 +21,7 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.support.forks import status_of_fork
 from tests.unit.wire.test_transport import in_thread
 
 FOREVER = 30 * TIMEOUT_SCALE
@@ -190,6 +191,23 @@ def test_lock_of_somebody_else_does_not_keep_a_server_from_starting(tmp_path, mo
     fcntl.flock(folder, fcntl.LOCK_EX)
     listen_unix(str(tmp_path / "socket")).close()
     os.close(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root may read every folder, and only root can become somebody else")
+@pytest.mark.parametrize("name", ["short", "long" * 30])
+def test_folder_that_may_be_entered_but_not_read(tmp_path, name):
+    tmp_path.chmod(0o711)
+    folder = tmp_path / name
+    folder.mkdir(mode=0o300)
+    os.chown(folder, 65534, -1)
+
+    def serve():
+        os.chdir(tmp_path)
+        os.seteuid(65534)
+        with listen_unix(f"{name}/socket"):
+            connect(Address(path=f"{name}/socket"), Deadline(FOREVER)).close()
+
+    assert status_of_fork(serve) == 0
 
 
 def test_socket_of_a_server_that_is_stuck_is_not_taken(tmp_path):
