@@ -51,10 +51,7 @@ class Environment:
 
 def collect() -> Environment:
     """Describe this process."""
-    try:
-        directory = os.getcwd()
-    except FileNotFoundError:
-        directory = ""
+    directory = _current_directory()
     main = sys.modules.get("__main__")
     # None for `python -m package.train`: names in the package's folder would shadow others, which they do not here.
     script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
@@ -65,6 +62,13 @@ def collect() -> Environment:
         if path and path not in own and not _under(path, installed):
             own.append(path)
     return Environment(tuple(own), directory, identify([*own, directory] if directory else own))
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return ""
 
 
 def _installed_prefixes() -> tuple[str, ...]:
@@ -122,7 +126,7 @@ def install(environment: Environment) -> None:
         )
     _lack = ""
     if lacks:
-        where = f"on {socket.gethostname()}, where the working directory is {os.getcwd()}, "
+        where = f"on {socket.gethostname()}, where the working directory is {_current_directory() or 'deleted'}, "
         _lack = where + "; ".join(lacks)
         logger.warning("%s", _lack)
 

@@ -148,6 +148,13 @@ def test_hint_at_missing_folders_is_given_as_long_as_they_are_missing(here):
     assert hint_at(chained()) is None
 
 
+def test_missing_folders_are_told_where_that_of_the_server_was_deleted(here):
+    os.chdir(here / "c")
+    (here / "c").rmdir()
+    install(Environment(("/no/script",), "/no/directory"))
+    assert "the working directory is deleted, there is no /no/script" in hint_at(ModuleNotFoundError("x"))
+
+
 def test_folders_that_others_can_write_to_are_neither_searched_nor_entered(here, caplog):
     (here / "a").chmod(0o777)
     install(Environment((str(here / "a"), str(here / "b")), str(here / "a")))
