@@ -229,8 +229,6 @@ class Client:
     def forget_in_child(self) -> None:
         """After a fork, in the child, where the descriptors of connections are closed already."""
         self._settings.sender.forget()
-        if self._local is not None:
-            self._local.forget_in_child()
 
 
 def connect_timeout() -> float:

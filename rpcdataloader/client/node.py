@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from typing import Any
 
 from rpcdataloader.client.discovery import POOL_PREFIX
@@ -172,13 +173,15 @@ class LocalServer:
 
     def _start(self) -> None:
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,  # a buffer's lock, which a thread holds while it reads, would stop a fork that closes it
-                start_new_session=True,
-            )
+            with _starting:
+                _servers.add(self)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    bufsize=0,  # a buffer's lock, which a thread holds while it reads, would stop a fork that closes it
+                    start_new_session=True,
+                )
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._process.stdin.fileno(), os.fsencode(self.address.path) + b"\n")
         except BaseException:
@@ -213,7 +216,7 @@ class LocalServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: let the server end with the parent."""
+        """Let the server end with the parent."""
         self._lock = threading.Lock()
         self._stopped = True
         forget_credentials(self._credentials)
@@ -226,3 +229,20 @@ class LocalServer:
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+# A child of a fork must not keep a server alive, so a fork waits while the pipes of one are open that it does not know.
+_servers: weakref.WeakSet[LocalServer] = weakref.WeakSet()
+_starting = threading.RLock()
+
+
+def _forget_in_child() -> None:
+    global _starting
+    _starting = threading.RLock()
+    for server in list(_servers):
+        server.forget_in_child()
+
+
+os.register_at_fork(
+    before=lambda: _starting.acquire(), after_in_parent=lambda: _starting.release(), after_in_child=_forget_in_child
+)

@@ -139,6 +139,42 @@ def test_fork_beside_a_thread_that_waits_for_the_pool_does_not_hang(script):
     assert script(DEAF + WAITED_FOR) == []
 
 
+FORKED_IN_THE_MIDDLE = """
+import subprocess, types, warnings
+from rpcdataloader.client import node
+warnings.simplefilter("ignore")  # of Python, about forks of processes with threads
+node._BOOT = "import sys; sys.stdin.read()"
+
+def fork():
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+    print(child)
+
+class SlowPopen(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        forking.start()
+        forking.join(0.5)  # if a fork does not wait for the end of this
+
+forking = threading.Thread(target=fork)
+node.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": SlowPopen})
+loader = RPCDataloader(Variables(), num_workers=1)
+forking.join()
+print(*pools(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_fork_in_the_middle_of_the_start_of_a_pool_does_not_keep_it_alive(zygote, tmp_path):
+    trainer = zygote.start(f'import os; os.environ["TMPDIR"] = {str(tmp_path)!r}\n{BEGIN}{FORKED_IN_THE_MIDDLE}')
+    child, *children = map(int, trainer.wait(60 * TIMEOUT_SCALE).output.split())
+    (pool,) = set(children) - {child}
+    try:
+        wait_until(lambda: not is_running(pool))
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 UNGUARDED = """
 import multiprocessing, os
 from pathlib import Path
