@@ -192,7 +192,8 @@ class Alarm:
                 self._num_kept = len(self._heap)
             heapq.heappush(self._heap, entry)
             if self._thread is None:
-                self._thread = _started("rpcdl-alarm", self._run)
+                with contextlib.suppress(RuntimeError):  # the next call tries again
+                    self._thread = _started("rpcdl-alarm", self._run)
             if self._heap[0] is entry:
                 self._condition.notify()
         return timer

@@ -108,8 +108,15 @@ class Connection:
         self._receiver.name = f"rpcdl-recv {name}"
 
     def start(self) -> None:
-        """Start to connect."""
-        self._receiver.start()
+        """Start to connect.
+
+        Raises:
+            ConnectionLostError: No thread can be started: there are too many, or the interpreter ends.
+        """
+        try:
+            self._receiver.start()
+        except RuntimeError as exc:
+            raise ConnectionLostError(f"cannot connect to {self.name}: {exc}") from exc
 
     def submit(
         self,

@@ -233,6 +233,9 @@ class RemoteSession:
 
         Args:
             keep_waiting: Function called while the node is busy; False gives up.
+
+        Raises:
+            ConnectionLostError: This process cannot start a thread for it.
         """
         with self._condition:
             numbers = {worker.number for worker in list(self.workers)}
@@ -240,7 +243,11 @@ class RemoteSession:
                 self._exited = {number: each for number, each in self._exited.items() if number in numbers}
         worker = RemoteWorker(self, owner, keep_waiting, self._settings)
         self.workers.add(worker)
-        worker.connection.start()
+        try:
+            worker.connection.start()
+        except ConnectionLostError:
+            self.workers.discard(worker)
+            raise
         return worker
 
     def close(self) -> None:

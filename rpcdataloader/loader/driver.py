@@ -413,6 +413,7 @@ class Driver:
     def _open(self, action: Open[Node]) -> None:
         """Request a worker, if its node is still up."""
         opening = self._openings.pop(action.place, None)
+        reason = ConnectionLostError("it is gone")
         while True:
             try:
                 opening = opening or self._opening(action.place)
@@ -427,11 +428,14 @@ class Driver:
                     self._unwanted.discard(action.worker)
                     if is_wanted and (session := self.executor.session(action.node)) is not None:
                         # With the condition: the worker is ready only after its first request was sent.
-                        self._request(action, session, opening)
-                        return
+                        try:
+                            self._request(action, session, opening)
+                            return
+                        except ConnectionLostError as exc:
+                            reason = exc.with_traceback(None)
                     break
             opening = None  # another epoch has begun
-        self.feed(lambda engine, _now: engine.crew.open_failed(action.worker, ConnectionLostError("it is gone")))
+        self.feed(lambda engine, _now: engine.crew.open_failed(action.worker, reason))
 
     def _request(self, action: Open[Node], session: RemoteSession, opening: Opening) -> None:
         seat = Seat(self, action.worker)

@@ -22,7 +22,17 @@ from tests.conftest import TIMEOUT_SCALE, close_client, is_running, stat_of, wai
 from tests.support import datasets
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
-from tests.support.datasets import Fields, FieldStream, Hosted, Numbers, StatefulFieldStream, note, notes, wait_for
+from tests.support.datasets import (
+    Fields,
+    FieldStream,
+    Hosted,
+    Numbers,
+    Processes,
+    StatefulFieldStream,
+    note,
+    notes,
+    wait_for,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +247,25 @@ def test_passes_begin_without_a_node_that_does_not_answer_and_it_joins_later(ser
     finally:
         open(fifo, "w").close()
     wait_until(lambda: len(sessions_of(dataset)) == 2)
+
+
+def test_worker_for_which_there_is_no_thread_is_asked_for_again(workers, monkeypatch, caplog):
+    iterator = iter(RPCDataloader(RPCDataset(workers, Processes, 10**6), batch_size=None, num_workers=2))
+    known = set()
+    wait_until(lambda: known.add(int(next(iterator)[1])) or len(known) == 2)
+    failed, start = [], threading.Thread.start
+
+    def start_later(thread):
+        if thread.name.startswith("rpcdl-recv") and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    os.kill(min(known), signal.SIGKILL)
+    wait_until(lambda: int(next(iterator)[1]) not in known)
+    assert failed
+    assert "Traceback" not in caplog.text
 
 
 # Batches that end every worker: one error for each, however late, and every other sample once
