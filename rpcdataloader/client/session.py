@@ -44,6 +44,9 @@ FATE_TIMEOUT = 2.0
 # free.
 UNREPORTED_TIMEOUT = 5.0
 
+# Seconds until the user is told that a session is not set up yet. A file server may hang, and modules may be large.
+SLOW_SET_UP_SECONDS = 10.0
+
 # Seconds for a killed worker to end.
 END_TIMEOUT = 0.5
 
@@ -279,9 +282,19 @@ class RemoteSession:
         additions, partition = self._settings.additions.current, self._partition
         answer = self.call(set_up, collect(), additions, partition.rank, partition.world_size)
         self._sent = additions, partition, answer
+        slow = self._settings.alarm.call_after(SLOW_SET_UP_SECONDS, self._warn_of_set_up)
+        answer.add_done_callback(lambda _answer: slow.cancel())
         answer.add_done_callback(self._is_set_up)
         if not self.address.is_unix:
             self._look()
+
+    def _warn_of_set_up(self) -> None:
+        logger.warning(
+            "%sstill waiting for %s, which looks for the folders of this script, and writes its py_modules "
+            "(does a file server hang there?)",
+            self._partition.label,
+            self.name,
+        )
 
     def _is_set_up(self, answer: Future[Message | RPCError]) -> None:
         # Not before: workers inherit the modules and the environment of the training script from their session.

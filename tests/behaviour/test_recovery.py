@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.support.datasets import (
     notes,
     wait_for,
 )
+from tests.support.peers import session_of
 
 
 @pytest.fixture(autouse=True)
@@ -247,6 +249,19 @@ def test_passes_begin_without_a_node_that_does_not_answer_and_it_joins_later(ser
     finally:
         open(fifo, "w").close()
     wait_until(lambda: len(sessions_of(dataset)) == 2)
+
+
+def test_set_up_that_hangs_is_told(serve, monkeypatch, caplog):
+    """As at a file server, where the node looks for the folders of the script."""
+    shorten(monkeypatch, "slow set-up")
+    hangs = "import time; from rpcdataloader.host import environment; environment.set_up = lambda *_: time.sleep(600)"
+    address = serve(before=hangs).address
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(session_of(address).wait)
+        wait_until(lambda: f"still waiting for {address}, which looks for the folders of this script" in caplog.text)
+        close_client()
+        with pytest.raises(ConnectionLostError):
+            waiting.result()
 
 
 def test_worker_for_which_there_is_no_thread_is_asked_for_again(workers, monkeypatch, caplog):
