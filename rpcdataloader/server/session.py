@@ -77,8 +77,9 @@ def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext,
     else:
         if channel is not None and channel.session_id == STATUS_ID:
             serve_status(channel, node)
-        elif channel is not None:
+        elif channel is not None and not any(channel.session_id):
             run_session(channel, node, context, row)
+        # Otherwise a worker's connection whose first bytes came in parts: its client opens another one.
         return
     transport.linger()
 

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support.clocks import in_server
 from tests.support.peers import (
@@ -106,6 +107,22 @@ def test_handshake_that_drips_is_ended_in_time(server, known):
         else:
             pytest.fail("it was let come to its end")
     assert time.monotonic() - start > 0.9
+
+
+def test_worker_whose_first_bytes_come_in_parts_is_no_session(server, monkeypatch):
+    """Or its client would wait for batches without end. It opens another one."""
+    session_id, before, send = session_id_of(server.address), server.processes(), Transport.send
+
+    def send_in_parts(transport, pieces, flags=0):
+        monkeypatch.undo()
+        start = bytes(pieces[0])
+        send(transport, [start[:8]])
+        wait_until(lambda: server.processes() != before, what="a gate that reads it")
+        return send(transport, [start[8:], *pieces[1:]], flags)
+
+    monkeypatch.setattr(Transport, "send", send_in_parts)
+    with pytest.raises(ConnectionLostError, match="closed the connection instead of sending WELCOME"):
+        open_as_client(server.address, session_id)
 
 
 class Squares(Dataset):
