@@ -158,6 +158,9 @@ def decode(data: bytes) -> Event:
 MAX_MESSAGE = 32768
 MAX_DESCRIPTORS = 4
 
+# Seconds between two attempts to send an event for which the other end's queue had no room.
+RETRY_PAUSE = 0.05
+
 # Errors of a full queue, or of too many descriptors in transit.
 _NO_ROOM = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 

@@ -22,7 +22,7 @@ from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, Client, Clients
 from rpcdataloader.server.counters import Row
-from rpcdataloader.server.events import Link, fork_linked
+from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
 from rpcdataloader.server.logs import LimitedLog
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, Timer, reap_orphans
 from rpcdataloader.server.session import run_gate
@@ -42,9 +42,6 @@ MAX_UNPROVED = 128
 
 # Events of a session that are handled before one of its connections.
 MAX_EVENTS = 256
-
-# Seconds between two attempts to send an event to a session that had no room for it.
-RETRY_PAUSE = 0.05
 
 # Seconds for the kernel to end all children. One that waits for a file server may take longer.
 END_TIMEOUT = 5.0

@@ -34,7 +34,7 @@ from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
-from rpcdataloader.server.events import Link, fork_linked
+from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output, stop_forwarding
 from rpcdataloader.server.processes import Life, Loop, Process, ended_after, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
@@ -175,7 +175,9 @@ class Session:
         self._loop.watch(self._node.fileno(), self._on_node)
         while self._life is not Life.ENDED:
             is_asked = any(worker.stacks.is_asked for worker in self._workers.values())
-            self._loop.wait(STACK_LOOK_PERIOD if is_asked else None)
+            # The queue of a stopped worker may be full, and must not hold up the others.
+            unsent = [worker for worker in self._workers.values() if not worker.link.flush()]
+            self._loop.wait(STACK_LOOK_PERIOD if is_asked else RETRY_PAUSE if unsent else None)
             for worker in self._workers.values():
                 worker.stacks.finish()
             self._flush_logs()
@@ -315,7 +317,7 @@ class Session:
                 self._life = Life.DRAINING
                 self._channel.send(MessageType.GOAWAY)
                 for worker in self._workers.values():
-                    worker.link.send(event)
+                    worker.link.post(event)
                 self._finish_drain()
 
     def _finish_drain(self) -> None:

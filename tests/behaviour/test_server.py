@@ -25,12 +25,25 @@ from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, stat_of, wait_until
 from tests.support import tasks
 from tests.support.clocks import in_server
-from tests.support.datasets import Numbers
+from tests.support.datasets import Numbers, Processes
 from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
 from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+# Of all links between the processes of a node.
+SHORT_QUEUES = """
+import socket
+make_pair = events.Link.pair
+def make_short_pair():
+    ends = make_pair()
+    for end in ends:
+        end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return ends
+events.Link.pair = make_short_pair
+"""
 
 
 def call(server, func, *args, **options):
@@ -174,6 +187,20 @@ def test_drain_ends_after_its_grace_or_at_a_second_signal(serve, fifo, grace):
         assert "ended 1 sessions that were still busy after 0.2 s" in server.log
         assert "was ended: still busy 0.2 s after it was told to drain" in server.log
         assert "memory" not in server.log
+
+
+def test_drain_reaches_workers_beside_one_that_stands_still_and_has_not_read_what_came_before(serve):
+    server = serve(before=SHORT_QUEUES)
+    stopped = call(server, os.getpid)
+    dataset = RPCDataset(server.address, Processes)
+    _index, other, _session = dataset[0]
+    os.kill(stopped, signal.SIGSTOP)
+    for _ in range(50):
+        assert "stopped" in session_of(server.address).stack_of(1)
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: not is_running(other))
+    os.kill(stopped, signal.SIGCONT)
+    assert server.wait() == 0
 
 
 def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
@@ -333,18 +360,8 @@ def test_session_without_descriptors_goes_on(serve, num_left):
 
 def test_session_that_stands_still_stops_nobody_else(serve, start_client):
     """Its queue fills with connections, and those that hand them over wait; the node server does not."""
-    short_queues = """
-import socket
-make_pair = events.Link.pair
-def make_short_pair():
-    ends = make_pair()
-    for end in ends:
-        end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return ends
-events.Link.pair = make_short_pair
-node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05
-"""
-    server = serve(before=short_queues)
+    limits = "node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05"
+    server = serve(before=SHORT_QUEUES + limits)
     session_id, session = session_id_of(server.address), session_of(server.address).wait().pid
     assert call(server, os.getpid) > 0
     os.kill(session, signal.SIGSTOP)
