@@ -189,7 +189,7 @@ def train(args: argparse.Namespace, ranks: Ranks, path: str) -> None:
         seconds = time.perf_counter() - start
         losses, all_rows, all_waited = ranks.sum(loss.item(), num_rows, describe_waiting(loader)[0])
         area = evaluate(trainer, test_loader, len(test_set))
-        if ranks.rank == 0:
+        if ranks.rank == 0 and all_rows:  # none where the checkpoint is of the last batch of an epoch
             print(
                 f"epoch {epoch + 1:2}  loss {losses / all_rows:.4f}  test AUC {area:.4f}  "
                 f"{all_rows / seconds:6.0f} rows/s  waiting for data {all_waited / ranks.number:4.0%}",

@@ -131,6 +131,17 @@ def test_training_that_is_told_to_stop_goes_on_with_the_next_batch(library_zygot
     assert torch.load(checkpoint, weights_only=True)["epoch"] == 2
 
 
+def test_training_that_is_told_to_stop_at_the_last_batch_of_an_epoch_goes_on(library_zygote, server, tmp_path):
+    options = ("--data", tmp_path / "rows.parquet", "--workers", server, "--checkpoint", tmp_path / "checkpoint.pt")
+    options = (*options, "--features", 2, "--rows", 500, "--batch-size", 1000)  # each batch is the last one
+    first = start(library_zygote, *options, "--epochs", 10_000)
+    wait_until(lambda: "epoch  1" in first.output, 60, "an epoch")
+    os.kill(first.pid, signal.SIGUSR1)
+    assert first.wait(60).status == os.EX_TEMPFAIL
+    epoch = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"]
+    assert set(results_of(start(library_zygote, *options, "--epochs", epoch + 2))) == {epoch + 2}
+
+
 def test_interrupted_training_leaves_nothing(library_zygote, server, tmp_path):
     script = start(library_zygote, "--workers", server, "--epochs", 50, TMPDIR=tmp_path)
     wait_until(lambda: "epoch  1" in script.output, 60, "an epoch")
