@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import itertools
@@ -279,7 +280,9 @@ def measure_costs(
     if path is not None and path.exists():
         found: NDArray[np.float64] = np.load(path)
         return found
-    batches = RPCDataloader(dataset, batch_size=_MEASURED_AT_ONCE, collate_fn=_Measure(cost), **options)
+    make = functools.partial(RPCDataloader, dataset, batch_size=_MEASURED_AT_ONCE, collate_fn=_Measure(cost))
+    if (batches := make(**options))._where is None:  # torch's own loader would not name a sample
+        batches = make(**{**options, "workers": "inline"})
     found = np.concatenate([np.empty(0), *_with_progress(batches)])
     if len(found) != len(dataset):
         raise ValueError(f"the dataset has {len(dataset)} samples, but {len(found)} were loaded")

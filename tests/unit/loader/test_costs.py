@@ -286,7 +286,7 @@ def cost_but_for_301(text):
     return len(text) if len(text) != 301 else {}["cost"]
 
 
-@pytest.mark.parametrize("workers", ["inline", "local:1"])
+@pytest.mark.parametrize("workers", [None, "inline", "local:1"])
 def test_an_exception_of_the_cost_function_names_the_sample(tmp_path, workers):
     with pytest.raises(KeyError, match="cost") as caught:
         measure_costs(Texts(tmp_path / "log"), cost_but_for_301, workers=workers)
