@@ -86,10 +86,10 @@ class TaskSource:
                     self.progress.end = self.number
                 raise StopIteration
             indices = self._drawn[0]
+            if type(indices) is list:
+                indices = indices.copy()  # the sampler may fill the same one again
             if self.auto_collation:
-                if type(indices) is list:
-                    indices = indices.copy()  # the sampler may fill the same one again
-                elif not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
+                if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
                     # A sampler may yield tensors, arrays or generators; torch only iterates over them.
                     try:
                         indices = list(indices)

@@ -333,11 +333,20 @@ class SameList:
             yield batch
 
 
+class Pair(Numbers):
+    """Takes two indices at once."""
+
+    def __getitem__(self, indices):
+        return torch.stack([super(Pair, self).__getitem__(index) for index in indices])
+
+
+@pytest.mark.parametrize("options", [{"batch_sampler": SameList()}, {"sampler": SameList(), "batch_size": None}])
 @pytest.mark.parametrize("where", ["inline", "server"])
-def test_sampler_may_fill_the_same_list_for_each_batch(where, shared_server):
+def test_sampler_may_fill_the_same_list_for_each_batch(where, options, shared_server):
     def make():
         where_ = where if where == "inline" else shared_server.address
-        return RPCDataloader(Numbers(SIZE), batch_sampler=SameList(), workers=where_)
+        dataset = Numbers(SIZE) if "batch_sampler" in options else Pair(SIZE)
+        return RPCDataloader(dataset, workers=where_, **options)
 
     loader = make()
     seen = numbers_in(itertools.islice(loader, 3))
