@@ -174,6 +174,7 @@ class Driver:
             workers = self.workers
             self.condition.notify_all()
         self.executor.close(workers)
+        self.begun.source.close()
         self.tell()
 
     # Events
