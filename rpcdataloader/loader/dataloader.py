@@ -290,8 +290,14 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     @property
     def num_skipped(self) -> int:
-        """Number of skipped samples (``on_error="skip"``) among those delivered in the current or the last pass."""
-        return self._progress[1].num_skipped if self._progress is not None else 0
+        """Number of skipped samples (``on_error="skip"``) among those delivered in the current or the last pass.
+
+        With a ``transform``, those that the stream has failed to give so far are among them.
+        """
+        if self._progress is None:
+            return 0
+        settings, progress = self._progress
+        return progress.num_skipped + (settings.sampler.num_skipped if isinstance(settings.sampler, Source) else 0)
 
     @property
     def _is_accelerate_prepared(self) -> bool:

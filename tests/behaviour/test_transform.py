@@ -275,6 +275,13 @@ def test_samples_that_fail_can_be_skipped(wide_servers, caplog):
         list(loader)
 
 
+def test_skipped_samples_of_the_stream_count(wide_servers):
+    for workers in "inline", wide_servers[0].address:
+        loader = make(workers, Stream(broken=(9, 39)), Decode(broken=(5, 6)), on_error="skip")
+        list(loader)
+        assert loader.num_skipped == 4
+
+
 def test_interrupt_loses_no_raw_batch():
     batches = iter(make("inline", Stream(12)))
 
