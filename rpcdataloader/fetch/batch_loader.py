@@ -22,6 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import Rows, TensorCollator
+from rpcdataloader.fetch.raw import FailedSample
 from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
@@ -229,11 +230,14 @@ class BatchLoader:
                         raise stopped(f"{type(dataset).__name__}.{method}({describe_indices(wanted)})") from stop
                 except BaseException as error:
                     what = f"{'indices' if getitems else 'index'} {describe_indices(wanted)} at position {at}"
-                    if num_retries < self._spec.max_retries and isinstance(error, self._spec.retry_on):
+                    # The stream itself has raised that, and would have skipped what can be skipped.
+                    is_final = isinstance(wanted, FailedSample)
+                    can_retry = num_retries < self._spec.max_retries and isinstance(error, self._spec.retry_on)
+                    if can_retry and not is_final:
                         _pause(num_retries, what, error)
                         num_retries += 1
                         continue
-                    if not self._skip(wanted if getitems else [wanted], error):
+                    if is_final or not self._skip(wanted if getitems else [wanted], error):
                         self._name(error, f"{what}, batch {batch_number}")
                         raise
                 break

@@ -282,6 +282,21 @@ def test_skipped_samples_of_the_stream_count(wide_servers):
         assert loader.num_skipped == 4
 
 
+class Unopened(IterableDataset):
+    """The file of its samples is missing."""
+
+    def __iter__(self):
+        raise FileNotFoundError("samples.tar")
+
+
+@pytest.mark.parametrize("options", [{"on_error": "skip"}, {"retry_on": OSError}], ids=str)
+def test_stream_that_cannot_begin_is_an_error_at_once(wide_servers, options, caplog):
+    for workers in "inline", wide_servers[0].address:
+        with pytest.raises(FileNotFoundError, match="samples"):
+            next(iter(make(workers, Unopened(), num_workers=1, **options)))
+    assert not caplog.text
+
+
 def test_interrupt_loses_no_raw_batch():
     batches = iter(make("inline", Stream(12)))
 
