@@ -41,10 +41,15 @@ class RawBatch:
         block = pickle.PickleBuffer(self._block)  # type: ignore[arg-type]  # numpy says so from Python 3.12 on
         return RawBatch, (self.num_samples, self.source, self._pickled, self._sizes, block)
 
-    def take(self, number: int) -> Any:
-        """Return a sample, rebuilt anew if it was taken before."""
+    def take(self, number: int, may_repeat: bool) -> Any:
+        """Return a sample, rebuilt anew if it was taken before.
+
+        Args:
+            may_repeat: True if it may be taken again, after the caller has changed it.
+        """
         if not self._samples or self._samples[number] is None:
-            blocks = [Block(torch.from_numpy(part)) for part in split(self._block, self._sizes)]
+            memory = self._block.copy() if may_repeat else self._block
+            blocks = [Block(torch.from_numpy(part)) for part in split(memory, self._sizes)]
             self._samples = [(sample,) for sample in loads(self._pickled, blocks, adopt_main=True)]
         (sample,), self._samples[number] = self._samples[number], None
         return sample
@@ -59,9 +64,9 @@ class RawSample(NamedTuple):
     def __repr__(self) -> str:
         return f"a sample of source worker {self.batch.source}"
 
-    def take(self) -> Any:
-        """Return the sample itself."""
-        return self.batch.take(self.number)
+    def take(self, may_repeat: bool) -> Any:
+        """Return the sample itself; see :meth:`RawBatch.take`."""
+        return self.batch.take(self.number, may_repeat)
 
 
 class RawIndices(list[RawSample]):
@@ -84,7 +89,7 @@ class FailedSample:
     def __repr__(self) -> str:
         return "a sample that the stream has failed to give"
 
-    def take(self) -> Any:
+    def take(self, may_repeat: bool) -> Any:  # noqa: ARG002
         """Raise the exception."""
         raise self._error from self._cause
 
@@ -134,10 +139,11 @@ class Transformed(Dataset[Any]):
 
     Args:
         name: Its name in messages.
+        may_repeat: True if ``transform`` may be called again for a sample, after an exception.
     """
 
-    def __init__(self, transform: Callable[[Any], Any], name: str) -> None:
-        self.transform, self.name = transform, name
+    def __init__(self, transform: Callable[[Any], Any], name: str, *, may_repeat: bool) -> None:
+        self.transform, self.name, self._may_repeat = transform, name, may_repeat
 
     def __getitem__(self, index: RawSample | FailedSample) -> Any:
-        return self.transform(index.take())
+        return self.transform(index.take(self._may_repeat))

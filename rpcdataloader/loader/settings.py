@@ -73,7 +73,8 @@ class PassSettings:
         }
         if loader.transform is not None:
             source = loader._source
-            transformed = Transformed(loader.transform, f"{source.name} (transform)")
+            name, may_repeat = f"{source.name} (transform)", bool(loader.retry_on)
+            transformed = Transformed(loader.transform, name, may_repeat=may_repeat)
             values |= {"dataset": transformed, "sampler": source, "iterable": False}
         return cls(**values)
 

@@ -297,6 +297,30 @@ def test_stream_that_cannot_begin_is_an_error_at_once(wide_servers, options, cap
     assert not caplog.text
 
 
+class Retried:
+    """Changes its sample before it fails, the first time."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __call__(self, sample):
+        sample["array"] += 1
+        with open(self.log, "a+") as log:
+            is_first = not log.tell()
+            log.write("called\n")
+        if is_first:
+            raise OSError("a label cannot be read")
+        return int(sample["number"]), sample["array"].max()
+
+
+def test_sample_that_is_retried_is_as_the_stream_gave_it(wide_servers, tmp_path):
+    for workers in "inline", wide_servers[0].address:
+        log = tmp_path / workers.replace("/", "-")
+        loader = make(workers, Stream(3), Retried(str(log)), num_workers=1, retry_on=OSError, collate_fn=list)
+        assert list(loader) == [[(0, 1), (1, 2), (2, 3)]]
+        assert log.read_text().count("called") == 4
+
+
 def test_interrupt_loses_no_raw_batch():
     batches = iter(make("inline", Stream(12)))
 
