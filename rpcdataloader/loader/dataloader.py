@@ -166,12 +166,15 @@ class RPCDataloader(LoaderTools[_T_co]):
         if num_workers == "auto":
             num_workers = Auto()
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        for name in ("workers", "retry_on", "env", "py_modules"):
+            if isinstance(arguments[name], Iterator):  # which gives its elements once, and each pass reads them
+                arguments[name] = list(arguments[name])
         if isinstance(dataset, type):
             raise TypeError(f"dataset is a class: give an object, or RPCDataset(workers, {dataset.__qualname__}, ...)")
         check_numbers(num_workers=num_workers, min_workers=min_workers)
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
-        where = _where(dataset, workers, num_workers)
+        where = _where(dataset, arguments["workers"], num_workers)
         for name in ("env", "py_modules"):
             if arguments[name] is not None and isinstance(dataset, RPCDataset):
                 raise ValueError(f"{name} is too late for an RPCDataset, which is built: give it to the RPCDataset")

@@ -321,6 +321,12 @@ def test_sample_that_is_retried_is_as_the_stream_gave_it(wide_servers, tmp_path)
         assert log.read_text().count("called") == 4
 
 
+def test_arguments_that_are_read_again_may_be_iterators(tmp_path):
+    retried = Retried(str(tmp_path / "log"))
+    loader = make(iter(["inline"]), Stream(3), retried, retry_on=iter([OSError]), collate_fn=list)
+    assert list(loader) == [[(0, 1), (1, 2), (2, 3)]]
+
+
 def test_interrupt_loses_no_raw_batch():
     batches = iter(make("inline", Stream(12)))
 
