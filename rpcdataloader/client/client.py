@@ -65,7 +65,6 @@ class Client:
         rank = partition.rank if partition.world_size > 1 else None
         self._settings = ClientSettings(connect_timeout(), rank, PageablePool(), self.alarm, client_tls())
         self.additions = self._settings.additions
-        self.idle = self._settings.idle
         self.reporter = Reporter(self.alarm, lambda: list(self._nodes.values()))
         self._lock = threading.Lock()
         # Guarded by the lock:

@@ -106,12 +106,15 @@ class RemoteSession:
         """Whether it and its workers have ended."""
         return self._lost is not None and not self.workers
 
-    @property
-    def is_a_worker_leaving(self) -> bool:
-        """Whether a worker of it ends, whose place on the node is free as soon as its process has ended."""
+    def has_room_soon(self, num_exited: int) -> bool:
+        """Whether the node, which was full, gets a free place from this client: a worker has ended, or is ending.
+
+        Args:
+            num_exited: The attribute, from before the node was asked.
+        """
         with self._condition:
             is_ending = not all(worker.is_usable for worker in self._present.values())
-        return is_ending or time.monotonic() < self._unreported_until
+        return is_ending or self.num_exited != num_exited or time.monotonic() < self._unreported_until
 
     def wait(self, is_wanted: Callable[[], bool] = lambda: True) -> Welcome:
         """Wait until the session is ready.

@@ -11,13 +11,13 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.background import Alarm, Printer, Sender
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.idle import IdleWorkers, describe_holders
 from rpcdataloader.client.modules import SharedAdditions
 from rpcdataloader.errors import (
     ConnectError,
@@ -58,7 +58,6 @@ class ClientSettings:
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
     sender: Sender = field(default_factory=Sender)
-    idle: IdleWorkers = field(default_factory=IdleWorkers)
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -308,7 +307,7 @@ class RemoteWorker:
                 channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
             except BusyError as exc:
                 is_wanted = not self.connection.has_ended
-                is_coming = is_wanted and self._settings.idle.make_room(self, num_exited)
+                is_coming = is_wanted and self.session.has_room_soon(num_exited)
                 self._wait = room = room or Deadline(self._settings.connect_timeout)
                 reason = str(exc)
                 if holders := describe_holders(list(self.session.workers)):
@@ -361,3 +360,12 @@ class RemoteWorker:
         self.session.workers.discard(self)
         # Worker and connection refer to each other. The owner, and its objects, must not wait for the collector.
         del self._owner, self._keep_waiting
+
+
+def describe_holders(workers: Sequence[RemoteWorker]) -> str:
+    """Say which workers of a session this process holds; empty without any."""
+    held = [(worker.holder, worker.group) for worker in workers if worker.number]
+    num_groups = Counter(holder for holder, _group in set(held))
+    counts = Counter(holder for holder, _group in held).most_common()
+    several = {holder: f" ({number} such loaders)" for holder, number in num_groups.items() if number > 1}
+    return ", ".join(f"{count} for {holder}{several.get(holder, '')}" for holder, count in counts)

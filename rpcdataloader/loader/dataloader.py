@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-import sys
 import time
 import warnings
 import weakref
@@ -25,7 +24,6 @@ from rpcdataloader.fetch.raw import RawBatch, pack
 from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
-from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, prepare, warn_once
 from rpcdataloader.loader.sampler import Source
@@ -242,26 +240,14 @@ class RPCDataloader(LoaderTools[_T_co]):
         if iterator is None or saved is not None or not iterator.reset(self._reported_length):
             if saved is not None and saved["finished"] and not self.persistent_workers:
                 saved = None
-            if saved is None and iterator is not None and iterator.is_given_up:
-                before = iterator.progress
-                saved = {"finished": True, "base_seed": before.base_seed, "epoch": before.epoch}  # which stay
             iterator = self._pass = None  # ends its workers, whose places are needed
             with errors_of_rank(settings.partition):
                 iterator = self._begin(settings, saved)
             if self.persistent_workers:
                 self._pass = iterator
-                get_client().idle.watch(self)
         self._saved = None
         self._progress = settings, iterator.progress
         return iterator if isinstance(iterator, RemoteIterator) else self._time(iterator)
-
-    def _left(self) -> Driver | None:
-        """The workers of a persistent pass that was left in the middle; for a loader that has no room for its own."""
-        iterator = self._pass
-        # This loader's reference, the variable here, and the argument: the user has none.
-        if not isinstance(iterator, RemoteIterator) or sys.getrefcount(iterator) > 3:
-            return None
-        return iterator.driver
 
     def _iterate_here(self) -> Iterator[Any]:
         """torch's own iterator, for ``num_workers=0`` and no workers."""

@@ -66,7 +66,6 @@ class Driver:
         sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
         sleeps_since: Time at which it fell asleep.
         later_since: Time since which a later batch is here while it sleeps.
-        is_given_up: True if its idle workers ended for another loader.
         has_changed: True if the workers are others than those in the records.
         wants: Decides how many workers the loop wants; None for a pass that is no loader's.
     """
@@ -85,7 +84,6 @@ class Driver:
         self.executor = executor
         self.intake = intake
         self.recorder = recorder
-        self.is_given_up = False
         self.now = executor.now
         self.pid = os.getpid()
         self.condition = executor.condition
@@ -107,17 +105,9 @@ class Driver:
         """The progress of the pass; changes with it."""
         return self.begun.progress
 
-    def rest(self) -> None:
-        """The pass is over, and its workers wait for the next one."""
-        self.tell()
-        self.executor.idle.put(self)
-
     def is_usable(self) -> bool:
-        """Whether another epoch can begin; from now on, its workers are not idle."""
-        if os.getpid() != self.pid or not self.executor.idle.take(self):
-            return False
-        with self.condition:
-            return self.engine.failure is None and not self.is_closed
+        """Whether another epoch can begin."""
+        return os.getpid() == self.pid and self.engine.failure is None and not self.is_closed
 
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
         """Open the first workers; before anything else, as no node counts as up until then.
@@ -174,7 +164,6 @@ class Driver:
             workers = self.workers
             self.condition.notify_all()
         self.executor.close(workers)
-        self.begun.source.close()
         self.tell()
 
     # Events

@@ -57,7 +57,6 @@ class Executor:
     Attributes:
         condition: Lock of the pass, on which its consumer waits.
         now: Clock.
-        idle: Loaders whose persistent workers wait for their next pass.
         name: Name of the dataset.
         ask_ranks: :meth:`Client.ask_ranks` for this dataset.
     """
@@ -67,7 +66,6 @@ class Executor:
     def __init__(self, settings: PassSettings, dataset: RemoteDataset, placement: Placement) -> None:
         self.condition = threading.Condition()
         self._client = get_client()
-        self.idle = self._client.idle
         self.name = dataset.name
         self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)
         self._settings = settings

@@ -128,11 +128,6 @@ class PassIterator(ABC):
     def progress(self) -> Progress:
         """The progress of this pass; changes with it."""
 
-    @property
-    def is_given_up(self) -> bool:
-        """Whether its persistent workers ended between two passes, for another loader."""
-        return False
-
     @abstractmethod
     def reset(self, reported_length: int | None) -> bool:
         """Begin another epoch with the same workers and the same seed; returns False if that is impossible."""
@@ -224,7 +219,7 @@ class RemoteIterator(PassIterator):
             driver.begun.source.check_end()
             self.progress.finished = True
             # Without the condition: why the loop has waited goes to handlers of the user.
-            driver.rest() if self._settings.persistent_workers else driver.close()
+            driver.tell() if self._settings.persistent_workers else driver.close()
             raise StopIteration
         task: Task = delivery.payload
         answer: Answer = delivery.answer
@@ -353,10 +348,6 @@ class RemoteIterator(PassIterator):
     @property
     def progress(self) -> Progress:
         return self.driver.progress
-
-    @property
-    def is_given_up(self) -> bool:
-        return self.driver.is_given_up
 
     def report(self) -> LoopStatus | None:
         """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""

@@ -63,7 +63,7 @@ def begin_pass(
         ValueError: The state does not fit this loader.
     """
     if saved is not None and saved["finished"]:
-        if isinstance(settings.sampler, Source) and saved.get("sampler"):
+        if isinstance(settings.sampler, Source) and saved["sampler"]:
             # Which has not been told of the end, and keeps its seed, too.
             settings.sampler.load_state_dict({**saved["sampler"]["sampler"], "finished": True})
         before, saved = (saved["base_seed"], saved["epoch"]), None

@@ -120,10 +120,6 @@ class TaskSource:
         if not self._drawn:
             self._draw()
 
-    def close(self) -> None:
-        """Let go of the sampler; if that is a pass over a stream, it ends."""
-        self.samples, self.is_ready = iter(()), None
-
     def check_end(self) -> None:
         """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
         if self._error:

@@ -71,7 +71,7 @@ class Epoch:
 
     def __init__(self, positions: list[int], turn: int) -> None:
         self.progress = SimpleNamespace(streams=positions, turn=turn, finished=False)
-        self.source = SimpleNamespace(is_ready=None, close=lambda: None)
+        self.source = SimpleNamespace(is_ready=None)
 
 
 class Condition:
