@@ -27,10 +27,9 @@ from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.loader.copying import Carrier
 from rpcdataloader.loader.executor import Executor, Opening
-from rpcdataloader.loader.intake import Intake
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.sampler import Source
-from rpcdataloader.loader.seat import Seat
+from rpcdataloader.loader.seat import Intake, Seat
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
 from rpcdataloader.loader.telling import tell

@@ -26,9 +26,9 @@ from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import Copies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver, ToDo
 from rpcdataloader.loader.executor import Executor
-from rpcdataloader.loader.intake import Answer, Intake
 from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options
+from rpcdataloader.loader.seat import Answer, Intake
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task, describe

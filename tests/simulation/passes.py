@@ -13,7 +13,7 @@ from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.loader.driver import Driver, ToDo
 from rpcdataloader.loader.executor import Opening
-from rpcdataloader.loader.intake import Answer
+from rpcdataloader.loader.seat import Answer
 from rpcdataloader.loader.tasks import Task
 from rpcdataloader.plan.actions import End, PlanOptions, ReportWait, Say
 from rpcdataloader.plan.table import Entry
