@@ -32,8 +32,7 @@ from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.seat import Intake, Seat
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
-from rpcdataloader.loader.telling import tell
-from rpcdataloader.loader.wants import Wants
+from rpcdataloader.loader.waits import Wants, tell
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine

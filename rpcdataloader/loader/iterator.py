@@ -19,7 +19,6 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import of_rank
 from rpcdataloader.diagnosis.records import NOTED_WAIT, Probe, Recorder
-from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
 from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.stream_loader import StreamLoader
@@ -32,12 +31,12 @@ from rpcdataloader.loader.seat import Answer, Intake
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task, describe
-from rpcdataloader.loader.wants import Wants
+from rpcdataloader.loader.waits import Wants, to_status
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.exceptions import take_state
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
-from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus
+from rpcdataloader.wire.status import LoopStatus
 
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
 RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
@@ -443,23 +442,3 @@ class InlineIterator(PassIterator):
         self._pass, self._task = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch)), None
         self._loader.start_epoch(self.progress.epoch, self._pass.first)
         return True
-
-
-def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None, wait: str, wanted: int) -> LoopStatus:
-    """Turn a diagnosis into a report; ``dataset`` is the name of a class, ``wait`` says what a long wait is for."""
-    more = diagnosis.more_workers
-    # Rounding may make a number larger.
-    known = {name: number for name, number in diagnosis.metrics().items() if number < MAX_NUMBER / 2}
-    numbers = {name: float(f"{number:.4g}") for name, number in known.items()}
-    return LoopStatus(
-        dataset=dataset[:80],
-        rank=rank,
-        wait_share=numbers["wait_share"],
-        bound=diagnosis.bound,
-        text=f"{wait}{diagnosis.text}"[:500],
-        demand_per_second=numbers.get("demand_rate"),
-        delivered_per_second=numbers.get("delivered_rate", 0.0),
-        more_workers=None if more is None else min(more[1], MAX_WORKERS),
-        wanted_workers=min(wanted, MAX_WORKERS),
-        numbers=numbers,
-    )

@@ -34,7 +34,7 @@ from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
-from rpcdataloader.loader.telling import tell
+from rpcdataloader.loader.waits import tell
 
 logger = logging.getLogger("rpcdataloader.loader")
 

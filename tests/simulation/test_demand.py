@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rpcdataloader.diagnosis.records import Setup
-from rpcdataloader.loader.wants import Auto, Wants
+from rpcdataloader.loader.waits import Auto, Wants
 from tests.simulation.pipeline import Pipeline, Scenario, Worker
 
 TASK = 0.2  # seconds of a worker for a batch

@@ -27,7 +27,7 @@ CLOCKS: dict[str, tuple[str, float]] = {
     # Until the build of a dataset is told to be slow; 10 s.
     "slow build": ("rpcdataloader.client.datasets.SLOW_BUILD_SECONDS", 1.0),
     # Between two decisions about the number of workers; 5 s.
-    "decisions": ("rpcdataloader.loader.wants.LEAST_SECONDS", 0.5),
+    "decisions": ("rpcdataloader.loader.waits.LEAST_SECONDS", 0.5),
     # Between two reports of a trainer; 5 s.
     "reports": ("rpcdataloader.client.client.PERIOD", 0.2),
     # Between two looks of a pool at what loops want, until it gives back, and between two looks of a loop at a pool.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rpcdataloader.diagnosis.verdict import diagnose
 from rpcdataloader.diagnosis.words import WORDS
-from rpcdataloader.loader.iterator import to_status
+from rpcdataloader.loader.waits import to_status
 from rpcdataloader.wire.messages import Stages
 from rpcdataloader.wire.status import Report
 from tests.unit.diagnosis.recorded import make_setup, record

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.host.environment import Module
-from rpcdataloader.loader.wants import Wants
+from rpcdataloader.loader.waits import Wants
 
 ADDRESS = "node07.invalid:6543"
 

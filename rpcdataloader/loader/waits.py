@@ -1,15 +1,84 @@
-"""How many workers a loader wants: what :mod:`rpcdataloader.plan.demand` decides from, measured at times."""
+"""What follows from why a loop waits: a sentence in the log, a report to node servers, and a number of workers."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean, pstdev
 
+from rpcdataloader.client.sharing import Partition
 from rpcdataloader.diagnosis.figures import measure
 from rpcdataloader.diagnosis.records import Recorder, Records
+from rpcdataloader.diagnosis.verdict import HARMLESS, URGENT, Diagnosis
 from rpcdataloader.plan.demand import LEAST_BATCHES, LEAST_SECONDS, Demand, Seen
+from rpcdataloader.wire.messages import printable
+from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus
+
+logger = logging.getLogger("rpcdataloader.loader")
+
+# Of its own, so that users who silence it still hear of deaths.
+diagnosis_logger = logging.getLogger("rpcdataloader.diagnosis")
+
+_failures = itertools.count()  # of diagnoses that were to be logged
+
+
+def tell(
+    recorder: Recorder,
+    find: Callable[[], Diagnosis | None],
+    dataset: str,
+    partition: Partition,
+    ask_ranks: Callable[[Callable[[LoopStatus | None], None]], bool] = lambda _then: False,
+) -> None:
+    """Log, on rank 0 and once, the diagnosis of a pass that waited; an error of ``find`` ends no training.
+
+    All ranks of a training wait for the slowest one: the sentence is that of the rank that waits most, which
+    ``ask_ranks`` passes on; it returns False if nothing is known of other ranks.
+    """
+    if partition.rank or recorder.is_told:
+        return
+    recorder.is_told = True
+    try:
+        if (diagnosis := find()) is not None:
+            say = functools.partial(_say, f"{partition.label}{dataset}, {recorder.batches:,} batches: ", diagnosis)
+            if partition.world_size == 1 or not ask_ranks(say):
+                say(None)
+    except Exception:
+        level = logging.DEBUG if next(_failures) else logging.WARNING
+        logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
+
+
+def _say(prefix: str, own: Diagnosis, slowest: LoopStatus | None) -> None:
+    is_urgent, text = own.is_urgent, own.text if own.bound != "none" else ""
+    if slowest is not None and slowest.wait_share >= own.wait_share + HARMLESS and slowest.bound != "unclear":
+        is_urgent, text = slowest.wait_share >= URGENT, printable(slowest.text)
+        prefix += f"rank {slowest.rank} waits most ({100 * slowest.wait_share:.0f} %): "
+    if text:
+        diagnosis_logger.log(logging.WARNING if is_urgent else logging.INFO, "%s%s", prefix, text)
+
+
+def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None, wait: str, wanted: int) -> LoopStatus:
+    """Turn a diagnosis into a report; ``dataset`` is the name of a class, ``wait`` says what a long wait is for."""
+    more = diagnosis.more_workers
+    # Rounding may make a number larger.
+    known = {name: number for name, number in diagnosis.metrics().items() if number < MAX_NUMBER / 2}
+    numbers = {name: float(f"{number:.4g}") for name, number in known.items()}
+    return LoopStatus(
+        dataset=dataset[:80],
+        rank=rank,
+        wait_share=numbers["wait_share"],
+        bound=diagnosis.bound,
+        text=f"{wait}{diagnosis.text}"[:500],
+        demand_per_second=numbers.get("demand_rate"),
+        delivered_per_second=numbers.get("delivered_rate", 0.0),
+        more_workers=None if more is None else min(more[1], MAX_WORKERS),
+        wanted_workers=min(wanted, MAX_WORKERS),
+        numbers=numbers,
+    )
+
 
 # The spread of fewer tasks is not known.
 _FEW = 8
