@@ -1,21 +1,7 @@
-"""The wire format of one message, without I/O. Little-endian.
+"""The wire format of one message, without I/O; ``docs/protocol.md`` has the tables.
 
-After the preamble (``handshake.py``), each message in either direction is a header, a body and blocks::
-
-    offset  size  field
-         0     4  magic          b"RPDL"
-         4     1  type           see MessageType
-         5     1  flags          see Flag
-         6     2  header size    80
-         8     8  request id
-        16     8  payload size   in bytes
-        24     4  num blocks
-        28     4  reserved       zero
-        32    32  body digest    SHA-256 of the body
-        64    16  MAC            of the 64 bytes above, see Sealer; zero before the handshake has made keys
-        80        body           table of block sizes (8 bytes each); in CALL and BUILD with blocks, the
-                                 SHA-256 of the blocks (32 bytes); then the payload
-                  blocks         back to back
+After the preamble (``handshake.py``), each message in either direction is a header, a body (table of block sizes,
+digest of the blocks if any, payload), and the blocks, back to back.
 
 The header and the HELLO message are the same in every version of the protocol, as is the preamble, so that sides of
 different versions can tell each other.
@@ -39,6 +25,7 @@ from typing import Any, NamedTuple
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
 
+# Magic, type, flags, size of the header, request id, bytes of the payload, number of blocks, reserved, digest, MAC.
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
 _MAGIC = b"RPDL"

@@ -1,28 +1,14 @@
 """The first bytes of a connection, versions, and a mutual proof of the secret, as a state machine without I/O.
 
-The preamble is 32 bytes from the client, in clear, and the same in every version of the protocol::
+The preamble is 32 bytes from the client, in clear, and the same in every version of the protocol. It names a session,
+or asks for one, or for the status of the node. Then come HELLO and AUTH of both sides, the client's first, each message
+as ``frames.py`` lays it out, with a JSON payload of at most 4 KiB; or REFUSED, from the side with an objection.
+``docs/protocol.md`` has the tables.
 
-    offset  size  field
-         0     8  magic          b"RPCDLDR\\x01"
-         8     2  version        of the protocol; judged after both HELLOs, where both sides can be named
-        10     2  flags          bit 0: TLS follows at once; others zero, ignored when received
-        12     4  reserved       zero; ignored when received
-        16    16  session id     zero: start a session; 1: tell the status of the node; else: start a worker of that
-                                 session
-
-Then, in this order, each message as ``frames.py`` lays it out, with a JSON payload of at most 4 KiB::
-
-    client                                    server
-    preamble, HELLO {nonce, identity}   ->
-                                        <-    HELLO {nonce, identity}
-    AUTH {proof}                        ->
-                                        <-    AUTH {proof}
-
-or, from the side with an objection, ``REFUSED {code, text}``. A proof is an HMAC under the shared secret over the role
-of its sender and a hash of everything said before: the preamble, with the session id, and both HELLOs, with fresh
-nonces, roles and versions. So an old transcript proves nothing, a proof sent back to its sender proves nothing, and a
-man in the middle cannot change what the sides believe about each other. The keys that seal all later messages come from
-the same hash, one for each direction.
+A proof is an HMAC under the shared secret over the role of its sender and a hash of everything said before: the
+preamble, with the session id, and both HELLOs, with fresh nonces, roles and versions. So an old transcript proves
+nothing, a proof sent back to its sender proves nothing, and a man in the middle cannot change what the sides believe
+about each other. The keys that seal all later messages come from the same hash, one for each direction.
 
 Invariant: the client proves that it holds the secret before the server does, neither side trusts the other before it
 has seen the proof, and nothing received here is unpickled.
@@ -44,6 +30,7 @@ from rpcdataloader.wire.messages import printable, read_json
 
 PROTOCOL_VERSION = 3
 
+# Magic, version of the protocol, flags, reserved, id of the session.
 _PREAMBLE = struct.Struct("<8sHHI16s")
 _PREAMBLE_MAGIC = b"RPCDLDR\x01"
 _PREAMBLE_TLS = 1
