@@ -43,10 +43,7 @@ class WorkerRecord:
     """A worker, from the hand-over of its connection on."""
 
     row: Row
-    peer: str
-    since: float  # time of the hand-over
-    pid: int = 0  # 0 until its client has authenticated itself
-    begun: int = 0  # time of that, in nanoseconds
+    since: int  # time of that, in nanoseconds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -82,13 +79,13 @@ class Client:
 
     def forget(self, number: int) -> None:
         """Add the work of a worker that has ended to that of all such workers, if it had begun."""
-        worker = self.workers.pop(number)
-        if not worker.pid:
+        row = self.workers.pop(number).row
+        if not row.pid[0]:
             return
-        self.work.update(worker.row.work())
+        self.work.update(row.work())
         self.num_ended += 1
-        if worker.row.failed[0] > self.failed:
-            self.failed, self.error = worker.row.failed[0], worker.row.error
+        if row.failed[0] > self.failed:
+            self.failed, self.error = row.failed[0], row.error
 
 
 class Clients:
@@ -161,10 +158,6 @@ class Clients:
         match event:
             case events.WantsOutput():
                 client.forwarding = client.forwarding or Forwarding(client.link, self._loop)
-            case events.WorkerBegun():
-                worker = client.workers[event.worker]
-                worker.pid, worker.begun = event.pid, time.monotonic_ns()
-                logger.debug("worker %d of %s has come from %s", event.worker, client.name, worker.peer)
             case events.WorkerEnded():
                 self._worker_ended(client, event)
             case events.StacksBegun():
@@ -223,8 +216,9 @@ class Clients:
             client.last_number = number
             if reason is None:
                 failed.pop_all()
-                client.workers[number] = WorkerRecord(row, peer, time.monotonic())
+                client.workers[number] = WorkerRecord(row, time.monotonic_ns())
                 self._add_output(client, output, f"worker {number}")
+                logger.debug("worker %d of %s has come from %s", number, client.name, peer)
             elif reason != client.refusal:  # while it waits, it asks every second
                 self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
             client.refusal = reason
@@ -233,10 +227,10 @@ class Clients:
     def _busy(self, client: Client) -> str | None:
         """The reason for which the client gets no further worker; None if it gets one."""
         limit, own = self._context.max_connections, len(client.workers)
-        young = time.monotonic() - PROOF_PATIENCE
+        young = time.monotonic_ns() - PROOF_PATIENCE * 1e9
         # Ids of sessions travel in the clear: strangers who know one must not hold the places of other clients.
         others = sum(
-            worker.pid != 0 or worker.since > young
+            worker.row.pid[0] > 0 or worker.since > young
             for each in self
             if each is not client
             for worker in each.workers.values()
@@ -250,7 +244,7 @@ class Clients:
         worker = client.workers[event.worker]
         client.forget(event.worker)
         self._counters.close(worker.row)
-        if not worker.pid:
+        if not worker.row.pid[0]:
             return
         received, sent = worker.row.traffic  # also of a worker that was killed
         # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.

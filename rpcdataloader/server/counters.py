@@ -30,7 +30,7 @@ class Row:
     def __init__(self, number: int, memory: memoryview) -> None:
         self.number = number  # in its table
         numbers = memory[: 8 * _NUM_NUMBERS].cast("q")
-        self.began = numbers[0:1]  # 1 once a worker serves its client
+        self.pid = numbers[0:1]  # of a worker, once its client has authenticated itself; 0 before
         self.running = numbers[1:2]  # 1 while a request runs
         self.since = numbers[2:3]  # time at which that changed
         self.unanswered = numbers[3:4]  # received requests without a reply, including a running one

@@ -67,14 +67,6 @@ class WorkerConnection(Event):
 
 
 @dataclass(frozen=True)
-class WorkerBegun(Event):
-    """Worker to node server: its client has authenticated itself."""
-
-    worker: int
-    pid: int
-
-
-@dataclass(frozen=True)
 class WorkerEnded(Event):
     """Session to node server, once for each :class:`WorkerConnection` that was not refused."""
 

@@ -368,7 +368,7 @@ class Session:
 
     def _make_room(self) -> None:
         """End the oldest worker whose client is not authenticated, if there are too many of these."""
-        waiting = [worker for worker in self._workers.values() if not worker.row.began[0]]
+        waiting = [worker for worker in self._workers.values() if not worker.row.pid[0]]
         if len(waiting) >= MAX_UNAUTHENTICATED:
             reason = "too many unauthenticated connections"
             self._node.send(events.Refused(waiting[0].peer, reason, logging.INFO))
@@ -408,7 +408,7 @@ class Session:
         worker.stacks.close()
         del self._workers[worker.number]
         row = worker.row
-        has_begun = bool(row.began[0])
+        has_begun = bool(row.pid[0])
         exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
         # First, as the client may ask for the place at once. It frees the row.
         if row.number:

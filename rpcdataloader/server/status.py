@@ -78,7 +78,7 @@ def _describe_client(client: Client, now: int) -> ClientStatus:
         age_seconds=_seconds(now, client.started),
         last_error=error or None,
         last_error_seconds=_seconds(now, failed) if error else None,
-        workers=[_describe_worker(*item, now) for item in sorted(client.workers.items()) if item[1].pid],
+        workers=[_describe_worker(*item, now) for item in sorted(client.workers.items()) if item[1].row.pid[0]],
         **_loops(client, now),
         **_state(client.row, now),
         **_fields(_work_of(client)),
@@ -89,10 +89,10 @@ def _describe_worker(number: int, worker: WorkerRecord, now: int) -> WorkerStatu
     row = worker.row
     return WorkerStatus(
         number=number,
-        pid=worker.pid,
+        pid=row.pid[0],
         draining=bool(row.draining[0]),
         process_state="",
-        age_seconds=_seconds(now, worker.begun),
+        age_seconds=_seconds(now, worker.since),
         queued=max(0, row.unanswered[0] - row.running[0]),
         cpu_seconds=0.0,
         memory_bytes=0,

@@ -28,7 +28,7 @@ from rpcdataloader.fetch.remote import load, share_batches
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
-from rpcdataloader.server.events import Drain, GaveUp, Link, WantsStacks, WorkerBegun, WorkerConnection
+from rpcdataloader.server.events import Drain, GaveUp, Link, WantsStacks, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Meter, Outbox
@@ -75,9 +75,8 @@ def admit(
             channel.transport.finish()
             return None
         redirect_output(*output)
-        node.send(WorkerBegun(connection.worker, os.getpid()))
         node.close()
-        row.since[0], row.began[0] = time.monotonic_ns(), 1
+        row.since[0], row.pid[0] = time.monotonic_ns(), os.getpid()
         session_id = channel.session_id.hex()
         welcome = Welcome(context.node, os.getpid(), session_id, context.num_workers, connection.worker)
         channel.send(MessageType.WELCOME, payload=welcome.encode())
