@@ -70,7 +70,6 @@ class Client:
     reported: int = 0  # time of that
     forwarding: Forwarding | None = None  # of output; None if the client wants none
     is_gone: bool = False
-    is_asked: bool = False  # True while a request for stacks is unread
 
     def disconnect(self) -> None:
         """End the control connection, as the client does when it goes."""
@@ -160,8 +159,6 @@ class Clients:
                 client.forwarding = client.forwarding or Forwarding(client.link, self._loop)
             case events.WorkerEnded():
                 self._worker_ended(client, event)
-            case events.StacksBegun():
-                client.is_asked = False
             case events.Reported():
                 client.report, client.reported = event.report, time.monotonic_ns()
             case events.Refused():
@@ -257,9 +254,7 @@ class Clients:
     def ask_for_stacks(self, descriptors: list[int]) -> None:
         """Let every session write the stacks of its workers to the first of two descriptors."""
         for client in self:
-            # A busy session would accumulate requests.
-            if not client.is_asked:
-                client.is_asked = client.link.offer(events.WantsStacks(), descriptors)
+            client.link.offer(events.WantsStacks(), descriptors)
 
     # --- the end
 

@@ -108,11 +108,6 @@ class WantsStacks(Event):
 
 
 @dataclass(frozen=True)
-class StacksBegun(Event):
-    """Session to node server: it has read :class:`WantsStacks`, and can be asked again."""
-
-
-@dataclass(frozen=True)
 class WantsOutput(Event):
     """Session to node server: the client wants the output of the session and its workers."""
 

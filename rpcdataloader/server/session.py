@@ -310,7 +310,6 @@ class Session:
             case events.Printed():
                 self._logs.append(Log(0, "", event.text, event.printed_by))  # sent in the loop's next round
             case events.WantsStacks():
-                self._node.send(events.StacksBegun())
                 if descriptors:
                     self._stack_files.add(StackFile([worker.stacks for worker in self._workers.values()], *descriptors))
             case events.Drain():
