@@ -3,15 +3,15 @@
 Each undelivered task is in one of three states: waiting for a worker, in flight at one or two workers, or answered.
 
 A batch of a map-style dataset may go to any worker. If the one that the consumer needs next is a straggler (see
-:mod:`rpcdataloader.plan.workers`), a backup task is sent: a second copy, at another worker. The first answer counts,
+:mod:`rpcdataloader.plan.workers`), a *backup task* is sent: a copy, at another worker. The first answer counts,
 even if it is an exception. The other copy occupies its worker until that has answered or left.
 
 A batch of an iterable-style dataset belongs to a stream: what one worker iterates over. Tasks are dealt to the streams
 in turn and delivered in that order, as by torch's loader, so the order of the batches depends on the number of streams
-alone. A stream that ends leaves the turn, and its pending tasks are dropped. It has no second copies, as these would
+alone. A stream that ends leaves the turn, and its pending tasks are dropped. It has no backup tasks, as these would
 come from another stream.
 
-Workers are named by numbers. A delivered task leaves nothing behind but its second copy, until that is answered, so an
+Workers are named by numbers. A delivered task leaves nothing behind but its backup task, until that is answered, so an
 event costs the same in the millionth batch as in the first.
 """
 
@@ -26,16 +26,16 @@ from itertools import takewhile
 from typing import Any
 
 from rpcdataloader.plan.actions import PlanOptions
-from rpcdataloader.plan.workers import PATIENCE, Pace, WorkerPace, choose, choose_second, keep_until
+from rpcdataloader.plan.workers import PATIENCE, Pace, WorkerPace, choose, choose_backup, keep_until
 
 # The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A
 # memory limit must hold when sizes vary, where an average is too low half of the time; without the sinking, one giant
 # batch at the start would throttle the whole epoch.
 _SIZE_DECAY = 1 / 16
 
-# At most one batch per this many workers has a second copy, and one in any case. A file system that stalls for all
+# At most one batch per this many workers has a backup task, and one in any case. A file system that stalls for all
 # workers must not get every request twice.
-_WORKERS_PER_HEDGE = 16
+_WORKERS_PER_BACKUP = 16
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Table:
     Args:
         options: Limits. At most ``num_workers * prefetch_factor`` tasks are undelivered: the sampler is consumed as
             far ahead as by torch's loader. :meth:`resize` changes that; joining and leaving workers do not. At most
-            ``prefetch_factor`` tasks are in flight per worker, besides second copies. With streams, ``num_workers`` is
+            ``prefetch_factor`` tasks are in flight per worker, besides backup tasks. With streams, ``num_workers`` is
             their number, each served by one worker.
 
             ``max_in_flight_bytes`` limits the bytes of undelivered answers plus the estimated bytes of tasks in flight;
@@ -73,14 +73,14 @@ class Table:
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
         window: Limit on the number of undelivered tasks.
         answered_bytes: Bytes of undelivered answers.
-        num_doubled: Number of tasks in flight at two workers.
+        num_backups: Number of tasks in flight at two workers.
     """
 
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0, turn: int = 0) -> None:
         self.tasks: dict[int, Entry] = {}
         self.batch_size_bytes = float(batch_size_bytes)
         self.answered_bytes = 0
-        self.num_doubled = 0
+        self.num_backups = 0
         self._prefetch_factor = options.prefetch_factor
         self.window = self._wanted_window = options.num_workers * options.prefetch_factor
         self._num_added = 0
@@ -200,7 +200,7 @@ class Table:
         """Add a worker.
 
         Args:
-            host: Host of the worker, which second copies of its tasks avoid; None if unknown.
+            host: Host of the worker, which backup tasks avoid; None if unknown.
             place: Place of the worker: the stream that it serves.
         """
         record = self._workers[worker] = self._roomy[worker] = WorkerPace(worker, host, self._pace, since=now)
@@ -250,7 +250,7 @@ class Table:
 
         The death counts, but does not condemn the task while another worker has a copy, which may still be answered. If
         that worker leaves without reporting the task, the task is assigned once more. After the first death there are
-        no second copies: a task that is late because it kills its workers would always have one somewhere.
+        no backup tasks: a task that is late because it kills its workers would always have one somewhere.
 
         Returns:
             True if the task is condemned: it counts as answered, and an error is delivered in its place. Its stream
@@ -288,7 +288,7 @@ class Table:
         late_at = self._late_at()
         return min(
             self._kept_until,
-            late_at if late_at > now else math.inf,  # late already, and no worker can take a second copy
+            late_at if late_at > now else math.inf,  # late already, and no worker can take a backup task
             next(iter(self._deadlines.values()), math.inf),
         )
 
@@ -303,7 +303,7 @@ class Table:
     def assign(self, now: float) -> tuple[int, int] | None:
         """Send a task; returns worker and number, None while no task may be sent.
 
-        It is the lowest waiting task that a worker may take, or else a second copy of a straggler.
+        It is the lowest waiting task that a worker may take, or else the backup task of a straggler.
         """
         self._kept_until = math.inf
         for number in self._waiting:
@@ -317,7 +317,7 @@ class Table:
                 return record.id, number
             if not self._has_streams:
                 break
-        return self._hedge(now) if self._late_at(or_doubled=True) <= now else None
+        return self._back_up(now) if self._late_at(or_backed_up=True) <= now else None
 
     def _choose(self, now: float) -> WorkerPace | None:
         """The worker that is expected to finish one more task first; None while that has no room for it."""
@@ -360,15 +360,15 @@ class Table:
             self._full[record.id] = record
             self._least_finish = min(self._least_finish, record.finish)
 
-    # Second copies
+    # Backup tasks
 
-    def _late_at(self, *, or_doubled: bool = False) -> float:
-        """Time at which the next needed task becomes a straggler; infinite if no second copy is possible then.
+    def _late_at(self, *, or_backed_up: bool = False) -> float:
+        """Time at which the next needed task becomes a straggler; infinite if no backup task is possible then.
 
         Args:
-            or_doubled: True to count a task with a second copy, too: then another straggler may get one.
+            or_backed_up: True to count a task that has a backup task, too: then another straggler may get one.
         """
-        if not self.tasks or (self.num_doubled and self.num_doubled >= len(self._workers) // _WORKERS_PER_HEDGE):
+        if not self.tasks or (self.num_backups and self.num_backups >= len(self._workers) // _WORKERS_PER_BACKUP):
             return math.inf
         task: Entry | None
         if self._in_order:
@@ -379,22 +379,22 @@ class Table:
             task = next((task for task in self.tasks.values() if task.holders), None)
         if task is None or not task.holders or task.size_bytes is not None or task.killed:
             return math.inf
-        if len(task.holders) > 1 and not or_doubled:
+        if len(task.holders) > 1 and not or_backed_up:
             return math.inf
         # A task behind another one has a worker that hangs at the first.
         return task.holders[0].since + self._pace.late_seconds
 
-    def _hedge(self, now: float) -> tuple[int, int] | None:
-        """Send a second copy of a straggler, the oldest first."""
+    def _back_up(self, now: float) -> tuple[int, int] | None:
+        """Send the backup task of a straggler, the oldest first."""
         for task in self.tasks.values():
-            # A second copy helps: one copy is in flight, and the task has killed no worker yet.
+            # A backup task helps: one copy is in flight, and the task has killed no worker yet.
             is_alone = task.size_bytes is None and len(task.holders) == 1 and not task.killed
             if is_alone and task.holders[0].since + self._pace.late_seconds <= now:
-                record = choose_second(self._workers.values(), task.holders[0], now)
+                record = choose_backup(self._workers.values(), task.holders[0], now)
                 if record is None:
                     return None
                 self._send(record, task, now)
-                self.num_doubled += 1
+                self.num_backups += 1
                 return record.id, task.number
         return None
 
@@ -458,7 +458,7 @@ class Table:
         if task is None:
             return None
         if len(task.holders) > 1:
-            self.num_doubled -= 1
+            self.num_backups -= 1
         task.holders.remove(record)
         return task if task.size_bytes is None else None
 

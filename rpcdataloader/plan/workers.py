@@ -152,8 +152,8 @@ def choose(roomy: Collection[WorkerPace], now: float) -> WorkerPace:
     return min((worker for worker in roomy if now < worker.overdue_at()), key=_FINISH, default=best)
 
 
-def choose_second(workers: Iterable[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
-    """The worker for a second copy of a straggler at ``first``, on another host if possible; None if none is on time.
+def choose_backup(workers: Iterable[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
+    """The worker for the backup task of a straggler at ``first``, on another host if possible; None if none is on time.
 
     A full worker will do: behind two tasks, a copy still comes sooner than from a worker that hangs.
     """

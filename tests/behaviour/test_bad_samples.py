@@ -241,7 +241,7 @@ def test_what_may_pass_is_tried_again_before_it_is_skipped(where, tmp_path, capl
     assert rows(loader) == without(expected, {9, 10})
     assert loader.num_skipped == 2
     assert notes(log).count("2") == 1
-    assert notes(log).count("9") >= 2  # a second copy of the batch may have failed, too
+    assert notes(log).count("9") >= 2  # a backup task may have failed, too
     (warning,) = (text for text in warned(caplog) if "skipped" in text)
     assert "skipped 2 samples (indices 9, 10)" in warning
 

@@ -132,7 +132,7 @@ class Judge:
         self.waiting: list[int] = []  # heap, with some that wait no more
         self.is_waiting: set[int] = set()
         self.num_copies = 0
-        self.num_hedged = 0
+        self.num_backups = 0
         self.answered_bytes = 0
         self.window = self.wanted_window = max(1, self.num_wanted) * options.prefetch_factor
         self.num_joined = 0
@@ -367,7 +367,7 @@ class Judge:
             if task is None:
                 continue
             if len(task.holders) > 1:
-                self.num_hedged -= 1
+                self.num_backups -= 1
             task.holders.remove(number)
             if not task.is_answered and not task.holders:
                 self._wait(lost)
@@ -558,7 +558,7 @@ class Judge:
             assert member.is_usable, f"{action}: the worker is to take no more"
         assert number not in member.in_flight, f"{action}: the worker has it already"
         if task.holders:
-            self._see_hedge(action, task, now)
+            self._see_backup(action, task, now)
         else:
             self._see_first(action, task, member)
         if not member.in_flight:
@@ -568,17 +568,17 @@ class Judge:
         self.num_copies += 1
         self._rank(worker, member)
 
-    def _see_hedge(self, action: Load, task: Task, now: float) -> None:
+    def _see_backup(self, action: Load, task: Task, now: float) -> None:
         assert not self.is_iterable and len(task.holders) <= 1, f"{action}: workers {task.holders} have a copy already"
-        assert not task.deaths, f"{action}: a second copy of a task that has killed {task.deaths} workers"
-        self.num_hedged += 1
-        assert self.num_hedged <= max(1, self.num_joined // 16), f"{action}: {self.num_hedged} tasks are at two workers"
+        assert not task.deaths, f"{action}: a backup task of a task that has killed {task.deaths} workers"
+        self.num_backups += 1
+        assert self.num_backups <= max(1, self.num_joined // 16), f"{action}: {self.num_backups} backup tasks"
         first = self.members[task.holders[0]]
-        assert now - first.since >= 1.0 - _TINY, f"{action}: a second copy after {now - first.since} s"
-        assert self.num_seen, f"{action}: a second copy before anything was answered"
+        assert now - first.since >= 1.0 - _TINY, f"{action}: a backup task after {now - first.since} s"
+        assert self.num_seen, f"{action}: a backup task before anything was answered"
         awaited = self._awaited()
-        assert awaited is not None, f"{action}: a second copy, though the consumer need not wait"
-        assert not awaited.deaths, f"{action}: a second copy, while a deadly task is waited for"
+        assert awaited is not None, f"{action}: a backup task, though the consumer need not wait"
+        assert not awaited.deaths, f"{action}: a backup task, while a deadly task is waited for"
 
     def _awaited(self) -> Task | None:
         """The task that the consumer waits for, if it is under way."""
@@ -669,8 +669,8 @@ class Judge:
         if number is not None and self._may_send(number):
             assert self.num_measured and self.num_copies, f"task {number} waits, and {sorted(self.roomy)[:9]} have room"
             assert self._may_keep(now), f"task {number} is kept, {sorted(self.roomy)[:9]} have room, others are overdue"
-        if self.idle and self.num_seen >= 8 and self.num_hedged < max(1, self.num_joined // 16):
-            self._check_hedge(now)
+        if self.idle and self.num_seen >= 8 and self.num_backups < max(1, self.num_joined // 16):
+            self._check_backup(now)
 
     def _may_keep(self, now: float) -> bool:
         """Whether a task may be kept for a worker that has no room yet: one that cannot be overdue."""
@@ -680,14 +680,14 @@ class Judge:
             for member in self.members.values()
         )
 
-    def _check_hedge(self, now: float) -> None:
+    def _check_backup(self, now: float) -> None:
         task = self._awaited()
         if task is None or len(task.holders) != 1 or task.deaths:
             return
         (holder,) = task.holders
         late = max(1.0, 5 * self.max_seen)
         if self.idle - {holder}:
-            assert now <= self.members[holder].since + late + _TINY, f"{task.payload} is late, and has no second copy"
+            assert now <= self.members[holder].since + late + _TINY, f"{task.payload} is late, and has no backup task"
 
     def _check_streams(self) -> None:
         for number in sorted(self.is_waiting):
@@ -890,7 +890,7 @@ class Judge:
         task = self.tasks.get(number)
         if task is not None:
             if len(task.holders) > 1:
-                self.num_hedged -= 1
+                self.num_backups -= 1
             task.holders.remove(worker)
 
     def _take(self, number: int, task: Task, size: int) -> None:

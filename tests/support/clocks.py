@@ -18,7 +18,7 @@ CLOCKS: dict[str, tuple[str, float]] = {
     "names": ("rpcdataloader.client.discovery.Names.pause", 0.1),
     # For further nodes, when the first one is there; 10 s.
     "patience": ("rpcdataloader.loader.placement.PATIENCE", 0.2),
-    # Until a batch is late, and a second copy is sent; 1 s.
+    # Until a batch is late, and a backup task is sent; 1 s.
     "late": ("rpcdataloader.plan.workers._LATE_SECONDS", 0.1),
     # Until a loop that waits says for what; 60 s.
     "long wait": ("rpcdataloader.plan.engine.REPORT_AFTER", 0.5),
