@@ -22,7 +22,7 @@ from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
 from rpcdataloader.wire.shared import Borrower
-from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator, Registration
+from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PageLock, PinnedAllocator
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -56,7 +56,7 @@ class Request:
     # receiver thread; must neither block nor raise. Not called for a request cancelled before it was sent.
     complete: Callable[[Message | RPCError], None]
     allocator: Allocator
-    cancellable: bool = False  # True to let :meth:`Connection.cancel_all` cancel it
+    is_task: bool = False  # a batch for a loader, which owns its worker: see :meth:`Connection.cancel_all`
     flags: int = 0  # bits of :class:`~rpcdataloader.wire.frames.Flag` to send with it
 
 
@@ -146,7 +146,7 @@ class Connection:
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
             # Only small requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
             is_small = not buffers and len(payload) <= MAX_SENT_NOW_BYTES
-            if not (is_small and request.cancellable and self._send_now(messages)):
+            if not (is_small and request.is_task and self._send_now(messages)):
                 self._put(*messages)
         return number
 
@@ -186,10 +186,10 @@ class Connection:
                 self._put(Outgoing(MessageType.CANCEL, number))
 
     def cancel_all(self) -> None:
-        """Cancel every request that is cancellable."""
+        """Cancel every task of a loader."""
         with self._lock:
             for number, request in list(self._pending.items()):
-                if request.cancellable:
+                if request.is_task:
                     self._put(Outgoing(MessageType.CANCEL, number))
 
     def fail_above(self, number: int, error: RPCError) -> None:
@@ -306,8 +306,8 @@ class Connection:
         if self._borrower.map(number, descriptor):
             # All requests to a worker of a loader have the same allocator.
             allocator = next((request.allocator for request in list(self._pending.values())), None)
-            registration = _registration_of(allocator)
-            is_registered = registration is not None and self._borrower.register(number, registration)
+            page_lock = _page_lock_of(allocator)
+            is_registered = page_lock is not None and self._borrower.register(number, page_lock)
             flags = Flag.REGISTERED if is_registered else 0
             self._put(Outgoing(MessageType.MAPPING, payload=bytes(payload), flags=flags))
 
@@ -317,7 +317,7 @@ class Connection:
         request = self._pending.get(request_id)
         if request is None or isinstance(request.allocator, PageablePool):
             return block
-        if _registration_of(request.allocator) is not None and self._borrower.is_registered(shared):
+        if _page_lock_of(request.allocator) is not None and self._borrower.is_registered(shared):
             return block
         pinned = request.allocator.allocate(shared.size_bytes)
         pinned.tensor.copy_(block.tensor)
@@ -386,8 +386,8 @@ class Connection:
         return None
 
 
-def _registration_of(allocator: Allocator | None) -> Registration | None:
-    return allocator.registration if isinstance(allocator, PinnedAllocator) else None
+def _page_lock_of(allocator: Allocator | None) -> PageLock | None:
+    return allocator.page_lock if isinstance(allocator, PinnedAllocator) else None
 
 
 def _without_frames(error: RPCError) -> RPCError:

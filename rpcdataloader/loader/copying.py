@@ -21,7 +21,7 @@ from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for
 from rpcdataloader.wire.tensors import Movable
 
 
-class Copies:
+class DeviceCopies:
     """Memory on a device that is the target of copies; without a stream of their own, they are done.
 
     Attributes:
@@ -52,16 +52,16 @@ class Carrier:
         self.device = device
         self.allocator = allocator
 
-    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:  # noqa: ARG002
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> DeviceCopies:  # noqa: ARG002
         """Begin to copy ``uint8`` tensors, which the caller may drop at once."""
         began = time.monotonic()
-        return Copies([block.to(self.device) for block in blocks], time.monotonic() - began)
+        return DeviceCopies([block.to(self.device) for block in blocks], time.monotonic() - began)
 
     def is_device_busy(self) -> bool:
         """Whether the stream of the calling thread has work left, so that a wait of the loop costs nothing."""
         return False  # unknown
 
-    def carry(self, movable: Movable, is_timed: bool = False) -> Copies:
+    def carry(self, movable: Movable, is_timed: bool = False) -> DeviceCopies:
         """Begin to copy the tensors of a message.
 
         Raises:
@@ -107,7 +107,7 @@ class StreamCarrier(Carrier):
         self._module = module
         self._stream = module.Stream(device=device)
 
-    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> DeviceCopies:
         module = self._module
         # The device first: a stream of another device than the current one would create a context on both.
         with module.device(self.device), module.stream(self._stream):
@@ -135,7 +135,7 @@ def _recorded(module: Any, stream: Any, is_timed: bool = True) -> Any:
     return event
 
 
-class _StreamCopies(Copies):
+class _StreamCopies(DeviceCopies):
     def __init__(self, device: torch.device, module: Any, memory: list[torch.Tensor], event: Any, start: Any) -> None:
         super().__init__(memory)
         self._device = device

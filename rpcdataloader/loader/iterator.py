@@ -22,7 +22,7 @@ from rpcdataloader.diagnosis.records import NOTED_WAIT, Probe, Recorder
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
 from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.stream_loader import StreamLoader
-from rpcdataloader.loader.copying import Copies, make_carrier, pin
+from rpcdataloader.loader.copying import DeviceCopies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver, ToDo
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
@@ -156,7 +156,7 @@ class RemoteIterator(PassIterator):
         super().__init__(settings, dataset.name, reported_length)
         self._delivery: Entry | None = None  # out of the engine, not yet returned: an exception came in between
         self._ready = 0.0  # seconds asleep while a later batch was here
-        self._timed: tuple[Probe, Copies] | None = None  # the last probe
+        self._timed: tuple[Probe, DeviceCopies] | None = None  # the last probe
         with undone_afterwards(saved):
             intake = Intake(settings, get_client().allocator)
             begun = begin_pass(settings, saved, len(placement.homes), makes_requests=True)

@@ -18,7 +18,7 @@ from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.samples import Skipped, stopped
-from rpcdataloader.loader.copying import Carrier, Copies, find_busy_gpu, make_carrier, pin
+from rpcdataloader.loader.copying import Carrier, DeviceCopies, find_busy_gpu, make_carrier, pin
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe_end
@@ -49,7 +49,7 @@ class Answer:
     received: float = 0.0  # of the last, if they were waited for; otherwise 0
     stream: StreamState | None = None  # progress of the worker's stream; None without one, or at its end
     movable: Movable | None = None
-    copies: Copies | None = None
+    copies: DeviceCopies | None = None
     worker: int = -1
     probe: Probe | None = None
 
@@ -148,7 +148,7 @@ class Seat(WorkerOwner):
             while self._queue:
                 sent = self._queue.popleft()
                 self.sent[sent.number] = sent
-                request = Request(functools.partial(self._replied, sent), self._intake.allocator, cancellable=True)
+                request = Request(functools.partial(self._replied, sent), self._intake.allocator, is_task=True)
                 if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, self._driver.now()
                 payload, buffers = sent.task.request.payload, sent.task.request.buffers

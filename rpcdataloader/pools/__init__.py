@@ -1,7 +1,7 @@
 """Node servers on running clusters: as actors of Ray, or of Dask.
 
-Engines differ in how they start a node server, ask for its address, and end it (``pool.Engine``). Placement, queues and
-machines are the engine's business.
+Engines differ in how they start a node server, ask for its address, and end it (``pool.PoolEngine``). Placement, queues
+and machines are the engine's business.
 """
 
 from __future__ import annotations

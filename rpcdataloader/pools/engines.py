@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rpcdataloader.pools.pool import NodeActor, Order, Pool
+from rpcdataloader.pools.pool import NodeActor, Pool, ServerOrder
 from rpcdataloader.wire.credentials import Credentials
 
 
@@ -82,7 +82,7 @@ class _Ray:
         # Beside the trainer: it is lost with the trainer alone.
         self._board = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
 
-    def start(self, order: Order) -> _RayNode:
+    def start(self, order: ServerOrder) -> _RayNode:
         actor = self._ray.remote(NodeActor).options(num_cpus=order.num_workers, **self._options)
         return _RayNode(self._ray, actor.remote(order))
 
@@ -163,7 +163,7 @@ def _dask_host() -> str:
 class _DaskActor(NodeActor):
     """A node server that tasks on the same Dask worker can wait for."""
 
-    def __init__(self, order: Order, name: str) -> None:
+    def __init__(self, order: ServerOrder, name: str) -> None:
         super().__init__(order)
         _actors[name] = self
 
@@ -206,7 +206,7 @@ class _Dask:
         # Tasks that no Dask worker can run, and that would occupy threads for long: adapt() adds workers for them.
         self._wishes: list[Any] = []
 
-    def start(self, order: Order) -> _DaskNode | None:
+    def start(self, order: ServerOrder) -> _DaskNode | None:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         free = [
             name
@@ -242,7 +242,7 @@ class _Dask:
 
 
 class _DaskNode:
-    def __init__(self, engine: _Dask, order: Order, worker: str) -> None:
+    def __init__(self, engine: _Dask, order: ServerOrder, worker: str) -> None:
         self._engine = engine
         self._num_threads = order.num_workers
         self._worker = worker
@@ -280,7 +280,7 @@ class _DaskNode:
         self._actor = self._question = None
 
 
-def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[], str]) -> Order:
+def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[], str]) -> ServerOrder:
     """Describe each node server, with a secret made for this pool alone.
 
     Raises:
@@ -291,7 +291,7 @@ def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[]
     if isinstance(launch, str):
         raise ValueError(f"launch must be a list of options, such as ['--preload', 'numpy'], but is {launch!r}")
     credentials = Credentials(secrets.token_urlsafe(32).encode(), "the pool")
-    return Order(credentials, cpus_per_node, tuple(launch), find_host)
+    return ServerOrder(credentials, cpus_per_node, tuple(launch), find_host)
 
 
 def import_engine(name: str, extra: str) -> ModuleType:

@@ -53,7 +53,7 @@ _READY = re.compile(r"rpcdataloader ready (\S+) num_workers=\d+ pid=\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ServerOrder:
     """A pool's description of its node servers."""
 
     credentials: Credentials  # their secret; not shown by ``repr``
@@ -62,7 +62,7 @@ class Order:
     find_host: Callable[[], str]  # function for the address at which trainers reach the machine that runs it
 
 
-class Node(Protocol):
+class PoolNode(Protocol):
     """A node server that an engine runs, or is about to."""
 
     def poll(self) -> str | None:
@@ -79,7 +79,7 @@ class Node(Protocol):
         """Give back what the engine holds for it, dead or alive."""
 
 
-class Engine(Protocol):
+class PoolEngine(Protocol):
     """The differences between engines.
 
     Attributes:
@@ -88,7 +88,7 @@ class Engine(Protocol):
 
     advice: str
 
-    def start(self, order: Order) -> Node | None:
+    def start(self, order: ServerOrder) -> PoolNode | None:
         """Request a node server; None to ask again later. Never waits for it."""
 
     def publish(self, addresses: Sequence[str]) -> None:
@@ -180,7 +180,9 @@ class Pool:
         ValueError: ``num_nodes`` is invalid.
     """
 
-    def __init__(self, engine: Engine, num_nodes: int | tuple[int, int], order: Order, timeout: float) -> None:
+    def __init__(
+        self, engine: PoolEngine, num_nodes: int | tuple[int, int], order: ServerOrder, timeout: float
+    ) -> None:
         self._least, self._most = (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes
         if not 1 <= self._least <= self._most:
             raise ValueError(f"num_nodes must be a number of 1 or more, or two such as (2, 8), but is {num_nodes}")
@@ -194,8 +196,8 @@ class Pool:
         self._is_ending = False
         self._size = Size(self._least, self._most, order.num_workers)
         # For the thread, and for close() once that has ended:
-        self._nodes: dict[Node, str | None] = {}  # with the address, once it is known; the latest come last
-        self._draining: dict[Node, float] = {}  # those no longer wanted, with the time until which they may drain
+        self._nodes: dict[PoolNode, str | None] = {}  # with the address, once it is known; the latest come last
+        self._draining: dict[PoolNode, float] = {}  # those no longer wanted, with the time until which they may drain
         self._delay, self._retry_at = FIRST_DELAY, 0.0
         self._asking = threading.Thread(target=self._ask, name="rpcdl-pool-ask", daemon=True)
         self._thread = threading.Thread(target=self._keep, name="rpcdl-pool", daemon=True)
@@ -292,11 +294,11 @@ class Pool:
                 del self._draining[node]
                 self._release(node)
 
-    def _find_superfluous(self) -> list[Node]:
+    def _find_superfluous(self) -> list[PoolNode]:
         """Those that are too many: first those that still start, then the latest."""
         return sorted(self._nodes, key=lambda node: self._nodes[node] is None)[self._size.number :]
 
-    def _let_go(self, node: Node) -> None:
+    def _let_go(self, node: PoolNode) -> None:
         if (address := self._nodes.pop(node)) is not None:
             logger.info("the training loops no longer need the node server %s", address)
         self._draining[node] = time.monotonic() + DRAIN_TIMEOUT if _stop(node) else 0.0
@@ -311,7 +313,7 @@ class Pool:
             with self._changed:
                 self._size.decide(time.monotonic(), wanted)
 
-    def _lose(self, node: Node, error: Exception) -> None:
+    def _lose(self, node: PoolNode, error: Exception) -> None:
         address = self._nodes.pop(node)
         # Ray wraps it in twenty lines of traceback and advice.
         problem: Exception = getattr(error, "cause", None) or error
@@ -328,14 +330,14 @@ class Pool:
             (str(problem).splitlines() or [repr(problem)])[0],
         )
 
-    def _release(self, node: Node) -> None:
+    def _release(self, node: PoolNode) -> None:
         try:
             node.release()
         except Exception as exc:  # any exception of the engine, whose node may be gone
             logger.debug("cannot release a node server: %s", exc)
 
 
-def _stop(node: Node) -> bool:
+def _stop(node: PoolNode) -> bool:
     """Let it drain; False if there is nothing to wait for."""
     try:
         return node.stop()
@@ -343,7 +345,7 @@ def _stop(node: Node) -> bool:
         return False
 
 
-def _is_there(node: Node) -> bool:
+def _is_there(node: PoolNode) -> bool:
     try:
         node.poll()
     except Exception:
@@ -358,7 +360,7 @@ class NodeActor:
     with the object (Dask drops an actor when its client has gone).
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ServerOrder) -> None:
         self._server = server = _Server(order)  # whose threads do not refer to this object
         self.ended = server.ended
         self._close = weakref.finalize(self, server.closing.set)
@@ -385,7 +387,7 @@ class NodeActor:
 class _Server:
     """The node server of an actor, and two threads: one sends signs of life, and one reads what the server says."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ServerOrder) -> None:
         self.address: str | None = None
         self.last_words = ""
         self.ended, self.closing = threading.Event(), threading.Event()

@@ -47,7 +47,7 @@ class WorkerRecord:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Client:
+class ClientRecord:
     """A client, and its session here."""
 
     process: Process
@@ -103,19 +103,19 @@ class Clients:
         self._strangers = strangers
         self._readers: set[OutputReader] = set()
         self._folders = Folders()
-        self._by_id: dict[str, Client] = {}
+        self._by_id: dict[str, ClientRecord] = {}
         self._is_draining = False
         self.work: Counter[str] = Counter()
         self.num_ended = 0
         self._look_for_vanished()
 
-    def __iter__(self) -> Iterator[Client]:
+    def __iter__(self) -> Iterator[ClientRecord]:
         return iter(self._by_id.values())
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def find(self, session_id: str) -> Client | None:
+    def find(self, session_id: str) -> ClientRecord | None:
         """The client with this session, if it is here."""
         return self._by_id.get(session_id)
 
@@ -128,9 +128,9 @@ class Clients:
         row: Row,
         begun: events.SessionBegun,
         output: int,
-    ) -> Client:
+    ) -> ClientRecord:
         """Register a gate that has become a session; ``output`` is the pipe of its output."""
-        client = Client(
+        client = ClientRecord(
             process=process,
             link=link,
             sock=sock,
@@ -153,7 +153,7 @@ class Clients:
             client.link.post(events.Drain())
         return client
 
-    def receive(self, client: Client, event: Event) -> None:
+    def receive(self, client: ClientRecord, event: Event) -> None:
         match event:
             case events.WantsOutput():
                 client.forwarding = client.forwarding or Forwarding(client.link, self._loop)
@@ -166,7 +166,7 @@ class Clients:
 
     # --- output
 
-    def _add_output(self, client: Client, descriptor: int, name: str) -> None:
+    def _add_output(self, client: ClientRecord, descriptor: int, name: str) -> None:
         """Log what a pipe of a session brings, and forward it to the client."""
         prefix = f"[{self._context.node} {client.name}{'' if name == 'session' else ' ' + name}]"
 
@@ -189,7 +189,7 @@ class Clients:
 
     # --- workers
 
-    def hand_over(self, client: Client, sock: socket.socket, peer: str) -> bool:
+    def hand_over(self, client: ClientRecord, sock: socket.socket, peer: str) -> bool:
         """Pass the connection of a future worker to its session; returns False while that has no room for it.
 
         A worker takes its place before it has authenticated its client, so that nothing waits for a decision.
@@ -221,7 +221,7 @@ class Clients:
             client.refusal = reason
             return True
 
-    def _busy(self, client: Client) -> str | None:
+    def _busy(self, client: ClientRecord) -> str | None:
         """The reason for which the client gets no further worker; None if it gets one."""
         limit, own = self._context.max_connections, len(client.workers)
         young = time.monotonic_ns() - PROOF_PATIENCE * 1e9
@@ -237,7 +237,7 @@ class Clients:
         text = f"all {limit} connections are in use (--max-connections)"
         return f"{text}, {others} of them by other clients" if others else text
 
-    def _worker_ended(self, client: Client, event: events.WorkerEnded) -> None:
+    def _worker_ended(self, client: ClientRecord, event: events.WorkerEnded) -> None:
         worker = client.workers[event.worker]
         client.forget(event.worker)
         self._counters.close(worker.row)
@@ -258,7 +258,7 @@ class Clients:
 
     # --- the end
 
-    def _on_client_gone(self, client: Client) -> None:
+    def _on_client_gone(self, client: ClientRecord) -> None:
         self._loop.unwatch(client.sock.fileno())
         client.is_gone = True
         reason = "its client has gone"
@@ -296,7 +296,7 @@ class Clients:
         for reader in self._readers:
             os.close(reader.fileno())
 
-    def ended(self, client: Client, reason: str) -> None:
+    def ended(self, client: ClientRecord, reason: str) -> None:
         """Clean up after an ended session and its workers; ``reason`` is the end of its process."""
         del self._by_id[client.id]
         self._loop.unwatch(client.sock.fileno())

@@ -147,7 +147,7 @@ def length_of(dataset: object) -> int | None:
         return None
 
 
-def kind_of(dataset: object) -> str:
+def style_of(dataset: object) -> str:
     """How batches are loaded: ``"map"`` by index, ``"iterable"``, or ``""`` for neither."""
     # Every Dataset of torch has __getitem__; that of an iterable one only raises.
     if isinstance(dataset, IterableDataset):

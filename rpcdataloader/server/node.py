@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
 from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
-from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, Client, Clients
+from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, ClientRecord, Clients
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
 from rpcdataloader.server.logs import LimitedLog
@@ -56,7 +56,7 @@ _UNKNOWN_SESSION = encode_refusal(
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class Stranger:
     """A connection whose peer has proved nothing yet."""
 
     sock: socket.socket
@@ -75,8 +75,8 @@ class Child:
     process: Process
     link: Link
     row: Row
-    connection: Connection | None  # of a gate, until its peer has proved itself
-    client: Client | None = None  # of a session
+    connection: Stranger | None  # of a gate, until its peer has proved itself
+    client: ClientRecord | None = None  # of a session
 
     def forget_in_child(self) -> None:
         self.link.close()
@@ -118,7 +118,7 @@ class NodeServer:
         self._lifeline = lifeline
         self._silence: Timer | None = None  # of the owner
         self.registration: Registration | None = None
-        self._unproved: set[Connection] = set()
+        self._unproved: set[Stranger] = set()
         self._children: dict[int, Child] = {}  # by process id
         self._started = time.monotonic_ns()
         self._is_draining = False
@@ -181,7 +181,7 @@ class NodeServer:
             self._pause_accepting(EXHAUSTED_PAUSE)
             return
         if accepted is not None:
-            connection = Connection(*accepted, time.monotonic())
+            connection = Stranger(*accepted, time.monotonic())
             self._unproved.add(connection)
             connection.timer = self._call_after(PROOF_TIMEOUT, lambda: self._on_late(connection))
             self._look_at(connection)
@@ -201,7 +201,7 @@ class NodeServer:
         self._drop(victim, reason)
         return True
 
-    def _look_at(self, connection: Connection) -> None:
+    def _look_at(self, connection: Stranger) -> None:
         """Decide who reads a connection, once its first bytes are there."""
         if connection not in self._unproved:
             return
@@ -231,7 +231,7 @@ class NodeServer:
             else:
                 self._call_after(RETRY_PAUSE, lambda: self._look_at(connection))
 
-    def _refuse(self, connection: Connection) -> None:
+    def _refuse(self, connection: Stranger) -> None:
         """Tell a peer that its session is unknown, and wait until it has read that: closing now would discard it."""
         logger.debug("there is no session for a connection from %s", connection.peer)
         connection.is_refused = True
@@ -240,7 +240,7 @@ class NodeServer:
             connection.sock.shutdown(socket.SHUT_WR)
         self._loop.watch(connection.sock.fileno(), lambda: self._drop(connection, "it was refused"), PEER_GONE)
 
-    def _fork_gate(self, connection: Connection) -> None:
+    def _fork_gate(self, connection: Stranger) -> None:
         def run(node: Link) -> None:
             self._forget_in_child(connection)
             run_gate(connection.sock, connection.peer, node, self._context, row)
@@ -263,20 +263,20 @@ class NodeServer:
     def _warn_of_exhaustion(self, exc: Exception) -> None:
         logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", None) or exc)
 
-    def _on_late(self, connection: Connection) -> None:
+    def _on_late(self, connection: Stranger) -> None:
         if not connection.is_refused:
             reason = f"no handshake within {PROOF_TIMEOUT:g} s"
             self._strangers.refused(events.Refused(connection.peer, reason, logging.INFO))
         self._drop(connection, "no handshake in time")
 
-    def _drop(self, connection: Connection, reason: str) -> None:
+    def _drop(self, connection: Stranger, reason: str) -> None:
         """Close this process's side of an unproved connection, and end its gate."""
         self._settle(connection)
         if connection.gate is not None:
             connection.gate.process.kill(reason)
         connection.sock.close()
 
-    def _settle(self, connection: Connection) -> None:
+    def _settle(self, connection: Stranger) -> None:
         """Count a connection no longer among the unproved ones."""
         self._unproved.discard(connection)
         self._loop.unwatch(connection.sock.fileno())
@@ -286,7 +286,7 @@ class NodeServer:
             connection.gate.connection = None
         self._accept_again()
 
-    def _forget_in_child(self, own: Connection) -> None:
+    def _forget_in_child(self, own: Stranger) -> None:
         """Close the node server's descriptors in a gate, but for its own connection."""
         self._log.forget()
         self._listener.close()

@@ -21,7 +21,7 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.connecting import listen_tcp, listen_unix, look_up
 from rpcdataloader.wire.credentials import Credentials, load_credentials
-from rpcdataloader.wire.register import Entry, Registration
+from rpcdataloader.wire.register import Registration, ServerEntry
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -92,7 +92,7 @@ def run_server(
             server = NodeServer(listener, context, log=log, lifeline=lifeline)
             stack.enter_context(server.signals.heard())
             if settings.register:
-                entry = Entry(address, context.num_workers, context.node, os.getpid(), machine_id())
+                entry = ServerEntry(address, context.num_workers, context.node, os.getpid(), machine_id())
                 registration = Registration(settings.register_directory, entry)
                 server.registration = stack.enter_context(contextlib.closing(registration))
             if credentials.insecure and tls is None and not settings.is_unix:

@@ -33,7 +33,7 @@ from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCEr
 from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import Row
-from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
+from rpcdataloader.server.datasets import DatasetTable, length_of, style_of
 from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output, stop_forwarding
 from rpcdataloader.server.processes import Life, Loop, Process, ended_after, name_process, name_threads, num_threads
@@ -278,7 +278,7 @@ class Session:
             )
         if dataset is None:
             return {"shared": False, "length": None}
-        return {"shared": True, "length": length_of(dataset), "kind": kind_of(dataset)}
+        return {"shared": True, "length": length_of(dataset), "kind": style_of(dataset)}
 
     def _call(self, message: Message) -> Any:
         func, args, kwargs, _keep = loads(

@@ -22,7 +22,7 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use
 from rpcdataloader.server import events
-from rpcdataloader.server.clients import Client, Clients, WorkerRecord
+from rpcdataloader.server.clients import ClientRecord, Clients, WorkerRecord
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Link
 from rpcdataloader.server.settings import ServerContext
@@ -66,7 +66,7 @@ def describe_node(clients: Clients, context: ServerContext, started: int, refuse
     )
 
 
-def _describe_client(client: Client, now: int) -> ClientStatus:
+def _describe_client(client: ClientRecord, now: int) -> ClientStatus:
     rows = [worker.row for worker in client.workers.values()]
     failed, error = max([(client.failed, client.error), *((row.failed[0], row.error) for row in rows)])
     return ClientStatus(
@@ -105,7 +105,7 @@ def _state(row: Row, now: int) -> dict[str, Any]:
     return {"state": "running" if row.running[0] else "idle", "state_seconds": _seconds(now, row.since[0])}
 
 
-def _loops(client: Client, now: int) -> dict[str, Any]:
+def _loops(client: ClientRecord, now: int) -> dict[str, Any]:
     age = _seconds(now, client.reported)
     with contextlib.suppress(RemoteProtocolError):  # user code may write to a descriptor of ours
         if client.report and age <= MAX_REPORT_AGE:
@@ -113,7 +113,7 @@ def _loops(client: Client, now: int) -> dict[str, Any]:
     return {}
 
 
-def _work_of(client: Client) -> Counter[str]:
+def _work_of(client: ClientRecord) -> Counter[str]:
     return sum((worker.row.work() for worker in client.workers.values()), Counter(client.work))
 
 

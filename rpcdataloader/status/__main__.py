@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from rpcdataloader.client.discovery import Inline, Local, LocalPools, ask_status, find_workers
 from rpcdataloader.errors import AuthenticationError, RemoteProtocolError, RPCError
-from rpcdataloader.status.report import Answer, Tree, as_text, make_document
+from rpcdataloader.status.report import NodeAnswer, Tree, as_text, make_document
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.register import Lookup, Register
@@ -219,9 +219,9 @@ class Nodes:
         self.document = make_document(time.time(), answers, problems, self.document)
         return self.document
 
-    def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[Answer]:
+    def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[NodeAnswer]:
         """Ask all node servers, and wait for the slowest."""
-        answers: dict[Address, Answer] = {}
+        answers: dict[Address, NodeAnswer] = {}
 
         def ask(address: Address) -> None:
             answers[address] = self._ask(address, stacks)
@@ -238,21 +238,21 @@ class Nodes:
             thread.join(deadline.remaining())
         return [answers.get(address) or self._late(address) for address in addresses]
 
-    def _ask(self, address: Address, stacks: bool) -> Answer:
+    def _ask(self, address: Address, stacks: bool) -> NodeAnswer:
         deadline = Deadline(self._timeout)
         try:
             status, version = ask_status(address, client_credentials(address), self._tls, deadline, stacks=stacks)
-            return Answer(str(address), status, version=version)
+            return NodeAnswer(str(address), status, version=version)
         except TimeoutError:  # includes RPCTimeoutError
             return self._late(address)
         except (RPCError, ValueError) as exc:
             # Waiting does not help: another version, perhaps of Python, or another program on that port; a ValueError
             # is about a malformed variable.
             is_refused = isinstance(exc, (AuthenticationError, RemoteProtocolError, ValueError))
-            return Answer(str(address), error=str(exc), is_refused=is_refused)
+            return NodeAnswer(str(address), error=str(exc), is_refused=is_refused)
 
-    def _late(self, address: Address) -> Answer:
-        return Answer(str(address), error=f"{address} did not answer within {self._timeout:g} s")
+    def _late(self, address: Address) -> NodeAnswer:
+        return NodeAnswer(str(address), error=f"{address} did not answer within {self._timeout:g} s")
 
 
 if __name__ == "__main__":

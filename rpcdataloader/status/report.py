@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class NodeAnswer:
     """The answer of one node server."""
 
     address: str
@@ -46,7 +46,9 @@ class Answer:
         return "ready"
 
 
-def make_document(time: float, answers: Sequence[Answer], ignored: dict[str, str], before: Tree | None = None) -> Tree:
+def make_document(
+    time: float, answers: Sequence[NodeAnswer], ignored: dict[str, str], before: Tree | None = None
+) -> Tree:
     """Return the document of one look.
 
     Args:
@@ -88,7 +90,7 @@ def _join_clients(nodes: Sequence[Tree]) -> list[Tree]:
     return sorted(clients, key=lambda client: -client["loops"][0]["wait_share"] if client["loops"] else 1)
 
 
-def _describe(answer: Answer, before: Tree) -> Tree:
+def _describe(answer: NodeAnswer, before: Tree) -> Tree:
     node: Tree = {
         "address": answer.address,
         "state": answer.state,

@@ -50,7 +50,7 @@ MAX_SILENCE = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ServerEntry:
     """A node server that clients can find: the content of its file, which no other user can have written."""
 
     address: Address
@@ -85,7 +85,7 @@ class Entry:
         return json.dumps({**dataclasses.asdict(self), "address": str(self.address)}, indent=1).encode() + b"\n"
 
     @classmethod
-    def decode(cls, data: bytes) -> Entry:
+    def decode(cls, data: bytes) -> ServerEntry:
         """Read the content of a file; ignores unknown fields.
 
         Raises:
@@ -107,7 +107,7 @@ class Registration:
         ConnectError: The directory cannot be written.
     """
 
-    def __init__(self, directory: str, entry: Entry) -> None:
+    def __init__(self, directory: str, entry: ServerEntry) -> None:
         self._directory = directory
         self._entry = entry
         self._path = os.path.join(directory, entry.file_name(secrets.token_hex(4)))
@@ -235,7 +235,7 @@ class _File:
 
     changed: float = math.nan  # its modification time, on the clock of its file system
     silence: float = 0.0  # seconds since that changed
-    entry: Entry | None = None
+    entry: ServerEntry | None = None
     num_failures: int = 0  # number of looks in a row at which it was unusable
 
 
@@ -272,7 +272,7 @@ class Register(Lookup):
     def _judge(self, statuses: dict[str, os.stat_result], elapsed: float) -> tuple[dict[Address, str], dict[str, str]]:
         known, self._files = self._files, {}
         problems: dict[str, str] = {}
-        usable: dict[str, Entry] = {}
+        usable: dict[str, ServerEntry] = {}
         for name, status in statuses.items():
             file = self._files[name] = (known or {}).get(name) or _File()
             if known is None:
@@ -317,13 +317,13 @@ class Register(Lookup):
             client_logger.debug("there is no directory %s yet", self.directory)
         return statuses
 
-    def _take(self, name: str, status: os.stat_result, file: _File) -> Entry:
+    def _take(self, name: str, status: os.stat_result, file: _File) -> ServerEntry:
         try:
             check_file(status, _OTHERS_WRITE)
             if (entry := file.entry) is None:
                 path = os.path.join(self.directory, name)
                 data = read_safely(path, _MAX_FILE_BYTES, _OTHERS_WRITE, follow=False)
-                entry = file.entry = Entry.decode(data)
+                entry = file.entry = ServerEntry.decode(data)
         except UnsafeFileError as exc:
             raise ValueError(f"it {exc}") from None
         if entry.is_for_its_machine_alone and entry.machine != machine_id():

@@ -33,7 +33,7 @@ import torch
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.wire.copies import F_GET_SEALS, F_SEAL_SHRINK, create_memory, map_memory
 from rpcdataloader.wire.frames import SharedBlock
-from rpcdataloader.wire.slabs import Block, PageablePool, Registration
+from rpcdataloader.wire.slabs import Block, PageablePool, PageLock
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -353,17 +353,17 @@ class Borrower:
             self._mappings[number] = _Borrowed(memory)
         return True
 
-    def register(self, number: int, registration: Registration) -> bool:
+    def register(self, number: int, page_lock: PageLock) -> bool:
         """Let a device read a mapping without the CPU; returns False if that is refused."""
         mapping = self._mappings[number]
         memory, address = mapping.memory, _address_of(mapping.memory)
         try:
-            registration.register(address, len(memory))
+            page_lock.register(address, len(memory))
         except (AttributeError, RuntimeError) as error:
             _tell_of_copies(str(error))
             return False
         # With the array, which the mapping outlives.
-        weakref.finalize(memory.obj, _unregister, registration, address, os.getpid())
+        weakref.finalize(memory.obj, _unregister, page_lock, address, os.getpid())
         mapping.is_registered = True
         return True
 
@@ -435,9 +435,9 @@ def _tell_of_copies(reason: str) -> None:
     logger.info("batches of workers on this machine are copied into pinned memory: %s", reason)
 
 
-def _unregister(registration: Registration, address: int, pid: int) -> None:
+def _unregister(page_lock: PageLock, address: int, pid: int) -> None:
     if os.getpid() == pid:  # the driver does not know a forked child
-        registration.unregister(address)
+        page_lock.unregister(address)
 
 
 _lenders: weakref.WeakSet[Lender] = weakref.WeakSet()

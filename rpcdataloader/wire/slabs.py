@@ -116,7 +116,7 @@ class PageablePool:
         return sum(len(memory) for memory, _num_leases in self._free)
 
 
-class Registration:
+class PageLock:
     """Page-locks memory that torch has not allocated, so that a device copies from it without the CPU.
 
     Torch's allocator does not know of such memory: its owner keeps it until copies have read it.
@@ -153,17 +153,17 @@ class PinnedAllocator:
         empty: Function that makes an uninitialised 1-D ``uint8`` tensor of a given size. By default pinned, for the
             current device of the thread that makes this allocator.
         device_index: Index of another device, in place of the current one.
-        registration: Makes memory of workers on this machine such memory, too; None if their blocks are copied.
+        page_lock: Makes memory of workers on this machine such memory, too; None if their blocks are copied.
     """
 
     def __init__(
         self,
         empty: Callable[[int], torch.Tensor] | None = None,
         device_index: int | None = None,
-        registration: Registration | None = None,
+        page_lock: PageLock | None = None,
     ) -> None:
         self._empty = empty or _pinned_empty(device_index)
-        self.registration = registration
+        self.page_lock = page_lock
 
     def allocate(self, size_bytes: int) -> Block:
         """Return a pinned block of exactly ``size_bytes`` uninitialised bytes."""
@@ -183,7 +183,7 @@ def pinned_allocator_for(device: torch.device) -> PinnedAllocator | None:
     """The allocator for copies to ``device``; None if torch cannot pin memory for it."""
     if _why_not_pinned() is not None:
         return None
-    return PinnedAllocator(device_index=device.index, registration=Registration(device))
+    return PinnedAllocator(device_index=device.index, page_lock=PageLock(device))
 
 
 def _depth_of_caller() -> int:

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.loader.copying import StreamCarrier
-from rpcdataloader.wire.slabs import Registration
+from rpcdataloader.wire.slabs import PageLock
 from tests.conftest import wait_until
 from tests.gpu.samples import CYCLES, Samples
 
@@ -152,7 +152,7 @@ def test_that_could_be_seen(monkeypatch):
 def registered(monkeypatch):
     """The beginnings of the memory that is page-locked."""
     addresses = set()
-    register, unregister = Registration.register, Registration.unregister
+    register, unregister = PageLock.register, PageLock.unregister
 
     def note(self, address, size_bytes):
         register(self, address, size_bytes)
@@ -162,8 +162,8 @@ def registered(monkeypatch):
         addresses.remove(address)
         unregister(self, address)
 
-    monkeypatch.setattr(Registration, "register", note)
-    monkeypatch.setattr(Registration, "unregister", forget)
+    monkeypatch.setattr(PageLock, "register", note)
+    monkeypatch.setattr(PageLock, "unregister", forget)
     return addresses
 
 
@@ -190,7 +190,7 @@ def test_memory_of_workers_is_not_written_while_the_device_reads_it(registered, 
 
 
 def test_driver_that_refuses(monkeypatch):
-    monkeypatch.setattr(Registration, "register", functools.partialmethod(refused, Registration.register))
+    monkeypatch.setattr(PageLock, "register", functools.partialmethod(refused, PageLock.register))
     for number, batch in enumerate(RPCDataloader(Samples(), batch_size=8, workers="local:2", device="cuda")):
         check(batch, number)
 

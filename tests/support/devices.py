@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rpcdataloader.loader import dataloader, intake, iterator, settings
-from rpcdataloader.loader.copying import Carrier, Copies
+from rpcdataloader.loader.copying import Carrier, DeviceCopies
 from rpcdataloader.wire.slabs import PinnedAllocator
 
 
-class FakeRegistration:
+class FakePageLock:
     """A driver that page-locks memory, and may refuse.
 
     Attributes:
@@ -51,11 +51,11 @@ class FakePinned(PinnedAllocator):
         blocks: All of it.
     """
 
-    registration: FakeRegistration  # type: ignore[assignment]
+    page_lock: FakePageLock  # type: ignore[assignment]
 
     def __init__(self, registers: bool = True) -> None:
         self.blocks: list[torch.Tensor] = []
-        super().__init__(self._remember, registration=FakeRegistration() if registers else None)  # type: ignore[arg-type]
+        super().__init__(self._remember, page_lock=FakePageLock() if registers else None)  # type: ignore[arg-type]
 
     def _remember(self, size_bytes: int) -> torch.Tensor:
         self.blocks.append(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
@@ -110,7 +110,7 @@ class FakeDevice(Carrier):
         return _is_in(tensor, self._memory)
 
 
-class _LateCopies(Copies):
+class _LateCopies(DeviceCopies):
     def __init__(self, device: FakeDevice, number: int, memory: list[torch.Tensor]) -> None:
         super().__init__(memory)
         self._device = device

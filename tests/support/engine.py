@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from rpcdataloader.pools.pool import NodeActor, Order, Pool
+from rpcdataloader.pools.pool import NodeActor, Pool, ServerOrder
 from rpcdataloader.wire.credentials import Credentials
 from tests.conftest import TIMEOUT_SCALE
 
@@ -17,7 +17,7 @@ def here():
 
 def start_actor(*launch: str) -> NodeActor:
     """An actor whose server has one worker."""
-    return NodeActor(Order(SECRET, 1, launch, here))
+    return NodeActor(ServerOrder(SECRET, 1, launch, here))
 
 
 def process_of(actor: NodeActor) -> subprocess.Popen[bytes]:
@@ -27,7 +27,7 @@ def process_of(actor: NodeActor) -> subprocess.Popen[bytes]:
 
 def pool_on(engine: Engine, size: int | tuple[int, int]) -> Pool:
     """So many node servers with one worker each."""
-    return Pool(engine, size, Order(SECRET, 1, (), here), 60 * TIMEOUT_SCALE)
+    return Pool(engine, size, ServerOrder(SECRET, 1, (), here), 60 * TIMEOUT_SCALE)
 
 
 class Node:

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from rpcdataloader.status.report import METRICS, STATES, Answer, as_metrics, make_document
+from rpcdataloader.status.report import METRICS, STATES, NodeAnswer, as_metrics, make_document
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
 WAITING = dataclasses.replace(CLIENT, loops=[LOOP], loops_seconds=2.0)
@@ -19,8 +19,8 @@ STOPPED = dataclasses.replace(WORKER, number=2, process_state="T")
 
 def look(*clients, **node):
     found = dataclasses.replace(NODE, clients=list(clients), **node)
-    gone = Answer("node02:6543", error="connection refused")
-    return make_document(1000.0, [Answer("node01:6543", found), gone], {})
+    gone = NodeAnswer("node02:6543", error="connection refused")
+    return make_document(1000.0, [NodeAnswer("node01:6543", found), gone], {})
 
 
 def metrics_of(document, num_failures=0):

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from rpcdataloader.status.report import Answer, as_text, in_time, make_document
+from rpcdataloader.status.report import NodeAnswer, as_text, in_time, make_document
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
-READY = Answer("node01:6543", NODE, version="0.1.0")
-GONE = Answer("node03:6543", error="cannot connect to node03:6543: connection refused")
-REFUSED = Answer("node04:6543", error="not the same secret", is_refused=True)
+READY = NodeAnswer("node01:6543", NODE, version="0.1.0")
+GONE = NodeAnswer("node03:6543", error="cannot connect to node03:6543: connection refused")
+REFUSED = NodeAnswer("node04:6543", error="not the same secret", is_refused=True)
 
 
 def look(*answers, before=None, ignored=None):
@@ -20,8 +20,8 @@ def look(*answers, before=None, ignored=None):
 
 def compare(now, before=None):
     """The node of the document, of two looks or one."""
-    then = None if before is None else look(Answer("a:1", before))
-    return look(Answer("a:1", now), before=then)["nodes"][0]
+    then = None if before is None else look(NodeAnswer("a:1", before))
+    return look(NodeAnswer("a:1", now), before=then)["nodes"][0]
 
 
 def with_worker(node=NODE, client=None, **worker):
@@ -83,7 +83,7 @@ def details(*answers):
 
 def test_text():
     busy = dataclasses.replace(NODE, host="node02", load_average=2.5)
-    assert as_text(look(READY, Answer("node02:6543", busy), GONE), "2026-11-21 12:00:00") == (
+    assert as_text(look(READY, NodeAnswer("node02:6543", busy), GONE), "2026-11-21 12:00:00") == (
         """2026-11-21 12:00:00, rates: averages since each began
 node                       state    clients workers    CPU   load  CPUs mem % batch/s    MB/s errors
 all: 2 of 3 ready                         1       2    0.8      4     4    25    0.16       0      4
@@ -124,7 +124,7 @@ def test_client_on_several_nodes_is_told_once():
     other = dataclasses.replace(WAITING, pid=9, loops=[dataclasses.replace(LOOP, wait_share=0.9)])
     silent = dataclasses.replace(CLIENT, pid=8, rank=1)
     nodes = with_clients(WAITING, silent), with_clients(waiting, other), with_clients(CLIENT)
-    clients = look(*(Answer(f"a:{port}", node) for port, node in enumerate(nodes)))["clients"]
+    clients = look(*(NodeAnswer(f"a:{port}", node) for port, node in enumerate(nodes)))["clients"]
     assert [(client["pid"], client["rank"], client["num_workers"]) for client in clients] == [
         (9, 3, 1),
         (2304, 3, 2),
@@ -136,7 +136,7 @@ def test_client_on_several_nodes_is_told_once():
 
 
 def test_text_says_what_loops_wait_for():
-    document = look(Answer("a:1", with_clients(WAITING)), Answer("a:2", with_clients(WAITING)))
+    document = look(NodeAnswer("a:1", with_clients(WAITING)), NodeAnswer("a:2", with_clients(WAITING)))
     line = "client gpu01:2304 rank 3: The loop waits 31 % of its time for workers."
     assert as_text(document, "now").count(line) == 1
     assert as_text(document, "now").splitlines()[5].startswith(line)
@@ -159,13 +159,13 @@ def test_text_names_empty_registers_and_files_that_were_ignored():
     ],
 )
 def test_state_of_a_worker(worker, shown):
-    assert f"  {shown}" in details(Answer("a:1", with_worker(**worker)))
+    assert f"  {shown}" in details(NodeAnswer("a:1", with_worker(**worker)))
 
 
 def test_names_cannot_do_anything_to_a_terminal():
     evil = "\x1b[2J\r\u202e"
     client = {"host": evil, "job": evil, "state": evil}
-    text = details(Answer("a:1", with_worker(client={**client, "last_error": evil}, stack=f"{evil}\nnext")))
+    text = details(NodeAnswer("a:1", with_worker(client={**client, "last_error": evil}, stack=f"{evil}\nnext")))
     assert not set(evil) & set(text) - set("[2J")
     assert "\\x1b[2J\\r\\u202e\n        next" in text
 

@@ -16,7 +16,7 @@ import pytest
 
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.status import serving
-from rpcdataloader.status.report import Answer, make_document
+from rpcdataloader.status.report import NodeAnswer, make_document
 from rpcdataloader.status.serving import PATHS, StatusServer, find_token, make_page, parse_place
 from rpcdataloader.wire.credentials import load_credentials
 from tests.conftest import wait_until
@@ -41,7 +41,7 @@ class Looks:
         self.count += 1
         if self.error is not None:
             raise self.error
-        return make_document(1000.0 + self.count, [Answer("node01:6543", NODE)], {})
+        return make_document(1000.0 + self.count, [NodeAnswer("node01:6543", NODE)], {})
 
 
 @contextlib.contextmanager

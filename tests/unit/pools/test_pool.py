@@ -13,7 +13,7 @@ from rpcdataloader.client.discovery import Local, Remote, find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
 from rpcdataloader.pools import dask_pool, pool, ray_pool
 from rpcdataloader.pools.engines import make_order
-from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, Size
+from rpcdataloader.pools.pool import Pool, PoolWorkers, ServerOrder, Size
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, client_credentials, load_credentials
 from rpcdataloader.wire.status import count_wanted
@@ -21,7 +21,7 @@ from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE
 
 SECRET = Credentials(b"the secret of a pool 0123456789", "a test")
-ORDER = Order(SECRET, 2, (), str)
+ORDER = ServerOrder(SECRET, 2, (), str)
 LIMIT = 10.0 * TIMEOUT_SCALE
 
 

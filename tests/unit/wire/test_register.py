@@ -15,12 +15,12 @@ import pytest
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.wire import register as module
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.register import MAX_SILENCE, PATIENCE, Entry, Register
+from rpcdataloader.wire.register import MAX_SILENCE, PATIENCE, Register, ServerEntry
 
 
 def server(name, started=1.0, **fields):
     address = fields.pop("address", Address(name, 6543))
-    return dataclasses.replace(Entry(address, 2, name, 4711, "the machine", started), **fields)
+    return dataclasses.replace(ServerEntry(address, 2, name, 4711, "the machine", started), **fields)
 
 
 def write(folder, registration, unique="0"):
@@ -42,7 +42,7 @@ def register(tmp_path):
 
 def found(register):
     """The registrations of the servers that are found, in their order."""
-    return tuple(Entry.decode(Path(register.directory, name).read_bytes()) for name in register.look().values())
+    return tuple(ServerEntry.decode(Path(register.directory, name).read_bytes()) for name in register.look().values())
 
 
 def test_servers_are_in_the_order_in_which_they_came(tmp_path, register):
@@ -161,7 +161,7 @@ def test_directory_that_cannot_be_read_leaves_what_was_known(tmp_path, register,
 # What a node server writes about itself
 
 
-NODE = Entry(Address("node01", 6543), 32, "node01", 4711, "the machine", 1795264940.5)
+NODE = ServerEntry(Address("node01", 6543), 32, "node01", 4711, "the machine", 1795264940.5)
 
 CONTENT = b"""{
  "address": "node01:6543",
@@ -176,13 +176,13 @@ CONTENT = b"""{
 
 def test_content_of_a_file():
     assert NODE.encode() == CONTENT
-    assert Entry.decode(CONTENT) == NODE
+    assert ServerEntry.decode(CONTENT) == NODE
 
 
 @pytest.mark.parametrize("address", [Address("::1", 1), Address(path="/run/a pool"), Address("10.0.0.1", 65535)])
 def test_every_kind_of_address(address):
     entry = dataclasses.replace(NODE, address=address)
-    assert Entry.decode(entry.encode()) == entry
+    assert ServerEntry.decode(entry.encode()) == entry
 
 
 def changed(**fields):
@@ -190,7 +190,7 @@ def changed(**fields):
 
 
 def test_fields_of_later_versions_are_left_alone():
-    assert Entry.decode(changed(more=[1, 2])) == NODE
+    assert ServerEntry.decode(changed(more=[1, 2])) == NODE
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_fields_of_later_versions_are_left_alone():
 )
 def test_anything_else_is_refused(content, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
-        Entry.decode(content)
+        ServerEntry.decode(content)
 
 
 @pytest.mark.parametrize(
