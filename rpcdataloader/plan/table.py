@@ -33,10 +33,6 @@ from rpcdataloader.plan.workers import PATIENCE, Pace, WorkerPace, choose, choos
 # batch at the start would throttle the whole epoch.
 _SIZE_DECAY = 1 / 16
 
-# At most one batch per this many workers has a backup task, and one in any case. A file system that stalls for all
-# workers must not get every request twice.
-_WORKERS_PER_BACKUP = 16
-
 
 @dataclass(slots=True)
 class Entry:
@@ -73,14 +69,12 @@ class Table:
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
         window: Limit on the number of undelivered tasks.
         answered_bytes: Bytes of undelivered answers.
-        num_backups: Number of tasks in flight at two workers.
     """
 
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0, turn: int = 0) -> None:
         self.tasks: dict[int, Entry] = {}
         self.batch_size_bytes = float(batch_size_bytes)
         self.answered_bytes = 0
-        self.num_backups = 0
         self._prefetch_factor = options.prefetch_factor
         self.window = self._wanted_window = options.num_workers * options.prefetch_factor
         self._num_added = 0
@@ -91,6 +85,8 @@ class Table:
         self._max_bytes = options.max_in_flight_bytes
         self._max_deaths = options.max_retries
         self._num_in_flight = 0  # unanswered copies
+        # One at a time: a file system that stalls for all workers must not get every request twice.
+        self._has_backup = False  # True while a task is in flight at two workers
         # Workers
         self._workers: dict[int, WorkerPace] = {}
         # Those that are not draining: with room for a task, and full ones of which something is known.
@@ -285,7 +281,7 @@ class Table:
 
         It is later than ``now``, if both were called at ``now`` and returned nothing more.
         """
-        late_at = self._late_at()
+        late_at, _straggler = self._find_straggler()
         return min(
             self._kept_until,
             late_at if late_at > now else math.inf,  # late already, and no worker can take a backup task
@@ -317,7 +313,8 @@ class Table:
                 return record.id, number
             if not self._has_streams:
                 break
-        return self._back_up(now) if self._late_at(or_backed_up=True) <= now else None
+        late_at, straggler = self._find_straggler()
+        return self._back_up(straggler, now) if straggler is not None and late_at <= now else None
 
     def _choose(self, now: float) -> WorkerPace | None:
         """The worker that is expected to finish one more task first; None while that has no room for it."""
@@ -360,43 +357,29 @@ class Table:
             self._full[record.id] = record
             self._least_finish = min(self._least_finish, record.finish)
 
-    # Backup tasks
+    # The backup task
 
-    def _late_at(self, *, or_backed_up: bool = False) -> float:
-        """Time at which the next needed task becomes a straggler; infinite if no backup task is possible then.
-
-        Args:
-            or_backed_up: True to count a task that has a backup task, too: then another straggler may get one.
-        """
-        if not self.tasks or (self.num_backups and self.num_backups >= len(self._workers) // _WORKERS_PER_BACKUP):
-            return math.inf
+    def _find_straggler(self) -> tuple[float, Entry | None]:
+        """The time at which the next needed task becomes a straggler, and that task; infinite if it gets no backup."""
+        if self._has_backup or self._answered or not self.tasks:
+            return math.inf, None
         task: Entry | None
         if self._in_order:
             task = self.tasks[next(iter(self.tasks))]
-        elif self._answered:
-            return math.inf
         else:
             task = next((task for task in self.tasks.values() if task.holders), None)
         if task is None or not task.holders or task.size_bytes is not None or task.killed:
-            return math.inf
-        if len(task.holders) > 1 and not or_backed_up:
-            return math.inf
+            return math.inf, None
         # A task behind another one has a worker that hangs at the first.
-        return task.holders[0].since + self._pace.late_seconds
+        return task.holders[0].since + self._pace.late_seconds, task
 
-    def _back_up(self, now: float) -> tuple[int, int] | None:
-        """Send the backup task of a straggler, the oldest first."""
-        for task in self.tasks.values():
-            # A backup task helps: one copy is in flight, and the task has killed no worker yet.
-            is_alone = task.size_bytes is None and len(task.holders) == 1 and not task.killed
-            if is_alone and task.holders[0].since + self._pace.late_seconds <= now:
-                record = choose_backup(self._workers.values(), task.holders[0], now)
-                if record is None:
-                    return None
-                self._send(record, task, now)
-                self.num_backups += 1
-                return record.id, task.number
-        return None
+    def _back_up(self, task: Entry, now: float) -> tuple[int, int] | None:
+        """Send the backup task of a straggler."""
+        if (record := choose_backup(self._workers.values(), task.holders[0], now)) is None:
+            return None
+        self._send(record, task, now)
+        self._has_backup = True
+        return record.id, task.number
 
     # Answers, from a worker
 
@@ -458,7 +441,7 @@ class Table:
         if task is None:
             return None
         if len(task.holders) > 1:
-            self.num_backups -= 1
+            self._has_backup = False
         task.holders.remove(record)
         return task if task.size_bytes is None else None
 

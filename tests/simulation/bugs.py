@@ -24,18 +24,12 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
     "plan.table": [
         (
             "a batch that has killed a worker is sent to a second one",
-            "len(task.holders) == 1 and not task.killed",
-            "len(task.holders) == 1",
             "task.size_bytes is not None or task.killed:",
             "task.size_bytes is not None:",
         ),
-        (
-            "backup tasks are sent while a batch that has killed a worker is waited for",
-            "task.size_bytes is not None or task.killed:",
-            "task.size_bytes is not None:",
-        ),
-        ("one backup task too many", "(self.num_backups and", "(self.num_backups > 1 and"),
-        ("backup tasks count for ever", "self.num_backups -= 1", "pass"),
+        ("a batch is backed up before it is late", "straggler is not None and late_at <= now", "straggler is not None"),
+        ("one backup task too many", "if self._has_backup or self._answered", "if self._answered"),
+        ("backup tasks count for ever", "> 1:\n            self._has_backup = False", "> 1:\n            pass"),
         ("a lost copy is sent again while another worker has one", "not None and not task.holders:\n", "not None:\n"),
         ("what a lost worker had stays in the budget", "self._num_in_flight -= len(record.in_flight)", "pass"),
         ("a draining worker is chosen again after its next answer", "if not record.draining and", "if"),

@@ -135,7 +135,6 @@ class Judge:
         self.num_backups = 0
         self.answered_bytes = 0
         self.window = self.wanted_window = max(1, self.num_wanted) * options.prefetch_factor
-        self.num_joined = 0
         self.roomy: set[int] = set()
         self.idle: set[int] = set()
         self.num_seen = self.num_measured = 0
@@ -272,7 +271,6 @@ class Judge:
         self.is_changed = True
 
     def _join(self, number: int, member: Member) -> None:
-        self.num_joined += 1
         if self.is_iterable:
             assert member.place not in self.owners, f"two workers take stream {member.place}"
             self.owners[member.place] = number
@@ -358,7 +356,6 @@ class Judge:
                 place.refused.clear()
 
     def _leave(self, number: int, member: Member) -> None:
-        self.num_joined -= 1
         if self.is_iterable:
             del self.owners[member.place]
         for lost in member.in_flight:
@@ -572,12 +569,12 @@ class Judge:
         assert not self.is_iterable and len(task.holders) <= 1, f"{action}: workers {task.holders} have a copy already"
         assert not task.deaths, f"{action}: a backup task of a task that has killed {task.deaths} workers"
         self.num_backups += 1
-        assert self.num_backups <= max(1, self.num_joined // 16), f"{action}: {self.num_backups} backup tasks"
+        assert self.num_backups == 1, f"{action}: {self.num_backups} backup tasks"
         first = self.members[task.holders[0]]
         assert now - first.since >= 1.0 - _TINY, f"{action}: a backup task after {now - first.since} s"
         assert self.num_seen, f"{action}: a backup task before anything was answered"
         awaited = self._awaited()
-        assert awaited is not None, f"{action}: a backup task, though the consumer need not wait"
+        assert awaited is task, f"{action}: a backup task, though the consumer waits for another one, or need not wait"
         assert not awaited.deaths, f"{action}: a backup task, while a deadly task is waited for"
 
     def _awaited(self) -> Task | None:
@@ -669,7 +666,7 @@ class Judge:
         if number is not None and self._may_send(number):
             assert self.num_measured and self.num_copies, f"task {number} waits, and {sorted(self.roomy)[:9]} have room"
             assert self._may_keep(now), f"task {number} is kept, {sorted(self.roomy)[:9]} have room, others are overdue"
-        if self.idle and self.num_seen >= 8 and self.num_backups < max(1, self.num_joined // 16):
+        if self.idle and self.num_seen >= 8 and not self.num_backups:
             self._check_backup(now)
 
     def _may_keep(self, now: float) -> bool:
