@@ -427,8 +427,7 @@ class Driver:
 
     def _request(self, action: Open[Node], session: RemoteSession, opening: Opening) -> None:
         seat = Seat(self, action.worker)
-        keep_waiting = self.is_open if action.is_promised else self.is_alone
-        seat.worker = self.executor.open(session, opening, seat, keep_waiting)
+        seat.worker = self.executor.open(session, opening, seat, self.is_alone)
         self.seats[action.worker] = seat
         # Fails if the worker is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
@@ -454,10 +453,6 @@ class Driver:
     def workers(self) -> list[RemoteWorker]:
         """The requested workers that are not lost."""
         return [seat.worker for seat in list(self.seats.values())]
-
-    def is_open(self) -> bool:
-        """Whether the pass is not over."""
-        return not self.is_closed
 
     def is_alone(self) -> bool:
         """Whether no worker has started yet: then a busy node is worth waiting for."""

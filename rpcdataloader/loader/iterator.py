@@ -350,7 +350,7 @@ class RemoteIterator(PassIterator):
 
     def report(self) -> LoopStatus | None:
         """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""
-        if self.progress.finished or not self.driver.is_open():
+        if self.progress.finished or self.driver.is_closed:
             return None
         driver, now = self.driver, time.monotonic()
         if driver.sleeps_until == -math.inf and now - driver.recorder.last >= _PAUSE:

@@ -29,12 +29,11 @@ class Cancel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Open(Generic[N]):
-    """Ask a node for a worker. ``is_promised``: the node will have room, so a busy node is waited for."""
+    """Ask a node for a worker."""
 
     worker: int
     place: int
     node: N
-    is_promised: bool
 
 
 class Close(NamedTuple):

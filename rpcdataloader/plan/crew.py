@@ -100,7 +100,6 @@ class Crew(Generic[N]):
         self._num_opened = 0
         self.num_deaths = 0
         self._max_deaths = options.max_retries * len(homes)
-        self._promised: dict[int, N] = {}  # places of retired workers, and the nodes that have room for the next
         # Nodes
         self._incarnations: dict[N, Hashable] = {}
         self._gone: set[N] = set()  # nodes lost with all of their workers
@@ -130,8 +129,6 @@ class Crew(Generic[N]):
         """Use at most this many workers from now on, in the first places; None for all."""
         self.roster.use(most)
         self.num_wanted = self.roster.num_used
-        spare = self.roster.spare
-        self._promised = {place: node for place, node in self._promised.items() if place not in spare}
         self.is_changed = True
 
     @property
@@ -151,7 +148,6 @@ class Crew(Generic[N]):
         """Note that a worker takes requests; returns the other workers of its place, which are no longer needed."""
         self.is_changed = True
         self._mute.discard(worker.node)
-        self._promised.pop(worker.place, None)
         for other in self.members.values():
             if other.node == worker.node and other.late_at != math.inf and not other.is_sent_away:  # that node answers
                 other.late_at = now + self._options.connect_timeout
@@ -213,11 +209,7 @@ class Crew(Generic[N]):
             self.roster.node_down(node)
         if not is_needed:
             self.roster.close(place)
-        elif worker.is_sent_away:
-            pass
-        elif loss.has_retired and loss.node_is_up:
-            self._promised[place] = node
-        else:
+        elif not worker.is_sent_away and not (loss.has_retired and loss.node_is_up):
             self._last_error = loss.error
             if not self.roster.is_hopeless(node):  # why it is says more
                 self._reasons[node] = loss.error
@@ -355,7 +347,7 @@ class Crew(Generic[N]):
             worker = Member(number, place, node, self._incarnations.get(node), now, now + limit, is_late)
             self.members[number] = worker
             wanted.append(worker)
-            self._out.append(Open(number, place, node, self._promised.get(place) == node))
+            self._out.append(Open(number, place, node))
         pauses = self.roster.pauses
         self._sought = {node: self._sought.get(node, now + pause + limit) for node, pause in pauses.items()}
         self.late_at = min((*self._sought.values(), *(worker.late_at for worker in wanted)), default=math.inf)

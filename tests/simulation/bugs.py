@@ -155,7 +155,6 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
     ],
     "plan.crew": [
         ("the late news of a worker takes down the node that has come back", "if is_current and (not", "if (not"),
-        ("a place stays promised", "self._promised.pop(worker.place, None)", "pass"),
         (
             "all ranks take all workers of a new node",
             "sum(number % options.world_size == options.rank for number in numbers)",

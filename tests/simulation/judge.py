@@ -80,7 +80,6 @@ class Place:
     def __init__(self, home: str) -> None:
         self.home = home
         self.closed = False
-        self.promised = ""  # the node of a retired worker, which has room for the next
         self.refused: set[str] = set()
         self.worker = 0  # the last one that was opened here; 0 when that is lost
 
@@ -253,7 +252,7 @@ class Judge:
         member.late_at = math.inf
         self.silent.discard(member.node)
         place = self.places[member.place]
-        place.promised, place.worker = "", number
+        place.worker = number
         for other in self.members.values():
             if other.node == member.node:  # which answers
                 other.is_late = False
@@ -345,10 +344,8 @@ class Judge:
             self.up.discard(member.node)
         if self.is_iterable and member.place not in self.turn:
             place.closed = True
-        elif member.sent_away:
+        elif member.sent_away or (loss.has_retired and node_is_up):
             pass
-        elif loss.has_retired and node_is_up:
-            place.promised = member.node
         elif not is_blamed and (died or (not came and node_is_up and not was_refused)):
             self.num_deaths += 1
             if self.num_deaths > self.max_deaths:
@@ -482,9 +479,6 @@ class Judge:
                 if place.home in place.refused and place.home not in self.hopeless:
                     place.refused.discard(place.home)
                     place.closed = False
-        for number, place in enumerate(self.places):
-            if not place.closed and number not in self._used():
-                place.promised = ""
         self._resize()
         self.is_changed = True
 
@@ -602,7 +596,7 @@ class Judge:
         self.to_cancel.discard((action.worker, action.number))
 
     def _see_open(self, action: Open[str], now: float) -> None:
-        number, place_number, node, is_promised = action.worker, action.place, action.node, action.is_promised
+        number, place_number, node = action.worker, action.place, action.node
         self.num_opened += 1
         assert number == self.num_opened, f"{action}: its number was used before"
         assert node in self.up and node not in self.hopeless, f"{action}: the node is not there"
@@ -621,7 +615,6 @@ class Judge:
         if node != place.home:
             assert place.home not in self.up - mute - place.refused, f"{action}: its home is there"
             assert self.is_iterable or self._is_deserted(), f"{action}: other homes are there"
-        assert is_promised == (place.promised == node), f"{action}: {place.promised or 'no node'} has promised a place"
         place.worker = number
         late_at = now + self.options.connect_timeout
         self.members[number] = Member(place_number, node, self.incarnations.get(node), late_at, node in mute)
