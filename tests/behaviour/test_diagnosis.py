@@ -19,7 +19,7 @@ from rpcdataloader.client import client
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.discovery import ask_all
 from rpcdataloader.host.resources import available_cpus
-from rpcdataloader.loader import driver, telling
+from rpcdataloader.loader import driver, waits
 from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support.causes import Causes, Children
@@ -271,7 +271,7 @@ def test_error_of_a_diagnosis_ends_no_training_and_is_logged_once(wide_servers, 
         raise OverflowError("a bug")
 
     monkeypatch.setattr(driver, "diagnose", fail)
-    monkeypatch.setattr(telling, "_failures", itertools.count())
+    monkeypatch.setattr(waits, "_failures", itertools.count())
     loader = make_waiting_loader(wide_servers, 20)
     for _ in range(2):
         assert len(list(loader)) == 20

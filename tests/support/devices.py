@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rpcdataloader.loader import dataloader, intake, iterator, settings
+from rpcdataloader.loader import dataloader, iterator, seat, settings
 from rpcdataloader.loader.copying import Carrier, DeviceCopies
 from rpcdataloader.wire.slabs import PinnedAllocator
 
@@ -135,7 +135,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
     for module in dataloader, settings:
         monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
-    for module in intake, iterator, dataloader:
+    for module in seat, iterator, dataloader:
         monkeypatch.setattr(module, "make_carrier", lambda _found, _pageable: device)
     return device
 
@@ -148,6 +148,6 @@ def plug_in_pinned(monkeypatch: pytest.MonkeyPatch) -> tuple[FakePinned, list[An
         asked.append(batch)
         return batch
 
-    monkeypatch.setattr(intake, "pinned_allocator", lambda: pinned)
-    monkeypatch.setattr(intake, "pin", pin)
+    monkeypatch.setattr(seat, "pinned_allocator", lambda: pinned)
+    monkeypatch.setattr(seat, "pin", pin)
     return pinned, asked
