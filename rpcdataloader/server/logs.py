@@ -221,13 +221,16 @@ class ClientHandler(logging.Handler):
 
 def forward_warnings(send: Callable[[dict[str, Any]], None]) -> None:
     """Pass this process's warnings and log records to the client (see :class:`ClientHandler`), and to no other one."""
-    stop_forwarding()
+    _stop_forwarding()
     logging.getLogger().addHandler(ClientHandler(send))
     logging.captureWarnings(True)
 
 
-def stop_forwarding() -> None:
-    """Undo :func:`forward_warnings`, in a fork with another connection."""
+def _stop_forwarding() -> None:
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, ClientHandler)]:
         root.removeHandler(handler)
+
+
+# A fork lacks the connection, and the thread that sends over it, which may hold its lock.
+os.register_at_fork(after_in_child=_stop_forwarding)

@@ -35,7 +35,7 @@ from rpcdataloader.server import events
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, length_of, style_of
 from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
-from rpcdataloader.server.logs import forward_warnings, redirect_output, stop_forwarding
+from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, Loop, Process, ended_after, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, StackFile, WorkerStacks
@@ -386,7 +386,6 @@ class Session:
 
     def _forget_in_child(self) -> None:
         """Close the session's descriptors in a forked worker, but for the link to the node server."""
-        stop_forwarding()
         self._channel.transport.close()
         for file in self._stack_files:
             file.close()

@@ -26,6 +26,7 @@ from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running,
 from tests.support import tasks
 from tests.support.clocks import in_server
 from tests.support.datasets import Numbers, Processes
+from tests.support.forks import status_of_fork
 from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
 from tests.support.zygote import FORK_POOLS
@@ -273,6 +274,32 @@ def test_warnings_and_log_records_reach_the_client(serve, caplog):
     assert texts()[1].endswith("user.data: file a.jpg is broken")
     assert f"worker 1 (pid {call(server, os.getpid)}) on {server.address}" in texts()[0]
     wait_until(lambda: server.log.count("sample") == 0 or "sample 999" in server.log)
+
+
+def warn_in_a_fork_beside_a_thread_that_sends():
+    """The status of the fork: a signal, if it hangs."""
+    (outbox,) = [each for each in gc.get_objects() if type(each).__name__ == "Outbox"]
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def send():
+        with outbox._lock:
+            is_held.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    is_held.wait()
+    status = status_of_fork(lambda: logging.getLogger("user.data").warning("in a fork"))
+    is_over.set()
+    thread.join()
+    return status
+
+
+def test_fork_of_a_worker_warns_into_the_log_alone(serve, caplog):
+    server = serve()
+    assert call(server, warn_in_a_fork_beside_a_thread_that_sends) == 0
+    wait_until(lambda: "user.data" in server.log)
+    assert "in a fork" not in caplog.text
 
 
 def test_standard_input_of_a_worker_is_empty(serve):
