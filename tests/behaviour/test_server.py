@@ -196,6 +196,7 @@ def test_drain_reaches_workers_beside_one_that_stands_still_and_has_not_read_wha
     dataset = RPCDataset(server.address, Processes)
     _index, other, _session = dataset[0]
     os.kill(stopped, signal.SIGSTOP)
+    wait_until(lambda: stat_of(stopped)[0] == "T")
     for _ in range(50):
         assert "stopped" in session_of(server.address).stack_of(1)
     server.signal(signal.SIGTERM)
