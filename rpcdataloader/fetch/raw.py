@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from rpcdataloader.errors import RemoteTraceback
 from rpcdataloader.wire.copies import end_of, split
 from rpcdataloader.wire.pickling import dumps, loads
 from rpcdataloader.wire.slabs import Block
@@ -85,6 +86,9 @@ class FailedSample:
 
     def __init__(self, error: Exception) -> None:
         self._error, self._cause = error, error.__cause__
+        if isinstance(self._cause, RemoteTraceback):
+            # The relevant frames are the worker's. Those here refer to the pass, which would wait for this for ever.
+            error.__traceback__ = error.__context__ = None
 
     def __repr__(self) -> str:
         return "a sample that the stream has failed to give"

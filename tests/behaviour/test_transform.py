@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -325,6 +327,18 @@ def test_arguments_that_are_read_again_may_be_iterators(tmp_path):
     retried = Retried(str(tmp_path / "log"))
     loader = make(iter(["inline"]), Stream(3), retried, retry_on=iter([OSError]), collate_fn=list)
     assert list(loader) == [[(0, 1), (1, 2), (2, 3)]]
+
+
+def test_pass_that_is_left_with_failed_samples_under_way_ends(wide_servers):
+    batches = iter(make(wide_servers[0].address, Stream(broken=range(4, LENGTH)), num_workers=2))
+    assert numbers([next(batches)]) == [0, 1, 2, 3]
+    for _ in range(4):
+        with pytest.raises(ValueError, match="is broken"):
+            next(batches)
+    reference = weakref.ref(batches)
+    del batches
+    gc.collect()
+    assert reference() is None
 
 
 def test_interrupt_loses_no_raw_batch():
