@@ -252,9 +252,10 @@ class Clients:
         logger.log(level, text, event.worker, client.name, event.reason, received, sent)
 
     def ask_for_stacks(self, descriptors: list[int]) -> None:
-        """Let every session write the stacks of its workers to the first of two descriptors."""
+        """Let sessions write the stacks of their workers to the first of two descriptors; busy ones would be late."""
         for client in self:
-            client.link.offer(events.WantsStacks(), descriptors)
+            if not client.row.running[0]:
+                client.link.offer(events.WantsStacks(), descriptors)
 
     # --- the end
 

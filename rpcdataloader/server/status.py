@@ -178,7 +178,7 @@ def _with_processes(status: NodeStatus, stacks: dict[int, str] | None) -> NodeSt
     )
 
 
-_NO_STACK = f"no stack: its session did not answer within {STACK_TIMEOUT:g} s (perhaps it is building a dataset)"
+_NO_STACK = f"no stack: its session is building a dataset, or did not answer within {STACK_TIMEOUT:g} s"
 
 
 def _observed(workers: Iterable[WorkerStatus], stacks: dict[int, str] | None) -> Iterable[WorkerStatus]:
