@@ -398,7 +398,7 @@ class Driver:
         """Make the first request to a worker, for the present epoch."""
         return self.executor.opening(self.begun, place, self.streams[place] if self.streams else None)
 
-    def _open(self, action: Open[Node]) -> None:
+    def _open(self, action: Open) -> None:
         """Request a worker, if its node is still up."""
         opening = self._openings.pop(action.place, None)
         reason = ConnectionLostError("it is gone")
@@ -425,7 +425,7 @@ class Driver:
             opening = None  # another epoch has begun
         self.feed(lambda engine, _now: engine.crew.open_failed(action.worker, reason))
 
-    def _request(self, action: Open[Node], session: RemoteSession, opening: Opening) -> None:
+    def _request(self, action: Open, session: RemoteSession, opening: Opening) -> None:
         seat = Seat(self, action.worker)
         seat.worker = self.executor.open(session, opening, seat, self.is_alone)
         self.seats[action.worker] = seat

@@ -98,7 +98,7 @@ def choose_nodes(
     homes = choose(nodes)
     if isinstance(where, Local):
         return Placement(tuple(homes))
-    num_offered = sum(node.num_workers() for node in nodes if node.local is None or pool is None)
+    num_offered = sum(node.num_workers() for node in nodes if node.local is None)
     if 0 < num_offered < partition.world_size:
         ranks = f"{partition.world_size} ranks share {num_offered} workers"
         warn_once(f"{ranks}: some are used by more than one rank")

@@ -5,11 +5,8 @@ The driver carries actions out without its lock, in the order of their creation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
-
-N = TypeVar("N", bound=Hashable)
+from typing import Any, NamedTuple
 
 
 class Load(NamedTuple):
@@ -27,13 +24,12 @@ class Cancel(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Open(Generic[N]):
+class Open(NamedTuple):
     """Ask a node for a worker."""
 
     worker: int
     place: int
-    node: N
+    node: Any
 
 
 class Close(NamedTuple):
@@ -55,11 +51,10 @@ class Restart(NamedTuple):
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Seek(Generic[N]):
+class Seek(NamedTuple):
     """Try to reach a node after ``delay`` seconds, and report the result."""
 
-    node: N
+    node: Any
     delay: float
 
 
@@ -79,7 +74,7 @@ class Say(NamedTuple):
     is_warning: bool = True
 
 
-Action = Load | Cancel | Open[Any] | Close | End | Restart | Seek[Any] | ReportWait | Say
+Action = Load | Cancel | Open | Close | End | Restart | Seek | ReportWait | Say
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,8 @@ class Outbox:
         num_waiting: Number of messages that are not sent.
     """
 
-    def __init__(self, send: Callable[[Outgoing], None], max_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(self, send: Callable[[Outgoing], None]) -> None:
         self._send = send
-        self._max_bytes = max_bytes
         # Reentrant: a destructor may run anywhere, and warn.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -49,7 +48,7 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         """Whether there is no room for another message."""
-        return self.num_waiting > 1 and self._waiting_bytes > self._max_bytes
+        return self.num_waiting > 1 and self._waiting_bytes > MAX_WAITING_BYTES
 
     def put(self, message: Outgoing) -> None:
         """Queue a message; never blocks."""

@@ -595,7 +595,7 @@ class Judge:
         assert (action.worker, action.number) in self.to_cancel, f"{action}: it is waited for, or was cancelled before"
         self.to_cancel.discard((action.worker, action.number))
 
-    def _see_open(self, action: Open[str], now: float) -> None:
+    def _see_open(self, action: Open, now: float) -> None:
         number, place_number, node = action.worker, action.place, action.node
         self.num_opened += 1
         assert number == self.num_opened, f"{action}: its number was used before"
@@ -639,7 +639,7 @@ class Judge:
     def _see_restart(self, action: Restart, now: float) -> None:
         assert action.worker in self.members, f"{action}: it is gone"
 
-    def _see_seek(self, action: Seek[str], now: float) -> None:
+    def _see_seek(self, action: Seek, now: float) -> None:
         node, delay = action.node, action.delay
         assert node not in self.hopeless, f"{action}: the node is not to be used"
         assert self.seeking.get(node, -0.1) == -delay, f"{action}: that is too early, or too late"
