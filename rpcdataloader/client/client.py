@@ -22,7 +22,7 @@ from rpcdataloader.client.node import LocalServer, Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
-from rpcdataloader.errors import ConnectError
+from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.messages import printable
@@ -142,8 +142,16 @@ class Client:
 
         Args:
             is_registered: True for a server that registered: if it refuses connections, it has gone.
+
+        Raises:
+            ConnectionLostError: This process ends, and has closed its connections.
         """
         with self._lock:
+            if self.is_closed:
+                raise ConnectionLostError(
+                    f"{address} cannot be used any more: this process ends (exit functions run in the reverse order of "
+                    "their registration; register yours after the first use)"
+                )
             if address not in self._nodes:
                 settings = dataclasses.replace(self._settings, waits_for_servers=not is_registered)
                 local = self._local if self._local is not None and address == self._local.address else None

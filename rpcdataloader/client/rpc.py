@@ -67,7 +67,6 @@ def rpc_async(
     client = get_client()
     allocator = (pinned_allocator() if pin_memory else None) or client.allocator
     call = Call(func, tuple(args or ()), dict(kwargs or {}), keep=rref)
-    worker = client.node(address).rpc_worker()
     future = _CallFuture()
     answer = _PendingResult(future)
 
@@ -82,6 +81,7 @@ def rpc_async(
             answer.succeed(result)
 
     try:
+        worker = client.node(address).rpc_worker()
         number = worker.call(call, complete, allocator)
     except ConnectionLostError as exc:
         answer.fail(exc)

@@ -295,6 +295,32 @@ def test_exits_in_the_middle_of_things_are_quick_and_silent(zygote, shared_serve
     wait_until(lambda: not shared_server.processes(), what="sessions of programs that have ended")
 
 
+# It was registered before the package has registered its own, and so is called after that.
+IN_AN_EARLY_EXIT_FUNCTION = """
+import atexit, sys
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.errors import ConnectionLostError
+from tests.support.datasets import Numbers
+
+def clean_up():
+    for use in lambda: rpc_async(sys.argv[1], len, ("abc",)).wait(), lambda: list(loader):
+        try:
+            use()
+        except ConnectionLostError as error:
+            print(error)
+
+atexit.register(clean_up)
+loader = RPCDataloader(RPCDataset(sys.argv[1], Numbers, 2))
+assert len(list(loader)) == 2
+"""
+
+
+def test_exit_function_that_comes_too_late_is_told(zygote, shared_server):
+    ended = zygote.start(IN_AN_EARLY_EXIT_FUNCTION, shared_server.address).wait(60)
+    assert (ended.status, ended.errors) == (0, "")
+    assert ended.output.count(f"{shared_server.address} cannot be used any more: this process ends") == 2
+
+
 def test_exit_does_not_wait_for_a_server_that_never_answers(zygote):
     call = "import sys\nfrom rpcdataloader import rpc_async\nfuture = rpc_async(sys.argv[1], len, ('abc',))\n"
     with socket.create_server(("127.0.0.1", 0)) as listener:
