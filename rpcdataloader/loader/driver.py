@@ -319,7 +319,7 @@ class Driver:
         if wants.most is not None and (wants.most != roster.most or wants.most > roster.num_used):
             if wants.most != (before := roster.most or self.engine.num_workers):
                 label = self.settings.partition.label
-                logger.info("%suses %d workers for %s, after %d", label, wants.most, self.executor.name, before)
+                logger.info("%swants %d workers for %s, after %d", label, wants.most, self.executor.name, before)
             try:
                 self.feed(lambda engine, _now: engine.crew.use(wants.most))
             except BaseException as exc:

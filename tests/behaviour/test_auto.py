@@ -85,7 +85,7 @@ def test_batches_are_the_same_while_workers_come_and_go(workers, persistent_work
     iterator = iter(loader)
     batches = slow_down(iterator) + speed_up(iterator)
     slow_down(iterator)
-    changes = re.findall(r"^uses (\d+) workers for Sleepy, after (\d+)$", "\n".join(caplog.messages), re.MULTILINE)
+    changes = re.findall(r"^wants (\d+) workers for Sleepy, after (\d+)$", "\n".join(caplog.messages), re.MULTILINE)
     assert changes[0][1] == str(NUM_OFFERED)
     assert all(number != before for number, before in changes)
     assert [number for number, _before in changes[:-1]] == [before for _number, before in changes[1:]]
