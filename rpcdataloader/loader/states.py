@@ -97,10 +97,11 @@ def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
     """
     if state.keys() <= {"version"}:
         return
-    kinds = ("a map-style dataset", "an iterable-style dataset")
-    _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
+    here = _capture_order(settings)
+    saved_kind = _kind_of_dataset(state["start"], is_iterable=bool(state["streams"]))
+    _check_same("dataset", saved_kind, _kind_of_dataset(here, is_iterable=settings.iterable))
     if is_midway(state):
-        check_order(state["start"], _capture_order(settings))
+        check_order(state["start"], here)
         if "sampler" in (state["sampler"] or {}):
             kinds = ("one without load_state_dict", "one with a state of its own")
             _check_same("sampler", kinds[1], kinds[any(map(_is_stateful, settings.samplers))])
@@ -110,6 +111,12 @@ def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
             f"the state is of a loader whose samplers draw from {num_saved} generators of their own, but here there "
             f"are {num_here}: give it generator= as before"
         )
+
+
+def _kind_of_dataset(order: Mapping[str, Any], *, is_iterable: bool) -> str:
+    if any(sampler["kind"] == Source.__qualname__ for sampler in order["samplers"]):
+        return "an iterable-style dataset with a transform"
+    return "an iterable-style dataset" if is_iterable else "a map-style dataset"
 
 
 def is_midway(state: Mapping[str, Any]) -> bool:

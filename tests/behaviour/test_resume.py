@@ -559,6 +559,16 @@ def distributed(size=SIZE, num_ranks=1, **options):
         (lambda: {"version": 1}, {}, "its version is 1, not 2"),
         ({"dataset": Parts([9])}, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
         ({}, {"dataset": Parts([9])}, "ValueError: the state is of a loader with a map-style"),
+        (
+            {"dataset": Parts([9])},
+            {"dataset": Parts([9]), "transform": abs},
+            "with an iterable-style dataset, but the dataset here is an iterable-style dataset with a transform",
+        ),
+        (
+            {"dataset": Parts([9]), "transform": abs},
+            {"dataset": Parts([9])},
+            "with an iterable-style dataset with a tr",
+        ),
         # Of other samplers
         ({"generator": own()}, {}, "draw from 1 generators of their own, but here there are 0"),
         ({}, {"sampler": ours()}, "of BatchSampler over SequentialSampler on rank 0 of 1, and here is Batch"),
