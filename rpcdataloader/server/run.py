@@ -125,11 +125,11 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def _identity(settings: ServerSettings) -> tuple[int, int, int] | None:
-    """Identity of the socket file, with its time, since inode numbers are reused."""
+    """Identity of the socket file, with the time of its making, since inode numbers are reused."""
     if not settings.is_unix:
         return None
     status = os.stat(settings.unix_path)
-    return status.st_dev, status.st_ino, status.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _listen(settings: ServerSettings) -> tuple[socket.socket, Address]:
