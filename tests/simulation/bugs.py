@@ -28,7 +28,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "task.size_bytes is not None:",
         ),
         ("a batch is backed up before it is late", "straggler is not None and late_at <= now", "straggler is not None"),
-        ("one backup task too many", "if self._has_backup or self._answered", "if self._answered"),
+        ("one backup task too many", "self._has_backup = True\n", "self._has_backup = len(task.holders) > 2\n"),
         ("backup tasks count for ever", "> 1:\n            self._has_backup = False", "> 1:\n            pass"),
         ("a lost copy is sent again while another worker has one", "not None and not task.holders:\n", "not None:\n"),
         ("what a lost worker had stays in the budget", "self._num_in_flight -= len(record.in_flight)", "pass"),
