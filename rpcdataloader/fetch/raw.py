@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from rpcdataloader.errors import RemoteTraceback
+from rpcdataloader.fetch.samples import stopped
 from rpcdataloader.wire.copies import end_of, split
 from rpcdataloader.wire.pickling import dumps, loads
 from rpcdataloader.wire.slabs import Block
@@ -150,4 +151,8 @@ class Transformed(Dataset[Any]):
         self.transform, self.name, self._may_repeat = transform, name, may_repeat
 
     def __getitem__(self, index: RawSample | FailedSample) -> Any:
-        return self.transform(index.take(self._may_repeat))
+        sample = index.take(self._may_repeat)
+        try:
+            return self.transform(sample)
+        except StopIteration as stop:
+            raise stopped("transform") from stop

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import RemoteError, RPCError
 from rpcdataloader.fetch.raw import FailedSample, RawIndices
 
 
@@ -126,10 +126,11 @@ class _RawSamples(Iterator[Any]):
             if not self._taken:
                 raise StopIteration
             indices: list[Any] = RawIndices(self._taken[0])
-        except (StopIteration, RPCError):
+        except StopIteration:
             raise
         except Exception as error:
-            if self._batches.timed_out:
+            is_own = isinstance(error, RPCError) and not isinstance(error, RemoteError)
+            if is_own or self._batches.timed_out:
                 self._batches.timed_out = False
                 raise
             # Of the stream.

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import BadSamplesError, SerializationError
+from rpcdataloader.errors import BadSamplesError, RemoteError, SerializationError
 from rpcdataloader.fetch.raw import RawIndices
 from tests.conftest import TIMEOUT_SCALE
 from tests.support.datasets import note, wait_for
@@ -264,6 +264,41 @@ def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
         next(batches)
     assert "position 9 of stream 0, batch 2" in caught.value.__notes__[0]
     assert numbers(batches)[:3] == [10, 11, 12]
+
+
+class Odd(Exception):
+    """Cannot be rebuilt from its arguments."""
+
+    def __init__(self, number, why):
+        super().__init__(f"{number} is {why}")
+
+
+class OddStream(IterableDataset):
+    def __iter__(self):
+        return map(self.make, range(LENGTH))
+
+    def make(self, number):
+        if number == 20:
+            raise Odd(number, "odd")
+        return number
+
+
+def test_exception_that_cannot_be_rebuilt_is_raised_in_its_turn(wide_servers):
+    batches = iter(RPCDataloader(OddStream(), 4, transform=abs, workers=wide_servers[0].address, num_workers=8))
+    assert [int(batch[0]) for batch in itertools.islice(batches, 5)] == [0, 4, 8, 12, 16]
+    with pytest.raises(RemoteError, match="20 is odd"):
+        next(batches)
+    assert next(batches).tolist() == [21, 22, 23, 24]
+
+
+def stop(_sample):
+    raise StopIteration
+
+
+def test_transform_that_raises_stop_iteration_does_not_end_the_epoch(wide_servers):
+    for workers in "inline", wide_servers[0].address:
+        with pytest.raises(RuntimeError, match="transform raised StopIteration"):
+            next(iter(make(workers, decode=stop)))
 
 
 def test_samples_that_fail_can_be_skipped(wide_servers, caplog):
