@@ -15,7 +15,7 @@ from .claims import CLAIMS, format_claims, measure_claims, plan
 from .loaders import LOADERS, NUM_WORKERS
 from .processes import ask_trainer, measure_rounds, stop_by_signals
 from .taking import Phase
-from .trainer import Figures, Task, count_loops
+from .trainer import Figures, count_loops
 from .workloads import WORKLOADS
 
 # CPU time of a step of the busy trainer, where nothing disturbs it.
@@ -50,8 +50,14 @@ def _measure(workload: str, loader: str, seconds: float, step_loops: int) -> Fig
         folder = Path(name)
         env = contestant.make_environment(folder)
         with contestant.serve(WORKLOADS[workload], env, folder) as addresses:
-            task = Task(loader, workload, addresses, seconds, step_loops)
-            found = ask_trainer("trainer", task, env, folder, timeout)
+            arguments = {
+                "loader": loader,
+                "workload": workload,
+                "addresses": addresses,
+                "seconds": seconds,
+                "step_loops": step_loops,
+            }
+            found = ask_trainer("trainer.measure", arguments, env, folder, timeout)
     return Figures(found["first_batch_seconds"], Phase(**found["idle"]), Phase(**found["busy"]))
 
 

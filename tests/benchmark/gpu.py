@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from . import datasets
 from .bare import BareLoader
 from .claims import Found, median_ratio
 from .loaders import LOADERS, node_server, run_servers
-from .processes import PACKAGE, ChildError, ask_trainer, be_trainer, measure_rounds, stop_by_signals
+from .processes import ChildError, ask_trainer, measure_rounds, stop_by_signals
 from .table import format_number, format_ratio, format_spread, format_table
 from .taking import get_cpu_seconds
 from .workloads import WORKLOADS
@@ -241,8 +241,9 @@ def _take(batches: Iterator[Any], step: Callable[[Any], None], seconds: float, f
     return Figures(num_batches, time.perf_counter() - start, get_cpu_seconds() - cpu_start)
 
 
-def measure(task: Task) -> Figures:
+def measure(**fields: Any) -> Figures:
     """Take batches, first to warm up."""
+    task = Task(**fields)
     device = torch.device(task.device)
     finish: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     batches, step = _make_batches(task, device), _make_step(task, device)
@@ -298,7 +299,7 @@ def _measure(args: argparse.Namespace, subject: str, contestant: str, batch_size
         env = LOADERS["ours-tcp"].make_environment(folder)
         with _serving(contestant, SUBJECTS[subject].workload, args.num_workers, env, folder) as addresses:
             task = Task(subject, contestant, addresses, args.device, args.num_workers, batch_size, args.seconds)
-            return Figures(**ask_trainer("gpu", task, env, folder, 120 + 10 * args.seconds))
+            return Figures(**ask_trainer("gpu.measure", asdict(task), env, folder, 120 + 10 * args.seconds))
 
 
 def make_table(found: Found, batch_sizes: dict[str, int]) -> str:
@@ -357,7 +358,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if __package__ == PACKAGE:  # in the trainer's process
-        be_trainer(Task, measure)
-    else:
-        sys.exit(main())
+    sys.exit(main())

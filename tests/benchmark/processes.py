@@ -1,12 +1,13 @@
 """Child processes of the harness: started in groups of their own, stopped with everything they started.
 
-A trainer is a module that does one measurement: it is given a task as JSON, and prints what it has found as JSON.
+A trainer is a process that does one measurement: this module calls a function there, and prints what it has found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -143,30 +144,32 @@ def running(module: str, args: Sequence[str], env: Mapping[str, str], folder: Pa
         child.stop()
 
 
-def ask_trainer(module: str, task: Any, env: Mapping[str, str], folder: Path, timeout: float) -> dict[str, Any]:
-    """Run a trainer of this package; returns what it has found.
+def ask_trainer(
+    measure: str, arguments: Mapping[str, Any], env: Mapping[str, str], folder: Path, timeout: float
+) -> dict[str, Any]:
+    """Call a function in a process of its own; returns what it has found.
+
+    Args:
+        measure: Module of this package, and the function in it, which returns a dataclass: ``"trainer.measure"``.
+        arguments: By name; they become JSON on their way.
 
     Raises:
         ChildError: It failed.
     """
-    with running(f"{PACKAGE}.{module}", [json.dumps(asdict(task))], env, folder) as trainer:
+    with running(f"{PACKAGE}.processes", [measure, json.dumps(arguments)], env, folder) as trainer:
         found: dict[str, Any] = json.loads(trainer.read_line("found ", timeout))
         trainer.wait(timeout)
     return found
 
 
-def be_trainer(kind: Callable[..., Any], measure: Callable[[Any], Any]) -> None:
-    """The main program of a trainer.
-
-    Args:
-        kind: Dataclass of its task.
-        measure: From a task to the dataclass of what was found.
-    """
+def _be_trainer(measure: str, arguments: str) -> None:
     stop_by_signals()  # so that torch's loader ends its workers
     # torch's loader keeps a descriptor open for each tensor that its workers send.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print("found", json.dumps(asdict(measure(kind(**json.loads(sys.argv[1]))))), flush=True)
+    module, _, function = measure.partition(".")
+    found = getattr(importlib.import_module(f"{PACKAGE}.{module}"), function)(**json.loads(arguments))
+    print("found", json.dumps(asdict(found)), flush=True)
 
 
 def measure_rounds(
@@ -199,3 +202,7 @@ def measure_rounds(
             except (ChildError, OSError) as error:
                 print(f"failed\n{error}", file=sys.stderr)
     return found
+
+
+if __name__ == "__main__":
+    _be_trainer(*sys.argv[1:])

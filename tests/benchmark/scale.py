@@ -35,7 +35,7 @@ from rpcdataloader.plan.table import Table
 from .__main__ import describe_machine
 from .loaders import LOADERS, node_server
 from .processes import ask_trainer, stop_by_signals
-from .scale_trainer import Forks, Task
+from .scale_trainer import Forks
 from .table import format_number, format_table
 from .taking import Phase
 
@@ -46,20 +46,20 @@ _BATCH_BYTES = 8 * 2**20
 _PATH_BYTES = 104
 
 
-def _measure(kind: str, num_workers: int, batch_size: int, amount: float, seconds: float) -> dict[str, Any]:
-    """Run a trainer with a node server of its own."""
-    print(f"{kind}, {num_workers} workers, batches of {batch_size}", file=sys.stderr, flush=True)
+def _measure(what: str, num_workers: int, **arguments: Any) -> dict[str, Any]:
+    """Run a trainer with a node server of its own, whose process id it is given to look at forks."""
+    print(f"{what}, {num_workers} workers, {arguments}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
         folder = Path(name)
         env = LOADERS["ours-tcp"].make_environment(folder)
         with node_server(num_workers, env, folder) as (address, pid):
-            task = Task(kind, address, pid, num_workers, batch_size, amount, seconds)
-            return ask_trainer("scale_trainer", task, env, folder, _TIMEOUT)
+            arguments |= {"address": address, "num_workers": num_workers} | ({"server": pid} if what == "forks" else {})
+            return ask_trainer(f"scale_trainer.measure_{what}", arguments, env, folder, _TIMEOUT)
 
 
-def _measure_flow(*args: Any) -> tuple[Phase, list[str]]:
+def _measure_flow(what: str, num_workers: int, **arguments: Any) -> tuple[Phase, list[str]]:
     """Return what flowed, and the cells of the last two columns."""
-    found = _measure(*args)
+    found = _measure(what, num_workers, **arguments)
     return Phase(**found["phase"]), [str(found["num_threads"]), str(found["num_descriptors"])]
 
 
@@ -67,7 +67,8 @@ def measure_workers(quick: bool) -> str:
     rows = []
     for batch_size in 8, 1:
         for num_workers in (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            flow, last = _measure_flow("naps", num_workers, batch_size, _NAP_SECONDS, 1.0 if quick else 4.0)
+            seconds = 1.0 if quick else 4.0
+            flow, last = _measure_flow("naps", num_workers, batch_size=batch_size, nap=_NAP_SECONDS, seconds=seconds)
             ideal = num_workers / (batch_size * _NAP_SECONDS)
             cells = [format_number(value) for value in (flow.rate, flow.cpu * 1e6, flow.thread * 1e6)]
             cells.insert(1, f"{flow.rate / ideal:.3f}")
@@ -79,7 +80,7 @@ def measure_workers(quick: bool) -> str:
 def measure_connections(quick: bool) -> str:
     rows = []
     for num_workers in (1, 2, 4, 16):
-        flow, last = _measure_flow("bytes", num_workers, 1, _BATCH_BYTES, 0.5 if quick else 4.0)
+        flow, last = _measure_flow("bytes", num_workers, batch_bytes=_BATCH_BYTES, seconds=0.5 if quick else 4.0)
         gigabytes = flow.num_batches * _BATCH_BYTES / 1e9
         per_batch = flow.voluntary / flow.num_batches, flow.involuntary / flow.num_batches
         numbers = (gigabytes / flow.seconds, flow.cpu_seconds / gigabytes, *per_batch)
@@ -127,7 +128,7 @@ def measure_table(quick: bool) -> str:
 
 def measure_sessions(quick: bool) -> str:
     num_workers, index_bytes = (8, 2e8) if quick else (64, 2e9)
-    forks = Forks(**_measure("forks", num_workers, 64, index_bytes / _PATH_BYTES, 0.0))
+    forks = Forks(**_measure("forks", num_workers, num_paths=int(index_bytes / _PATH_BYTES)))
     more_bytes = (forks.all_bytes - forks.session_bytes) / num_workers
     seconds = forks.build_seconds, forks.first_seconds, forks.all_seconds
     numbers = (forks.session_bytes / 1e6, *(value * 1e3 for value in seconds), more_bytes / 1e6)

@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader import RPCDataloader, RPCDataset
 
 from . import datasets, proc
-from .processes import be_trainer
 from .taking import Phase, take, wait_for_workers
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What to measure.
-
-    Attributes:
-        kind: A key of ``MEASURES``.
-        address: Of the node server.
-        server: Its process id.
-        num_workers: So many.
-        batch_size: Samples in a batch.
-        amount: Seconds of a sample, bytes of a batch, or paths of an index: see ``MEASURES``.
-        seconds: Length of the measurement.
-    """
-
-    kind: str
-    address: str
-    server: int
-    num_workers: int
-    batch_size: int
-    amount: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,54 +48,38 @@ def _flow(batches: Iterator[Any], seconds: float, round_length: int = 1) -> Flow
     return Flow(phase, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")) - 1)
 
 
-def _measure_naps(task: Task) -> Flow:
-    """Workers that sleep for ``amount`` seconds per sample."""
-    dataset = RPCDataset(task.address, datasets.Naps, task.amount)
-    loader = RPCDataloader(dataset, task.batch_size, num_workers=task.num_workers)
+def measure_naps(address: str, num_workers: int, batch_size: int, nap: float, seconds: float) -> Flow:
+    """Workers that sleep for so long per sample."""
+    loader = RPCDataloader(RPCDataset(address, datasets.Naps, nap), batch_size, num_workers=num_workers)
     batches = iter(loader)
-    wait_for_workers(batches, task.num_workers, lambda batch: batch)
-    for _ in range(2 * task.num_workers):  # what has waited meanwhile comes at once
+    wait_for_workers(batches, num_workers, lambda batch: batch)
+    for _ in range(2 * num_workers):  # what has waited meanwhile comes at once
         next(batches)
     # Workers that sleep for the same time are done together.
-    return _flow(batches, task.seconds, task.num_workers)
+    return _flow(batches, seconds, num_workers)
 
 
-def _measure_bytes(task: Task) -> Flow:
-    """Workers that send ``amount`` bytes, always the same, as fast as they can."""
-    dataset = RPCDataset(task.address, datasets.Ready, int(task.amount))
-    loader = RPCDataloader(dataset, batch_size=None, num_workers=task.num_workers)
+def measure_bytes(address: str, num_workers: int, batch_bytes: int, seconds: float) -> Flow:
+    """Workers that send the same batch as fast as they can."""
+    dataset = RPCDataset(address, datasets.Ready, batch_bytes)
+    loader = RPCDataloader(dataset, batch_size=None, num_workers=num_workers)
     batches = iter(loader)
-    take(batches, task.seconds / 4)
-    return _flow(batches, task.seconds)
+    take(batches, seconds / 4)
+    return _flow(batches, seconds)
 
 
-def _measure_forks(task: Task) -> Forks:
-    """Workers of a session that holds a list of ``amount`` paths."""
+def measure_forks(address: str, server: int, num_workers: int, num_paths: int) -> Forks:
+    """Workers of a session that holds a list of so many paths."""
     start = time.perf_counter()
-    dataset = RPCDataset(task.address, datasets.Paths, int(task.amount))
+    dataset = RPCDataset(address, datasets.Paths, num_paths)
     len(dataset)
     built = time.perf_counter()
-    session_bytes = proc.sum_memory([task.server, *proc.find_descendants([task.server])])
+    session_bytes = proc.sum_memory([server, *proc.find_descendants([server])])
     begun = time.perf_counter()
-    batches = iter(RPCDataloader(dataset, task.batch_size, num_workers=task.num_workers))
+    batches = iter(RPCDataloader(dataset, batch_size=64, num_workers=num_workers))
     next(batches)
     first = time.perf_counter()
-    wait_for_workers(batches, task.num_workers, lambda batch: batch[1])
+    wait_for_workers(batches, num_workers, lambda batch: batch[1])
     everybody = time.perf_counter()
-    all_bytes = proc.sum_memory([task.server, *proc.find_descendants([task.server])])
+    all_bytes = proc.sum_memory([server, *proc.find_descendants([server])])
     return Forks(built - start, first - begun, everybody - begun, session_bytes, all_bytes)
-
-
-MEASURES: dict[str, Callable[[Task], Flow | Forks]] = {
-    "naps": _measure_naps,
-    "bytes": _measure_bytes,
-    "forks": _measure_forks,
-}
-
-
-def measure(task: Task) -> Flow | Forks:
-    return MEASURES[task.kind](task)
-
-
-if __name__ == "__main__":
-    be_trainer(Task, measure)

@@ -42,7 +42,7 @@ from .__main__ import describe_machine
 from .claims import Claim, Found, format_claims, measure_claims
 from .loaders import LOADERS, node_server
 from .processes import ask_trainer, measure_rounds, stop_by_signals
-from .startup_trainer import Start, Task
+from .startup_trainer import Start
 from .table import format_number, format_table
 
 # Spawning 32 workers one after the other takes minutes.
@@ -123,16 +123,16 @@ def _measure(dataset: str, num_workers: int, loader: str, divisor: int) -> Start
         env = LOADERS["ours-tcp"].make_environment(folder)
         env["PYTHONPATH"] += f":{modules}"
         servers = [stack.enter_context(node_server(num_workers, env, folder))] if loader.startswith("ours") else []
-        task = Task(
-            loader=loader,
-            dataset=dataset,
-            num_workers=num_workers,
-            num_paths=10**6 // divisor,
-            second=(dataset, loader) != ("paths", "torch-spawn"),
-            addresses=[address for address, _pid in servers],
-            servers=[pid for _address, pid in servers],
-        )
-        return Start(**ask_trainer("startup_trainer", task, env, folder, _TIMEOUT))
+        arguments = {
+            "loader": loader,
+            "dataset": dataset,
+            "num_workers": num_workers,
+            "num_paths": 10**6 // divisor,
+            "second": (dataset, loader) != ("paths", "torch-spawn"),
+            "addresses": [address for address, _pid in servers],
+            "servers": [pid for _address, pid in servers],
+        }
+        return Start(**ask_trainer("startup_trainer.measure", arguments, env, folder, _TIMEOUT))
 
 
 def make_table(rows: Mapping[str, Row], found: Found) -> str:

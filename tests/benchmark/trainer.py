@@ -8,31 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .loaders import LOADERS
-from .processes import be_trainer
 from .taking import Phase, take
 from .workloads import WORKLOADS
 
 # What the loaders prefetch (2 per worker) is made at the same time and arrives in a bunch.
 _MIN_WARMUP_BATCHES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What to measure.
-
-    Attributes:
-        loader: Name of a contestant.
-        workload: Name of a workload.
-        addresses: Of the servers.
-        seconds: Per phase.
-        step_loops: Rounds of an empty loop per batch that make a busy trainer: see :func:`spin`.
-    """
-
-    loader: str
-    workload: str
-    addresses: list[str]
-    seconds: float
-    step_loops: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +52,26 @@ def _count_bytes(batch: Any) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def measure(task: Task) -> Figures:
-    """Build the loader and take batches, first idle and then busy."""
-    workload = WORKLOADS[task.workload]
-    loader = LOADERS[task.loader].build(workload, task.addresses)
+def measure(loader: str, workload: str, addresses: list[str], seconds: float, step_loops: int) -> Figures:
+    """Build the loader and take batches, first idle and then busy.
+
+    Args:
+        seconds: Length of each phase.
+        step_loops: Rounds of an empty loop per batch that make a busy trainer: see :func:`spin`.
+    """
+    chosen = WORKLOADS[workload]
+    built_loader = LOADERS[loader].build(chosen, addresses)
     built = time.perf_counter()
-    batches = iter(loader)
+    batches = iter(built_loader)
     batch = next(batches)
     first = time.perf_counter()
 
     size = _count_bytes(batch)
-    if size != workload.batch_bytes:
-        raise ValueError(f"a batch of {size} bytes, where {workload.batch_bytes} were expected")
+    if size != chosen.batch_bytes:
+        raise ValueError(f"a batch of {size} bytes, where {chosen.batch_bytes} were expected")
     del batch
     phases = []
-    for step in (None, functools.partial(spin, task.step_loops)):
-        take(batches, task.seconds / 4, min_batches=_MIN_WARMUP_BATCHES, step=step)
-        phases.append(take(batches, task.seconds, min_batches=workload.min_batches, step=step))
+    for step in (None, functools.partial(spin, step_loops)):
+        take(batches, seconds / 4, min_batches=_MIN_WARMUP_BATCHES, step=step)
+        phases.append(take(batches, seconds, min_batches=chosen.min_batches, step=step))
     return Figures(first - built, *phases)
-
-
-if __name__ == "__main__":
-    be_trainer(Task, measure)

@@ -3,7 +3,6 @@
 ::
 
     python -m tests.benchmark.pictures                    # draw everything; the same data give the same bytes
-    python -m tests.benchmark.pictures --check            # fail if a file differs from what would be drawn
     python -m tests.benchmark.pictures --record losses    # run it first: waiting, losses, terminal, page, or all
 
 The data are the JSON files and tables in ``docs/figures``, and ``tests/benchmark/recorded.json``. The pictures without
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +64,6 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file differs")
     parser.add_argument(
         "--record",
         nargs="?",
@@ -76,8 +73,6 @@ def main() -> None:
         "and page chromium",
     )
     args = parser.parse_args()
-    if args.check and args.record is not None:
-        parser.error("--record writes what --check would compare")
     if args.record is not None:
         stop_by_signals()
         for name in [args.record] if args.record else [*RECORDERS, "page"]:
@@ -86,13 +81,10 @@ def main() -> None:
                 continue
             text = json.dumps(RECORDERS[name](), indent=1, ensure_ascii=False)
             (FOLDER / f"{name}.json").write_text(text + "\n")
-    drawn = draw()
-    different = [path for path, text in drawn.items() if not path.exists() or path.read_text() != text]
-    for path in different:
-        print(f"{path.relative_to(ROOT)} {'differs from its data: run make figures' if args.check else 'written'}")
-        if not args.check:
-            path.write_text(drawn[path])
-    sys.exit(1 if args.check and different else 0)
+    for path, text in draw().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"{path.relative_to(ROOT)} written")
 
 
 if __name__ == "__main__":
