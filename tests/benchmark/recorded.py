@@ -28,22 +28,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(file: Path = FILE) -> dict[str, float]:
+def load() -> dict[str, float]:
     """Return the recorded ratios by the name of their claim."""
-    return dict(json.loads(file.read_text())["ratios"])
+    return dict(json.loads(FILE.read_text())["ratios"])
 
 
-def record(ratios: Mapping[str, float], machine: str, file: Path = FILE) -> None:
+def record(ratios: Mapping[str, float], machine: str) -> None:
     """Write these ratios over the recorded ones of the same names, and where they were measured."""
-    found = json.loads(file.read_text())
+    found = json.loads(FILE.read_text())
     found["machines"].update(dict.fromkeys(ratios, machine))
     found["ratios"].update({name: round(ratio, 3) for name, ratio in ratios.items()})
-    file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+    FILE.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
 
 
-def check(claims: Mapping[str, Claim], ratios: Mapping[str, float], file: Path = FILE) -> bool:
+def check(claims: Mapping[str, Claim], ratios: Mapping[str, float]) -> bool:
     """Return whether enough is left of each ratio that was recorded; says so on standard error."""
-    losses = find_losses(claims, ratios, load(file), LEAST_LEFT)
+    losses = find_losses(claims, ratios, load(), LEAST_LEFT)
     for line in losses:
         print(f"slower than recorded: {line}", file=sys.stderr)
     if not losses:
