@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -32,8 +32,11 @@ TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
 # waits for nobody, on a machine that has other things to do.
 AT_ONCE = 8 * TIMEOUT_SCALE
 
-# Each session would import them with the modules of tests, or each server, or each training of an example: 0.2 to 2 s.
-IMPORTED_OFTEN = ("encodings.idna", "h5py", "hypothesis", "lmdb", "numpy.random", "pytest", "sklearn.datasets", "tqdm")
+# Each session would import them with the modules of tests, or each server: 0.2 to 2 s.
+IMPORTED_OFTEN = ("encodings.idna", "h5py", "hypothesis", "lmdb", "numpy.random", "pytest")
+
+# Each training would, the second one with its optimizer: 3 s. Not imported elsewhere, as every fork costs more then.
+OF_TRAININGS = ("sklearn.datasets", "torch._dynamo", "tqdm")
 
 # Scripts that need them would import them for seconds, each time.
 LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "transformers.trainer", "webdataset")
@@ -52,6 +55,25 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses = min(len(os.sched_getaffinity(0)) + 1, 8)
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
+
+
+# They import the libraries above, or start processes that do.
+OF_LIBRARIES = {
+    f"test_{name}.py" for name in ("accelerate", "docs", "library_streams", "lightning", "training", "transformers")
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs the tests of a file, and one those of all files that need large libraries."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduling = LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+    scheduling._split_scope = lambda test: "libraries" if Path(file_of(test)).name in OF_LIBRARIES else file_of(test)
+    return scheduling
 
 
 def wait_until(
@@ -178,9 +200,17 @@ def zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="session")
+def training_zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
+    """Starts scripts that train quickly."""
+    process = Zygote(tmp_path_factory.mktemp("scripts"), *_installed(IMPORTED_OFTEN + OF_TRAININGS))
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
 def library_zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
     """Starts scripts that use large libraries quickly."""
-    process = Zygote(tmp_path_factory.mktemp("scripts"), *_installed(IMPORTED_OFTEN + LIBRARIES))
+    process = Zygote(tmp_path_factory.mktemp("scripts"), *_installed(IMPORTED_OFTEN + OF_TRAININGS + LIBRARIES))
     yield process
     process.close()
 

@@ -32,6 +32,7 @@ import rpcdataloader
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset, integrations, launch, pools
 from rpcdataloader.__main__ import COMMANDS
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, wait_until
+from tests.support.clocks import in_script
 from tests.support.peers import MessageType
 from tests.support.quick import QuickServer, quick_server
 from tests.support.zygote import Script, Zygote
@@ -234,20 +235,27 @@ class Desk:
         return found
 
 
-@pytest.fixture(scope="module")
-def library_servers(library_zygote) -> Iterator[list[QuickServer]]:
+def _serve(zygote: Zygote) -> Iterator[list[QuickServer]]:
     with contextlib.ExitStack() as stack:
         options = ("--num-workers", "2", "--max-connections", "64")
-        yield [stack.enter_context(quick_server(library_zygote, *options)) for _ in range(2)]
+        yield [stack.enter_context(quick_server(zygote, *options)) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def training_servers(training_zygote) -> Iterator[list[QuickServer]]:
+    yield from _serve(training_zygote)
+
+
+@pytest.fixture(scope="module")
+def library_servers(library_zygote) -> Iterator[list[QuickServer]]:
+    yield from _serve(library_zygote)
 
 
 @pytest.fixture
 def desk(request, tmp_path) -> Iterator[Desk]:
     session = request.node.callspec.params["session"] if hasattr(request.node, "callspec") else ""
-    if session and module_for(session):
-        zygote, servers = request.getfixturevalue("library_zygote"), request.getfixturevalue("library_servers")
-    else:
-        zygote, *servers = map(request.getfixturevalue, ("zygote", "shared_server", "second_server"))
+    kind = "library" if session and module_for(session) else "training"
+    zygote, servers = (request.getfixturevalue(f"{kind}_{name}") for name in ("zygote", "servers"))
     names = "node01:6543", "node02:6543"
     desk = Desk(tmp_path, {name: server.address for name, server in zip(names, servers, strict=True)}, zygote)
     yield desk
@@ -318,20 +326,23 @@ def test_commands_of_session_run(session, desk):
 
 
 @pytest.mark.timeout(300)
-def test_first_training_survives_a_killed_worker_and_goes_on_after_a_kill(desk, shared_server):
+def test_first_training_survives_a_killed_worker_and_goes_on_after_a_kill(desk, training_servers):
     """What the first page types into two terminals."""
-    (script,) = [block.text for block in blocks_of("first-training.md") if "file" in block.marks]
-    workers = {"RPCDATALOADER_WORKERS": shared_server.address}
+    (block,) = [block for block in blocks_of("first-training.md") if "file" in block.marks]
+    desk.save(block)
+    script, address = (desk.folder / block.marks["file"]).read_text(), training_servers[0].address
+    workers = {"RPCDATALOADER_WORKERS": address}
 
     def start(epochs: int, script: str = script) -> Script:
-        return desk.start_python(f"\nimport sys; sys.argv = ['train.py', '{epochs}']\n{script}", **workers)
+        begin = f"{in_script('reports')}import sys; sys.argv = ['train.py', '{epochs}']"
+        return desk.start_python(f"\n{begin}\n{script}", **workers)
 
     # The same batches, without waiting for them.
-    quick = script.replace("time.sleep(0.003)", "pass")
+    quick = script.replace("time.sleep(0.001)", "pass")
     assert quick != script
 
     def status(*options: str) -> str:
-        return desk.run(f"python -m rpcdataloader.status {shared_server.address} {' '.join(options)}")
+        return desk.run(f"python -m rpcdataloader.status {address} {' '.join(options)}")
 
     training = start(100)
     shown: list[str] = []

@@ -46,11 +46,11 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def servers(zygote):
+def servers(training_zygote):
     """Addresses of two node servers."""
     with contextlib.ExitStack() as stack:
         options = ("--num-workers", "2", "--max-connections", "64")
-        yield [stack.enter_context(quick_server(zygote, *options)).address for _ in range(2)]
+        yield [stack.enter_context(quick_server(training_zygote, *options)).address for _ in range(2)]
 
 
 def start_digits(zygote: Zygote, *options: object, epochs: int, **env: object) -> Script:
@@ -83,21 +83,21 @@ def read_digits(output: str, epochs: int) -> Result:
     return Result(digest.split()[-1], float(accuracy.split()[-1]))
 
 
-def test_digits_are_learnt_from_the_same_batches_wherever_they_are_made(zygote, servers):
-    scripts = [start_digits(zygote, *workers, epochs=3) for workers in ([], ["--workers", *servers])]
+def test_digits_are_learnt_from_the_same_batches_wherever_they_are_made(training_zygote, servers):
+    scripts = [start_digits(training_zygote, *workers, epochs=3) for workers in ([], ["--workers", *servers])]
     embedded, remote = [read_digits(output_of(script), 3) for script in scripts]
     assert embedded.accuracy >= 0.95
     assert remote == embedded
 
 
-def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(zygote, servers):
+def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(training_zygote, servers):
     job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}
     results = []
     for options in ["--num-workers", 0], ["--workers", *servers]:
         # As torchrun does it: the processes meet at a store of their parent.
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job["MASTER_PORT"] = store.port
-        ranks = [start_digits(zygote, *options, epochs=1, RANK=rank, **job) for rank in range(2)]
+        ranks = [start_digits(training_zygote, *options, epochs=1, RANK=rank, **job) for rank in range(2)]
         results.append(read_digits(output_of(ranks[0]), 1))
         assert output_of(ranks[1]) == ""
     assert results[0] == results[1]
@@ -110,11 +110,11 @@ def test_digits_under_torchrun(servers):
 
 
 @pytest.mark.timeout(300)
-def test_notebook_runs(zygote):
+def test_notebook_runs(training_zygote):
     cells = json.loads((EXAMPLES / "first_training.ipynb").read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     sizes, *epochs, diagnosis, killed, continued = output_of(
-        zygote.start(FORK_POOLS + source.replace("time.sleep(0.003)", "time.sleep(0.001)"), ends_quickly=True)
+        training_zygote.start(FORK_POOLS + source.replace("time.sleep(0.003)", "time.sleep(0.001)"), ends_quickly=True)
     ).splitlines()
     assert sizes == "1437 360"
     assert [re.fullmatch(r"epoch (\d)  accuracy 0\.\d{4}", line)[1] for line in epochs] == ["1", "2", "3"]
@@ -133,10 +133,10 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
-def test_imagenet_shows_its_help_without_torchvision(zygote):
+def test_imagenet_shows_its_help_without_torchvision(training_zygote):
     run = f"runpy.run_path({str(EXAMPLES / 'imagenet.py')!r}, run_name='__main__')"
     source = f"import runpy, sys; assert 'torchvision' not in sys.modules; sys.modules['torchvision'] = None; {run}"
-    output = output_of(zygote.start(source, "--help", ends_quickly=True))
+    output = output_of(training_zygote.start(source, "--help", ends_quickly=True))
     assert "torchrun" in output
     assert "--workers HOST:PORT" in output
 
@@ -235,8 +235,8 @@ class ImageNet:
 
 
 @pytest.fixture
-def imagenet(zygote, servers, images, tmp_path):
-    return ImageNet(zygote, servers, images, tmp_path)
+def imagenet(training_zygote, servers, images, tmp_path):
+    return ImageNet(training_zygote, servers, images, tmp_path)
 
 
 EVERY_IMAGE = list(range(NUM_IMAGES))

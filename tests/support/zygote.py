@@ -25,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+MADV_COLLAPSE = 25  # of linux/mman.h
 
 
 @dataclass
@@ -193,6 +194,16 @@ def run_code(code: str, *args: str) -> None:
     os._exit(0)
 
 
+def use_huge_pages() -> None:
+    """Put memory of this process into huge pages, which halves what each fork of it costs; if the kernel can."""
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, mode, _offset, _device, inode, *_name = line.split()
+        if mode == "rw-p" and inode == "0":
+            start, end = (int(address, 16) for address in place.split("-"))
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
+
+
 _may_end_quickly = False
 
 
@@ -241,5 +252,6 @@ if __name__ == "__main__":
     for module in sys.argv[1:]:
         importlib.import_module(module)
     gc.freeze()  # or every end would visit and copy all that torch has made
+    use_huge_pages()
     if request := serve():
         become(request[0], request[1], request[2:])
