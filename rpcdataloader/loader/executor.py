@@ -140,7 +140,7 @@ class Executor:
                 come = [address for address in found if known.get(address, None) not in ("", found[address])]
                 gone = [address for address in known if address not in found]
                 known = found
-                if (come or gone) and not self._closed.is_set():
+                if (come or gone) and not (self._closed.is_set() or self.is_over):
                     changed(*([self._client.node(each, is_registered=True) for each in part] for part in (come, gone)))
             except Exception:
                 logger.exception("cannot look for node servers")
