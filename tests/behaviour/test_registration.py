@@ -36,22 +36,22 @@ def check(batches):
 def test_device_reads_memory_of_the_worker(device, unix_server):
     iterator = iter(load(unix_server.address))
     check(iterator)
-    registration = device.pinned.registration
-    shared = [registration.holds(block) for blocks in device.copied for block in blocks]
+    page_lock = device.pinned.page_lock
+    shared = [page_lock.holds(block) for blocks in device.copied for block in blocks]
     # The first one of each worker may have been made before the trainer had mapped its memory.
     assert len(shared) == 12
     assert sum(shared) >= 8
-    num_registered = len(registration.ranges)
+    num_registered = len(page_lock.ranges)
     del iterator
     device.copied.clear()
-    wait_until(lambda: not registration.ranges)
-    assert registration.num_unregistered == num_registered
+    wait_until(lambda: not page_lock.ranges)
+    assert page_lock.num_unregistered == num_registered
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AttributeError])
 def test_batches_are_copied_if_that_is_refused(device, unix_server, error, caplog):
     caplog.set_level(logging.INFO, "rpcdataloader.client")
-    device.pinned.registration.error = error
+    device.pinned.page_lock.error = error
     for _ in range(2):
         check(load(unix_server.address))
     assert len(device.pinned.blocks) == len(device.copied) == 24
@@ -60,14 +60,14 @@ def test_batches_are_copied_if_that_is_refused(device, unix_server, error, caplo
 
 def test_child_of_the_trainer_leaves_the_driver_alone(device, unix_server):
     gc.collect()  # blocks of other tests
-    registration = device.pinned.registration
+    page_lock = device.pinned.page_lock
     batches = iter(load(unix_server.address))
     next(batches)
     if not (pid := os.fork()):
-        registration.unregister = lambda _address: os._exit(1)
+        page_lock.unregister = lambda _address: os._exit(1)
         del batches
         device.copied.clear()
         gc.collect()
-        os._exit(0 if registration.ranges else 2)
+        os._exit(0 if page_lock.ranges else 2)
     assert os.waitpid(pid, 0)[1] == 0
-    assert registration.ranges
+    assert page_lock.ranges
