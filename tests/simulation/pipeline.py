@@ -106,14 +106,14 @@ class Shared:
 
     def _advance(self) -> None:
         passed, self._since = self._pipeline.now - self._since, self._pipeline.now
-        if passed and self._jobs and self._rate:
+        if passed and (rate := self._rate):
             for job in self._jobs.values():
-                job[0] -= passed * self._rate
+                job[0] -= passed * rate
 
     def _plan(self) -> None:
         self._version += 1
-        if self._jobs and self._rate:
-            left = max(0.0, min(job[0] for job in self._jobs.values())) / self._rate
+        if rate := self._rate:
+            left = max(0.0, min(job[0] for job in self._jobs.values())) / rate
             self._pipeline.after(left, self._finish, self._version)
 
     def _finish(self, version: int) -> None:
