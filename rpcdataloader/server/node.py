@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import socket
 import time
 from collections import Counter
@@ -376,8 +377,9 @@ class NodeServer:
     # --- the end
 
     def _on_signals(self) -> None:
-        self._num_stops += self.signals.take()
-        if self._num_stops:
+        came = self.signals.take()
+        self._num_stops += len(came - {signal.SIGHUP})  # where a login ends, it comes beside SIGTERM
+        if came:
             self._drain()
         if self._num_stops > 1:
             self._end_all("the node server was told to end")

@@ -108,11 +108,11 @@ class Loop:
                 timer.function()
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
-    """SIGTERM and SIGINT, as a descriptor that becomes readable when one comes."""
+    """SIGTERM, SIGINT and SIGHUP (a closed terminal), as a descriptor that becomes readable when one comes."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -120,12 +120,12 @@ class StopSignals:
     def fileno(self) -> int:
         return self._read
 
-    def take(self) -> int:
-        """Number of signals that have come; the same one twice at once counts once, as for Python's handlers."""
+    def take(self) -> set[int]:
+        """The signals that have come; the same one twice at once counts once, as for Python's handlers."""
         try:
-            return len(set(STOP_SIGNALS).intersection(os.read(self._read, 4096)))
+            return set(os.read(self._read, 4096)).intersection(STOP_SIGNALS)
         except BlockingIOError:
-            return 0
+            return set()
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -137,7 +137,8 @@ class StopSignals:
         # The descriptor comes first, so that no signal is lost.
         wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
+                signal.signal(number, lambda *_: None)
         try:
             yield
         finally:

@@ -31,10 +31,10 @@ _CALLED = ("rpcdataloader.fetch.remote", "rpcdataloader.host.environment")
 
 
 def run_worker(host: str, port: int) -> None:
-    """Run a node server in this process until SIGTERM or SIGINT, like ``python -m rpcdataloader.launch``.
+    """Run a node server in this process until SIGTERM, SIGINT or SIGHUP, like ``python -m rpcdataloader.launch``.
 
     Sessions and workers are forked from this process, which should have no other threads and nothing to do afterwards:
-    both signals are ignored then. It may be a daemonic ``multiprocessing.Process``.
+    these signals are ignored then. It may be a daemonic ``multiprocessing.Process``.
 
     Args:
         host: Address or name to listen on, or ``unix:/path``.
@@ -58,7 +58,7 @@ def run_server(
     log: Output,
     lifeline: int | None = None,
 ) -> None:
-    """Serve until told to stop, by SIGTERM or SIGINT; both are ignored from then on.
+    """Serve until told to stop, by SIGTERM, SIGINT or SIGHUP; they are ignored from then on.
 
     Args:
         embedded: See :class:`ServerContext`.

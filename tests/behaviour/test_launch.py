@@ -40,7 +40,7 @@ def fails(capsys):
     """Run the command line, which is expected to fail; gives the exit status and the message."""
 
     def fails(*options):
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
             status = launch.main(options)
         except SystemExit as exc:

@@ -34,6 +34,9 @@ from tests.support.zygote import FORK_POOLS
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 
+# The tests may run under nohup, which servers respect.
+HEARD = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+
 # Of all links between the processes of a node.
 SHORT_QUEUES = """
 import socket
@@ -148,10 +151,10 @@ def test_death_is_logged_with_its_reason_ends_what_is_below_and_the_next_call_wo
 # --- the end
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "closed terminal"])
 def test_drain_lets_running_calls_finish_and_takes_no_new_session(serve, start_client, fifo, tmp_path, how):
     """Ctrl-C in a terminal, srun and systemd reach workers and sessions, too, which ignore that."""
-    server = serve("--register", str(tmp_path / "pool"), before="os.setpgid(0, 0)")
+    server = serve("--register", str(tmp_path / "pool"), before=f"os.setpgid(0, 0)\n{HEARD}")
     _script, worker, session = start_client(server)
     running = rpc_async(server.address, tasks.read_all, (fifo,))
     with open(fifo, "wb") as file:  # the call has begun
@@ -159,7 +162,12 @@ def test_drain_lets_running_calls_finish_and_takes_no_new_session(serve, start_c
             with contextlib.suppress(ProcessLookupError):  # a gate that has gone
                 os.kill(pid, signal.SIGTERM)
                 os.kill(pid, signal.SIGINT)
-        os.killpg(server.pid, signal.SIGTERM if how == "SIGTERM" else signal.SIGINT)
+        if how == "closed terminal":
+            os.killpg(server.pid, signal.SIGHUP)
+            wait_until(lambda: "draining" in server.log)
+            os.killpg(server.pid, signal.SIGTERM)  # as where a login ends
+        else:
+            os.killpg(server.pid, signal.SIGTERM if how == "SIGTERM" else signal.SIGINT)
         # A client with nothing to do goes at once, and nobody is let in.
         wait_until(lambda: not is_running(worker) and not is_running(session))
         with pytest.raises(ConnectionRefusedError):
