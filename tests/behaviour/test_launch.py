@@ -21,7 +21,6 @@ import rpcdataloader
 from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.wire.connecting import listen_tcp
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 from tests.support.clocks import in_server
 
@@ -56,7 +55,7 @@ def fails(capsys):
 
 
 def free_port():
-    with listen_tcp("127.0.0.1", [0]) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
 
@@ -315,5 +314,5 @@ def test_run_worker_serves_in_a_daemonic_process():
 
 
 def test_run_worker_raises_what_keeps_it_from_starting():
-    with listen_tcp("127.0.0.1", [0]) as used, pytest.raises(ConnectError, match="in use"):
+    with socket.create_server(("127.0.0.1", 0)) as used, pytest.raises(ConnectError, match="in use"):
         run_worker("127.0.0.1", used.getsockname()[1])
