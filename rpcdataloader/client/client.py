@@ -149,7 +149,7 @@ class Client:
         with self._lock:
             if self.is_closed:
                 raise ConnectionLostError(
-                    f"{address} cannot be used any more: this process ends (exit functions run in the reverse order of "
+                    f"{address} can no longer be used: this process ends (exit functions run in the reverse order of "
                     "their registration; register yours after the first use)"
                 )
             if address not in self._nodes:

@@ -88,7 +88,7 @@ class FailedSample:
     def __init__(self, error: Exception) -> None:
         self._error, self._cause = error, error.__cause__
         if isinstance(self._cause, RemoteTraceback):
-            # The relevant frames are the worker's. Those here refer to the pass, which would wait for this for ever.
+            # The relevant frames are the worker's. Those here refer to the pass, and would keep it.
             error.__traceback__ = error.__context__ = None
 
     def __repr__(self) -> str:

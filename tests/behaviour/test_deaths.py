@@ -318,7 +318,7 @@ assert len(list(loader)) == 2
 def test_exit_function_that_comes_too_late_is_told(zygote, shared_server):
     ended = zygote.start(IN_AN_EARLY_EXIT_FUNCTION, shared_server.address).wait(60)
     assert (ended.status, ended.errors) == (0, "")
-    assert ended.output.count(f"{shared_server.address} cannot be used any more: this process ends") == 2
+    assert ended.output.count(f"{shared_server.address} can no longer be used: this process ends") == 2
 
 
 def test_exit_does_not_wait_for_a_server_that_never_answers(zygote):
