@@ -14,7 +14,7 @@ import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,6 +87,12 @@ def map_memory(descriptor: int, size_bytes: int, flags: int = mmap.MAP_SHARED) -
     memory = (ctypes.c_uint8 * size_bytes).from_address(address)
     weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
     return np.frombuffer(memoryview(memory), np.uint8).data
+
+
+def before_unmapping(memory: memoryview, function: Callable[..., object], *args: object) -> None:
+    """Call a function at the end of memory from :func:`map_memory`, or of the process, while it is still mapped."""
+    # Of one object, the youngest finalizer is called first. NumPy 2.5 frees what an array shows before the array.
+    weakref.finalize(memory.obj.base.obj, function, *args)  # type: ignore[attr-defined]  # array, memoryview, its memory
 
 
 class Copies(NamedTuple):

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire.copies import F_GET_SEALS, F_SEAL_SHRINK, create_memory, map_memory
+from rpcdataloader.wire.copies import F_GET_SEALS, F_SEAL_SHRINK, before_unmapping, create_memory, map_memory
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.slabs import Block, PageablePool, PageLock
 
@@ -362,8 +362,7 @@ class Borrower:
         except (AttributeError, RuntimeError) as error:
             _tell_of_copies(str(error))
             return False
-        # With the array, which the mapping outlives.
-        weakref.finalize(memory.obj, _unregister, page_lock, address, os.getpid())
+        before_unmapping(memory, _unregister, page_lock, address, os.getpid())
         mapping.is_registered = True
         return True
 

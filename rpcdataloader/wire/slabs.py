@@ -135,6 +135,9 @@ class PageLock:
         """
         with self._module.device(self._device):
             status = int(self._module.cudart().cudaHostRegister(address, size_bytes, 1))  # for all contexts
+            if status:
+                with suppress(RuntimeError):  # which would be raised by this thread's next kernel: now by this one
+                    torch.ones(1, device=self._device)
         if status:
             raise RuntimeError(f"cudaHostRegister of {size_bytes} bytes has failed with status {status}")
 

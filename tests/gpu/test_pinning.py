@@ -57,13 +57,12 @@ def test_result_of_a_call_is_pinned(shared_server):
 
 # A batch that is copied asynchronously, and dropped
 
-SIZE, OFFSET = 1 << 20, 4096
+SIZE = 1 << 15  # of two tensors that share a block
 
 
 def receive(allocator, value):
-    """Receive a message of a tensor and of a part of it; returns the blocks and the payload."""
-    whole = torch.full((SIZE,), value, dtype=torch.uint8)
-    encoded = dumps_reply([whole, whole[OFFSET:]])
+    """Receive a message of two tensors; returns the block and the payload."""
+    encoded = dumps_reply([torch.full((SIZE,), value, dtype=torch.uint8) for _ in range(2)])
     [buffer] = encoded.buffers
     block = allocator.allocate(buffer.nbytes)
     block.view[:] = buffer
@@ -78,13 +77,13 @@ def ours(allocator, value):
 def by_pointer(allocator, value):
     block, _ = receive(allocator, value)
     # torch's allocator also recognises the pointer to the beginning of a block, but no other.
-    return torch.frombuffer(block.view, dtype=torch.uint8, offset=OFFSET)
+    return torch.frombuffer(block.view, dtype=torch.uint8, offset=SIZE)
 
 
 @pytest.mark.parametrize(("make", "is_safe"), [(ours, True), (by_pointer, False)])
 def test_memory_is_not_received_into_while_it_is_copied_from(make, is_safe):
     allocator = PinnedAllocator()
-    arrived = torch.empty(SIZE - OFFSET, dtype=torch.uint8, device="cuda")
+    arrived = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
     torch.cuda._sleep(1000)
     # A block of this size that is free, so that none has to be made, which might wait for the device.
     arrived.copy_(make(allocator, 1))

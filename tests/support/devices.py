@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ class FakePageLock:
         self.ranges[address] = address + size_bytes
 
     def unregister(self, address: int) -> None:
+        if not is_mapped(address):
+            raise ValueError(f"{address:x} is not mapped any more")
         del self.ranges[address]
         self.num_unregistered += 1
 
@@ -123,6 +126,12 @@ class _LateCopies(DeviceCopies):
 
     def times(self) -> tuple[float, float] | None:
         return self._device.seconds
+
+
+def is_mapped(address: int) -> bool:
+    """Whether there is memory at an address of this process."""
+    maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in maps)
 
 
 def _is_in(tensor: torch.Tensor, memory: Sequence[torch.Tensor]) -> bool:
