@@ -246,14 +246,15 @@ class Movable:
     def move(self, copies: Sequence[torch.Tensor], device: torch.device) -> None:
         """Move the tensors to copies of :attr:`blocks`, and drop the blocks."""
         copied = {_storage_of(block): copy for block, copy in zip(self.blocks, copies, strict=True)}
+        whole: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # copies, as elements of a type
         for tensor in self._tensors:
-            copy = copied.get(_storage_of(tensor))
-            if copy is None:  # user code gave it other memory
+            key = storage, dtype = _storage_of(tensor), tensor.dtype
+            if storage not in copied:  # user code gave it other memory
                 tensor.data = tensor.data.to(device)
-            else:
-                moved = torch.empty(0, dtype=tensor.dtype, device=device)
-                place = tensor.storage_offset(), tensor.shape, tensor.stride()
-                tensor.data = moved.set_(copy.untyped_storage(), *place)
+                continue
+            if key not in whole:
+                whole[key] = torch.empty(0, dtype=dtype, device=device).set_(copied[storage].untyped_storage())
+            tensor.data = whole[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         self.blocks, self._tensors = [], []
 
 
