@@ -108,7 +108,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif kind in _CLOUDPICKLE_TABLE:
             if kind is types.ModuleType:
                 self.modules.add(obj.__name__)
-            return _CLOUDPICKLE_TABLE[kind](obj)
+            reduction = _CLOUDPICKLE_TABLE[kind](obj)
+            return reduction if kind is not types.CodeType else _with_file(reduction, obj)
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
         return NotImplemented
@@ -126,6 +127,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduction is NotImplemented:  # by name
             self.modules.add(str(obj.__module__))
         return reduction
+
+
+def _with_file(reduction: Any, code: types.CodeType) -> Any:
+    """With the name of the file, which tracebacks show, and cloudpickle 3.1.3 leaves out."""
+    make, parts = reduction
+    return make, tuple(code.co_filename if type(part) is str and part == "<dynamic-code>" else part for part in parts)
 
 
 class RequestPickler(Pickler):

@@ -232,7 +232,6 @@ def test_diagnosis_knows_how_long_copies_take(device, workers):
     assert seconds == pytest.approx(0.02)
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 @pytest.mark.usefixtures("device")
 def test_profiler_shows_the_wait_for_each_copy(workers):
     loader = RPCDataloader(Images(), 2, workers=workers, device=NAME)

@@ -266,9 +266,11 @@ def test_forks_take_no_descriptors_of_others_and_leave_none(workers, zygote):
 
 
 FORKS = """
-import os, resource, sys, threading
+import os, resource, sys, threading, warnings
 from rpcdataloader import RPCDataloader
 from tests.behaviour.test_shared_memory import Images, num_descriptors
+
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 says so of forks beside threads
 
 
 def fork(number=1):

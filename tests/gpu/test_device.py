@@ -60,7 +60,7 @@ def images(samples):
 def copies_to_the_device(loader, folder):
     """Their names, in the trace of a pass."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=activities) as profiler:
         for _ in loader:
             pass
         torch.cuda.synchronize()
