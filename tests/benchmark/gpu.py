@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.benchmark.gpu                        # about 8 minutes with a GPU and 16 cores
+    python -m tests.benchmark.gpu                        # about 9 minutes with a GPU and 16 cores
     python -m tests.benchmark.gpu --subjects training    # one part
     python -m tests.benchmark.gpu --device cpu --quick   # without a GPU: does it work?
 
@@ -73,7 +73,9 @@ class Subject:
 
 
 SUBJECTS = {
-    "receiving": Subject("float32", (64, 64), ("ours", "ours-unix", "ours-device", "torch", "bare"), "bare"),
+    "receiving": Subject(
+        "float32", (64, 64), ("ours", "ours-unix", "ours-device", "ours-unix-device", "torch", "bare"), "bare"
+    ),
     "training": Subject("uint8", (256, 2), ("ours-device", "ours", "torch", "resident"), "resident"),
     "features": Subject("tensors", (1, 1), ("ours-device", "ours", "torch")),
 }
@@ -82,6 +84,7 @@ TITLES = {
     "ours": "ours, TCP, pin_memory",
     "ours-unix": "ours, Unix socket, pin_memory",
     "ours-device": "ours, TCP, device=",
+    "ours-unix-device": "ours, Unix socket, device=",
     "torch": "torch DataLoader, pin_memory",
     "bare": "bare sockets",
     "resident": "a batch on the GPU",
@@ -183,7 +186,7 @@ class Training:
 def _make_step(task: Task, device: torch.device) -> Callable[[Any], None]:
     if task.subject == "training":
         return Training(device, task.batch_size)
-    if task.subject == "features" and task.contestant != "ours-device":
+    if task.subject == "features" and not task.contestant.endswith("device"):
 
         def move_each(batch: dict[str, torch.Tensor]) -> None:
             for tensor in batch.values():
@@ -210,7 +213,7 @@ def _make_batches(task: Task, device: torch.device) -> Iterator[Any]:
     # The other contestants do without.
     from rpcdataloader import RPCDataloader, RPCDataset
 
-    if task.contestant == "ours-device":
+    if task.contestant.endswith("device"):
         options["device"] = device
     else:
         options["pin_memory"] = has_device
@@ -226,7 +229,7 @@ def _check(task: Task, batch: Any, device: torch.device) -> None:
         raise ValueError(f"a batch of {size} bytes, where {expected} were expected")
     if device.type == "cpu":
         return
-    on_device = task.contestant in ("ours-device", "resident")
+    on_device = task.contestant.endswith(("device", "resident"))
     if not all(tensor.device.type == device.type if on_device else tensor.is_pinned() for tensor in tensors):
         raise ValueError(f"a batch that is not {'on the device' if on_device else 'pinned'}")
 
@@ -283,7 +286,7 @@ def _serving(
         with run_servers("bare_sender", [workload, "ready"], num_workers, env, folder) as addresses:
             yield addresses
     else:
-        host = ["--host", f"unix:{folder}/ours"] if contestant == "ours-unix" else []
+        host = ["--host", f"unix:{folder}/ours"] if contestant.startswith("ours-unix") else []
         with node_server(num_workers, env, folder, *host) as (address, _pid):
             yield [address]
 
