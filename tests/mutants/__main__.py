@@ -7,9 +7,9 @@
     python -m tests.mutants fetch --without tests/unit/fetch/test_seeding.py
 
 A mutant has one operator, number or word of one line replaced, by Cosmic Ray's operators. Places are drawn by a fixed
-seed, and annotations are left out. Each mutant runs in a copy of the working tree, in a process forked from this one,
-which has imported torch. A test that fails, or a run that takes too long, has killed it. Survivors are listed: some of
-them change nothing that can be seen.
+seed; annotations and the options of data classes are left out. Each mutant runs in a copy of the working tree, in a
+process forked from this one, which has imported torch. A test that fails, or a run that takes too long, has killed it.
+Survivors are listed: some of them change nothing that can be seen.
 """
 
 # ruff: noqa: T201
@@ -64,19 +64,21 @@ class Mutant(NamedTuple):
     occurrence: int
 
 
-def annotated_lines(source: str) -> Iterator[tuple[int, int]]:
-    """Line and column of every character where a change of an annotation would begin, which changes nothing."""
+def unseen(source: str) -> Iterator[tuple[int, int]]:
+    """Line and column of every character where a change of an annotation, or of ``slots=True``, would begin."""
     for node in ast.walk(ast.parse(source)):
-        for name in ("annotation", "returns"):
-            if (found := getattr(node, name, None)) is not None and found.lineno == found.end_lineno:
-                yield from ((found.lineno, column) for column in range(found.col_offset, found.end_col_offset))
+        found = [getattr(node, name, None) for name in ("annotation", "returns")]
+        found += [option for call in getattr(node, "decorator_list", ()) for option in getattr(call, "keywords", ())]
+        for part in found:
+            if part is not None and part.lineno == part.end_lineno:
+                yield from ((part.lineno, column) for column in range(part.col_offset, part.end_col_offset))
 
 
 def draw(room: str, number: int, seed: int) -> list[Mutant]:
     """Draw places of a room's files, and one change for each."""
     places: dict[tuple[str, int, int], list[Mutant]] = {}
     for path in sorted((ROOT / "rpcdataloader" / room).glob("*.py")):
-        tree, left_out = get_ast_from_path(path), set(annotated_lines(path.read_text()))
+        tree, left_out = get_ast_from_path(path), set(unseen(path.read_text()))
         for name in operator_names():
             operator_class = get_operator(name)
             # One of them cannot replace an exception whose name has a dot.
