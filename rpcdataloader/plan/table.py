@@ -4,7 +4,8 @@ Each undelivered task is in one of three states: waiting for a worker, in flight
 
 A batch of a map-style dataset may go to any worker. If the one that the consumer needs next is a straggler (see
 :mod:`rpcdataloader.plan.workers`), a *backup task* is sent: a copy, at another worker. The first answer counts,
-even if it is an exception. The other copy occupies its worker until that has answered or left.
+even if it is an exception. The other copy occupies its worker until that has answered or left. Out of order, the
+consumer needs a certain batch only once no other one is left to send.
 
 A batch of an iterable-style dataset belongs to a stream: what one worker iterates over. Tasks are dealt to the streams
 in turn and delivered in that order, as by torch's loader, so the order of the batches depends on the number of streams
@@ -366,6 +367,8 @@ class Table:
         task: Entry | None
         if self._in_order:
             task = self.tasks[next(iter(self.tasks))]
+        elif self.wants_input or (self._waiting and self._may_send(self._waiting[0])):
+            return math.inf, None  # others will be delivered
         else:
             task = next((task for task in self.tasks.values() if task.holders), None)
         if task is None or not task.holders or task.size_bytes is not None or task.killed:
@@ -374,8 +377,9 @@ class Table:
         return task.holders[0].since + self._pace.late_seconds, task
 
     def _back_up(self, task: Entry, now: float) -> tuple[int, int] | None:
-        """Send the backup task of a straggler."""
-        if (record := choose_backup(self._workers.values(), task.holders[0], now)) is None:
+        """Send the backup task of a straggler; out of order, to a worker without a task, whose answer would do."""
+        workers = [one for one in self._workers.values() if self._in_order or not one.in_flight]
+        if (record := choose_backup(workers, task.holders[0], now)) is None:
             return None
         self._send(record, task, now)
         self._has_backup = True

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -281,6 +282,16 @@ def test_worker_for_which_there_is_no_thread_is_asked_for_again(workers, monkeyp
     wait_until(lambda: int(next(iterator)[1]) not in known)
     assert failed
     assert "Traceback" not in caplog.text
+
+
+def test_slow_batch_out_of_order_stops_no_second_worker(workers, monkeypatch, fifo):
+    shorten(monkeypatch, "late")
+    options = {"in_order": False, "timeout": 10 * TIMEOUT_SCALE}
+    iterator = iter(RPCDataloader(datasets.Gated(10**6, 0, fifo), None, workers=workers, num_workers=2, **options))
+    began = time.monotonic()
+    while time.monotonic() < began + 1.0:  # ten times as long as until a batch is late
+        assert next(iterator) > 0
+    open(fifo, "w").close()
 
 
 # Batches that end every worker: one error for each, however late, and every other sample once

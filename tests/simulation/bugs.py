@@ -29,6 +29,12 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ),
         ("a batch is backed up before it is late", "straggler is not None and late_at <= now", "straggler is not None"),
         ("one backup task too many", "self._has_backup = True\n", "self._has_backup = len(task.holders) > 2\n"),
+        (
+            "a slow batch out of order occupies a second worker, though others are left",
+            "elif self.wants_input or (self._waiting and self._may_send(self._waiting[0])):",
+            "elif False:",
+        ),
+        ("a backup task keeps a worker from its other batches", "self._in_order or not one.in_flight", "True"),
         ("backup tasks count for ever", "> 1:\n            self._has_backup = False", "> 1:\n            pass"),
         ("a lost copy is sent again while another worker has one", "not None and not task.holders:\n", "not None:\n"),
         ("what a lost worker had stays in the budget", "self._num_in_flight -= len(record.in_flight)", "pass"),

@@ -570,14 +570,17 @@ class Judge:
         awaited = self._awaited()
         assert awaited is task, f"{action}: a backup task, though the consumer waits for another one, or need not wait"
         assert not awaited.deaths, f"{action}: a backup task, while a deadly task is waited for"
+        is_idle = self.options.in_order or not self.members[action.worker].in_flight
+        assert is_idle, f"{action}: a backup task, though another answer of its worker would do"
 
     def _awaited(self) -> Task | None:
         """The task that the consumer waits for, if it is under way."""
         if self.options.in_order:
             task = next(iter(self.tasks.values()), None)
             return None if task is None or task.is_answered or not task.holders else task
-        if self.answered_order:
-            return None
+        lowest = self._lowest()
+        if self.answered_order or self.wants_input() or (lowest is not None and self._may_send(lowest)):
+            return None  # others come
         return next((task for task in self.tasks.values() if task.holders), None)
 
     def _see_first(self, action: Load, task: Task, member: Member) -> None:
