@@ -223,19 +223,22 @@ class Progress:
         found_here = digest(task.indices) if is_compared else None
         batch: tuple[int, int | None, Any] = task.num_samples, found_here, task.sampler_state
         if is_ahead:
-            ahead = {**ahead, task.number: batch}
-        else:
-            while True:
-                num_samples, batch_digest, sampler_state = batch
-                num_batches += 1
-                total += num_samples
-                if found is not None:
-                    found = None if batch_digest is None else join_digests(found, batch_digest)
-                sampler = sampler_state
-                if num_batches not in ahead:
-                    break
-                ahead = ahead.copy()
-                batch = ahead.pop(num_batches)
+            # In place: there may be thousands past a slow one. The same holds for a signal handler as below.
+            self.num_yielded += 1
+            ahead[task.number] = batch
+            return
+        while True:
+            num_samples, batch_digest, sampler_state = batch
+            num_batches += 1
+            total += num_samples
+            if found is not None:
+                found = None if batch_digest is None else join_digests(found, batch_digest)
+            sampler = sampler_state
+            if num_batches not in ahead:
+                break
+            batch = ahead[num_batches]
+        if ahead:
+            ahead = {number: batch for number, batch in ahead.items() if number > num_batches}
         # Together, and without a call, at which a signal handler may raise: all or nothing.
         self.num_yielded += 1
         self.num_batches, self.num_samples, self.digest = num_batches, total, found

@@ -187,7 +187,7 @@ class LoaderTools(DataLoader[_T_co]):
         if self._progress is None:
             return lambda: dict(self._saved or {"version": VERSION})
         settings, progress = self._progress
-        now = dataclasses.replace(progress, streams=[*progress.streams])
+        now = dataclasses.replace(progress, streams=[*progress.streams], ahead={**progress.ahead})
         return lambda: to_state(settings, now)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

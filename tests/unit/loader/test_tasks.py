@@ -1,0 +1,37 @@
+"""The progress of a pass whose batches come in another order."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from rpcdataloader.loader.tasks import Progress, Task
+
+
+def deliver(progress, numbers):
+    for number in numbers:
+        progress.delivered(Task([number], number, number, 1))
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0, 3], [3, 1, 0, 2], [1, 2, 3, 0]])
+def test_progress_does_not_depend_on_the_order(order):
+    progress, expected = Progress(0, 0), Progress(0, 0)
+    deliver(progress, order)
+    deliver(expected, range(4))
+    assert progress == expected
+
+
+def test_batch_past_a_missing_one_costs_the_same_after_thousands():
+    progress = Progress(0, 0)
+    deliver(progress, range(1, 10_000))
+    tracemalloc.start()
+    try:
+        deliver(progress, range(10_000, 10_010))
+        current, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - current < 10_000, "something is copied"
+    deliver(progress, [0])
+    assert progress.num_batches == 10_010
+    assert not progress.ahead
