@@ -43,8 +43,8 @@ _T = TypeVar("_T")
 MIN_SHARED_BYTES = 1 << 18
 
 # Address space, no memory, unless a device reads it: the kernel gives that when it is written. Few mappings serve any
-# number of small blocks.
-_MAPPING_BYTES = 1 << 28
+# number of small blocks: each has twice the size of the one before, from the least to the most.
+_LEAST_MAPPING_BYTES, _MOST_MAPPING_BYTES = 1 << 25, 1 << 28
 
 # Free memory kept for reuse, and how many leases may pass without its use; see ``slabs.py``.
 _MAX_KEPT_BYTES = 1 << 30
@@ -191,8 +191,9 @@ class Lender:
                 for mapping in self._mappings:
                     if (offset := mapping.take(capacity, has_pages=has_pages)) is not None:
                         return self._use(mapping, offset, capacity)
+            usual = min(_LEAST_MAPPING_BYTES << len(self._mappings), _MOST_MAPPING_BYTES)
             try:
-                mapping = _Mapping(len(self._mappings) + 1, max(capacity, _MAPPING_BYTES))
+                mapping = _Mapping(len(self._mappings) + 1, max(capacity, usual))
             except OSError:
                 self._can_share = False
                 return None
