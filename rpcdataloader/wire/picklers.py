@@ -193,12 +193,13 @@ class Unpickler(pickle.Unpickler):
                 return functools.partial(load_whole, adopt_main=self.adopt_main)
             if name == complete.__name__:
                 return functools.partial(complete, adopt_main=self.adopt_main)
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_storage
         try:
-            found = super().find_class(module, name)
+            return super().find_class(module, name)
         except AttributeError as error:
             advice = "; put it into a module of its own, and send that with py_modules=" * (module in _MAIN_NAMES)
             raise SerializationError(f"module {module!r} has no {name!r} here: {error}{advice}") from error
-        return _load_storage if found is torch.storage._load_from_bytes else found
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the object that was replaced on the wire."""

@@ -200,17 +200,14 @@ def _depth_of_caller() -> int:
 def _pinned_empty(device_index: int | None) -> Callable[[int], torch.Tensor]:
     # Pinning may create the context of the thread's current device. In a receiver thread that is device 0, on which
     # every rank of a node would then occupy some hundred MB.
-    accelerator = getattr(torch, "accelerator", None)  # whose functions have these names from torch 2.8 on
-    set_device = getattr(accelerator, "set_device_index", torch.cuda.set_device)
-    device = device_index
-    if device is None:
-        device = getattr(accelerator, "current_device_index", torch.cuda.current_device)()
+    module = torch.get_device_module()  # torch.accelerator has functions for this from torch 2.8 on
+    device = module.current_device() if device_index is None else device_index
     thread = threading.local()
     thread.has_device = True  # this one; the user may choose another later
 
     def empty(size_bytes: int) -> torch.Tensor:
         if not hasattr(thread, "has_device"):
-            set_device(device)
+            module.set_device(device)
             thread.has_device = True
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 

@@ -157,3 +157,8 @@ def test_requests_can_be_collected_as_garbage(kind):
     cycle.append(cycle)
     del content, views, cycle
     assert gc.collect()
+
+
+def test_objects_are_rebuilt_whatever_torch_calls_its_function_for_storages(monkeypatch):
+    monkeypatch.delattr(torch.storage, "_load_from_bytes")
+    assert transfer(Sample(torch.ones(2), 3)).label == 3

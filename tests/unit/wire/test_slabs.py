@@ -78,7 +78,7 @@ def test_pool_of_a_forked_child_starts_empty_even_if_a_thread_held_its_lock():
 
 
 class Accelerator:
-    """Stands for torch.accelerator with two devices of some type; each thread begins on device 0."""
+    """Stands for torch.accelerator, and its device module, with two devices; each thread begins on device 0."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -90,30 +90,31 @@ class Accelerator:
     def current_accelerator(self) -> torch.device:
         return torch.device(self._kind)
 
-    def current_device_index(self) -> int:
+    def current_device(self) -> int:
         return getattr(self._thread, "index", 0)
 
-    def set_device_index(self, index: int) -> None:
+    def set_device(self, index: int) -> None:
         self._thread.index = index
 
 
 def test_receiver_threads_pin_for_the_device_of_the_trainer(monkeypatch):
     accelerator = Accelerator("cuda")
     monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda: accelerator)
     devices: list[int] = []
 
     def empty(size_bytes: int, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
         assert (dtype, device, pin_memory) == (torch.uint8, "cpu", True)
-        devices.append(accelerator.current_device_index())
+        devices.append(accelerator.current_device())
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "empty", empty)
-    accelerator.set_device_index(1)
+    accelerator.set_device(1)
     allocator = pinned_allocator()
     assert allocator is not None
     thread = threading.Thread(target=lambda: [allocator.allocate(8), allocator.allocate(8)])
     thread.start()
     thread.join()
-    accelerator.set_device_index(0)
+    accelerator.set_device(0)
     allocator.allocate(8)  # in the trainer's own thread, the trainer decides
     assert devices == [1, 1, 0]
