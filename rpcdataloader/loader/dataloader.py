@@ -163,7 +163,8 @@ class RPCDataloader(LoaderTools[_T_co]):
     ) -> None:
         if num_workers == "auto":
             num_workers = Auto()
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        # A list: in Python 3.12, a debugger that looks here adds the names of this comprehension to them.
+        arguments = {name: value for name, value in [*locals().items()] if name not in ("self", "__class__")}
         for name in ("workers", "retry_on", "env", "py_modules"):
             if isinstance(arguments[name], Iterator):  # which gives its elements once, and each pass reads them
                 arguments[name] = list(arguments[name])
@@ -188,7 +189,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 "not an IterableDataset"
             )
         own = where is not None
-        torchs = {name: arguments[name] for name in _ARGUMENTS_OF_TORCH} | {"num_workers": 0}
+        torchs = {name: value for name, value in arguments.items() if name in _ARGUMENTS_OF_TORCH} | {"num_workers": 0}
         if own:
             # torch refuses these three without workers of its own; it does not know ours.
             torchs |= {"multiprocessing_context": None, "prefetch_factor": None, "persistent_workers": False}

@@ -271,3 +271,37 @@ def test_bytes_in_flight_stay_below_the_limit(workers, tmp_path):
     unlimited = RPCDataloader(dataset, **options)
     delivered = consume_late(unlimited, log, ahead=12)
     assert outstanding(log, delivered) == 12
+
+
+# Other programs and versions
+
+
+def test_loader_can_be_made_while_a_debugger_looks_at_local_variables():
+    def look(frame, _event, _arg):
+        assert frame.f_locals is not None
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        loader = RPCDataloader([1, 2])
+    finally:
+        sys.settrace(before)
+    assert flat(loader) == [1, 2]
+
+
+NEWER_TORCH = """
+import importlib, inspect
+from torch.utils.data import DataLoader
+from rpcdataloader.loader import dataloader
+
+of_torch = inspect.signature(DataLoader)
+novel = inspect.Parameter("novel", inspect.Parameter.KEYWORD_ONLY, default=None)
+DataLoader.__signature__ = of_torch.replace(parameters=[*of_torch.parameters.values(), novel])
+print([batch.tolist() for batch in importlib.reload(dataloader).RPCDataloader([1, 2], workers="inline")])
+"""
+
+
+def test_argument_that_a_newer_torch_adds_keeps_its_default(zygote):
+    ended = zygote.start(NEWER_TORCH).wait()
+    assert (ended.status, ended.output) == (0, "[[1], [2]]\n"), ended.errors
