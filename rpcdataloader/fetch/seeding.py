@@ -44,7 +44,7 @@ def get_sample_seed() -> int:
     """
     if _current_seed is not None:
         return _current_seed
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def set_random_seeds(base_seed: int, worker_id: int) -> None:

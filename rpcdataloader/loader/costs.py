@@ -183,7 +183,7 @@ class CostBatchSampler(Sampler[list[int]]):
         generator = torch.Generator()
         generator.manual_seed(int(np.random.SeedSequence([self.seed, self.epoch, number]).generate_state(1)[0]))
         if self.shuffle:
-            samples = samples[torch.randperm(len(samples), generator=generator).numpy()]
+            samples = samples[torch.randperm(len(samples), generator=generator, device="cpu").numpy()]
         batches: list[Indices] = []
         for begin in range(0, len(samples), self.window):
             batches += self._cut(self._sorted(samples[begin : begin + self.window]), self.max_cost)
@@ -192,9 +192,9 @@ class CostBatchSampler(Sampler[list[int]]):
         num_left = len(batches) % num_ranks
         steps = [[batches[k] for k in row] for row in by_cost[num_left:].reshape(-1, num_ranks)]
         if self.shuffle:
-            steps = [steps[k] for k in torch.randperm(len(steps), generator=generator).tolist()]
+            steps = [steps[k] for k in torch.randperm(len(steps), generator=generator, device="cpu").tolist()]
             # No rank gets the largest batch of every step.
-            turns = torch.randint(num_ranks, (len(steps),), generator=generator).tolist()
+            turns = torch.randint(num_ranks, (len(steps),), generator=generator, device="cpu").tolist()
             steps = [step[turn:] + step[:turn] for step, turn in zip(steps, turns, strict=True)]
         if num_left and not self.drop_last:
             steps.append(self._deal([batches[k] for k in by_cost[:num_left]], num_ranks))

@@ -51,9 +51,9 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self._length, generator=generator)
+            order = torch.randperm(self._length, generator=generator, device="cpu")
         else:
-            order = torch.arange(self._length)
+            order = torch.arange(self._length, device="cpu")
         total = len(self) * self.num_replicas
         rest = order[self.start :]
         self.start = 0
@@ -108,7 +108,9 @@ def order_of(sampler: DistributedSampler[Any], length: int, start: int) -> dict[
 
 def draw_base_seed(generator: torch.Generator | None) -> int:
     """Draw the seed of a pass at the time and in the way of torch's loader, so that both leave the same state."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    # torch.set_default_device may name another device than the generator's.
+    device = None if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
 
 
 class _RawSamples(Iterator[Any]):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support import datasets
 from tests.support.comparison import assert_same
@@ -305,3 +305,16 @@ print([batch.tolist() for batch in importlib.reload(dataloader).RPCDataloader([1
 def test_argument_that_a_newer_torch_adds_keeps_its_default(zygote):
     ended = zygote.start(NEWER_TORCH).wait()
     assert (ended.status, ended.output) == (0, "[[1], [2]]\n"), ended.errors
+
+
+def test_orders_and_seeds_are_drawn_on_the_cpu_whatever_the_default_device():
+    def draw():
+        samplers = [ResumableDistributedSampler(range(9), 1, 0, shuffle=shuffle) for shuffle in (True, False)]
+        generator = torch.Generator().manual_seed(0)
+        loader = RPCDataloader(range(4), generator=generator, workers="inline", collate_fn=lambda _: get_sample_seed())
+        return [*map(list, samplers), list(CostBatchSampler([1] * 9, 3, num_replicas=1, rank=0)), list(loader)]
+
+    orders = draw()
+    with torch.device("meta"):  # as torch.set_default_device does
+        assert get_sample_seed() >= 0
+        assert draw() == orders

@@ -101,7 +101,7 @@ def test_stack_names_the_line_that_sleeps(side):
     side.start(sleep_in_python)
     text = wait_for_stack(side, "state: S (sleeping)", line_of(sleep_in_python, "sleep(600)"))
     first, second, third, *rest = text.split("\n")
-    assert re.fullmatch(rf"worker {side.number} \(pid {side.pid}\): state: S \(sleeping\)( in \w+)?", first)
+    assert re.fullmatch(rf"worker {side.number} \(pid {side.pid}\): state: S \(sleeping\)( in \S+)?", first)
     assert second == "Main thread (most recent call first):"
     assert third == "  " + line_of(sleep_in_python, "sleep(600)")
     # One line says who has called it; the rest, and our own threads, are the same everywhere.
