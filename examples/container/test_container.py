@@ -17,7 +17,7 @@ import pytest
 
 from rpcdataloader import launch, rpc_async
 from rpcdataloader.client.client import close_client
-from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
+from tests.conftest import READY_LINE, TIMEOUT_SCALE, is_running, occupied, wait_until
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples/container/Containerfile"
@@ -77,9 +77,12 @@ def run_health_check(last, port):
     return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, timeout=30).returncode
 
 
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def num_zombies_of(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sum(not is_running(int(child)) for child in children)
+    return sum(not is_running(child) for child in children_of(pid))
 
 
 def test_server_is_healthy_while_it_serves_and_drains_as_process_1(last, tmp_path):
@@ -100,7 +103,7 @@ def test_server_is_healthy_while_it_serves_and_drains_as_process_1(last, tmp_pat
             address, _, port = match[1].rpartition(":")
             assert run_health_check(last, port) == 0
             assert rpc_async(f"{address}:{port}", os.getppid).wait() > 1
-            server = min(descendants(process.pid))
+            [server] = children_of(process.pid)
             for _ in range(3):
                 rpc_async(f"{address}:{port}", os.getpid).wait()
                 close_client()

@@ -55,8 +55,11 @@ def test_a_long_wait_is_told_with_the_stack_of_the_worker_and_nothing_ends(share
     batches = iter(RPCDataloader(Gated(8, 3, fifo), batch_size=None, workers=shared_server.address, num_workers=2))
     assert [next(batches) for _ in range(3)] == [0, 1, 2]
 
+    messages = []
+
     def let_go(record):
         if "has waited" in record.getMessage():
+            messages.append(record.getMessage())
             open(fifo, "w").close()
         return True
 
@@ -65,7 +68,7 @@ def test_a_long_wait_is_told_with_the_stack_of_the_worker_and_nothing_ends(share
         assert list(batches) == [3, 4, 5, 6, 7]
     finally:
         caplog.handler.removeFilter(let_go)
-    (told,) = [message for message in caplog.messages if "has waited" in message]
+    (told,) = messages
     assert re.match(r"the loop has waited 1 s for batch 3 \(indices 3\), which is at worker \d+ \(pid \d+\) on ", told)
     assert re.search(r" \(tasks: \d at workers.*; workers: 2 at work; nodes: 1 up; next decision in [\d.]+ s\)\n", told)
     assert re.search(r'datasets\.py", line \d+ in wait_for\n', told)
