@@ -6,6 +6,7 @@ numpy, on several threads. It finds every change but those made to deceive it, a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import struct
@@ -36,8 +37,12 @@ def digest_memory(pieces: Iterable[memoryview]) -> bytes:
         for piece in pieces:
             end = len(piece) // _BLOCK_BYTES * _BLOCK_BYTES
             cuts = [*range(0, end, _SHARE_BYTES), end]
-            for reduced in threads.map(_reduce, (piece[start:stop] for start, stop in itertools.pairwise(cuts))):
-                found.update(reduced)
+            shares = [piece[start:stop] for start, stop in itertools.pairwise(cuts)]
+            reduced: Iterable[bytes] = map(_reduce, shares)
+            with contextlib.suppress(RuntimeError):  # an executor takes nothing more once the main thread has ended
+                reduced = threads.map(_reduce, shares)
+            for each in reduced:
+                found.update(each)
             found.update(piece[end:])
     return found.digest()
 
