@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from rpcdataloader.errors import RemoteTraceback
+from rpcdataloader.errors import RemoteTraceback, RPCError
 from rpcdataloader.fetch.samples import stopped
 from rpcdataloader.wire.copies import end_of, split
 from rpcdataloader.wire.pickling import dumps, loads
@@ -87,8 +87,8 @@ class FailedSample:
 
     def __init__(self, error: Exception) -> None:
         self._error, self._cause = error, error.__cause__
-        if isinstance(self._cause, RemoteTraceback):
-            # The relevant frames are the worker's. Those here refer to the pass, and would keep it.
+        if isinstance(self._cause, RemoteTraceback) or isinstance(error, RPCError):
+            # The relevant frames are the worker's, if any. Those here refer to the pass, and would keep it.
             error.__traceback__ = error.__context__ = None
 
     def __repr__(self) -> str:

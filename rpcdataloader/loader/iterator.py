@@ -64,12 +64,7 @@ class PassIterator(ABC):
     Args:
         name: Name of the dataset.
         reported_length: Length that the loader has reported; None if it was not queried.
-
-    Attributes:
-        timed_out: True after the exception of a wait that reached the timeout of the loader.
     """
-
-    timed_out = False
 
     def __init__(self, settings: PassSettings, name: str, reported_length: int | None) -> None:
         self._settings = settings
@@ -301,7 +296,6 @@ class RemoteIterator(PassIterator):
         if deadline is not None and deadline <= now:
             # torch's exception and text, which scripts may match.
             label = self._settings.partition.label
-            self.timed_out = True
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
         try:
             until = driver.falls_asleep(now, deadline)

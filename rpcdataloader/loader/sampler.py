@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from rpcdataloader.errors import RemoteError, RPCError
+from rpcdataloader.errors import BadSamplesError
 from rpcdataloader.fetch.raw import FailedSample, RawIndices
 
 
@@ -118,25 +118,23 @@ class _RawSamples(Iterator[Any]):
 
     def __init__(self, batches: Any, *, auto_collation: bool) -> None:
         self._batches, self._auto_collation = batches, auto_collation
-        self._taken: list[Any] = []  # the next batch, from when it is taken until it is returned
+        self._taken: list[Any] = []  # the next batch or its exception, from when it is taken until it is returned
 
     def __next__(self) -> Any:
-        try:
-            if not self._taken:
+        if not self._taken:
+            progress = self._batches.progress
+            num_yielded = progress.num_yielded
+            try:
                 # In one step: a signal handler may raise between two, and the batch would be lost.
                 self._taken.extend(map(next, (self._batches,)))
-            if not self._taken:
-                raise StopIteration
-            indices: list[Any] = RawIndices(self._taken[0])
-        except StopIteration:
-            raise
-        except Exception as error:
-            is_own = isinstance(error, RPCError) and not isinstance(error, RemoteError)
-            if is_own or self._batches.timed_out:
-                self._batches.timed_out = False
-                raise
-            # Of the stream.
-            indices = [FailedSample(error)]
+            except Exception as error:
+                if progress.num_yielded == num_yielded or isinstance(error, BadSamplesError):
+                    raise  # it takes the place of no batch
+                self._taken.append(error)
+        if not self._taken:
+            raise StopIteration
+        taken = self._taken[0]
+        indices: list[Any] = [FailedSample(taken)] if isinstance(taken, Exception) else RawIndices(taken)
         result = indices if self._auto_collation else indices[0]
         # Now, without a call in between, at which a signal handler may raise.
         self._taken = []

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,12 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import BadSamplesError, RemoteError, SerializationError
+from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteError, SerializationError
 from rpcdataloader.fetch.raw import RawIndices
-from tests.conftest import TIMEOUT_SCALE
-from tests.support.datasets import note, wait_for
+from rpcdataloader.loader.driver import Driver
+from rpcdataloader.loader.iterator import RemoteIterator
+from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+from tests.support.datasets import note, notes, wait_for
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -319,6 +322,55 @@ def test_skipped_samples_of_the_stream_count(wide_servers):
         assert loader.num_skipped == 4
 
 
+class Deadly(Stream):
+    """Ends its process when its first batch has arrived."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            if sample["number"] == 4:
+                wait_until(lambda: "arrived" in notes(self.path))
+                note(self.path, os.getpid())
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield sample
+
+
+class Waiting(Decode):
+    def __init__(self, log, fifo):
+        super().__init__()
+        self.log, self.fifo = log, fifo
+
+    def __call__(self, sample):
+        if sample["number"] == 0:
+            note(self.log, "arrived")
+            wait_for(self.fifo)
+        return sample["number"]
+
+
+def test_stream_that_ends_every_worker_is_an_error_in_its_turn(wide_servers, tmp_path, fifo):
+    log = str(tmp_path / "log")
+    Path(log).touch()
+
+    def let_go():
+        def num_ended():
+            return sum(not is_running(int(line)) for line in notes(log) if line != "arrived")
+
+        wait_until(lambda: num_ended() == 3)
+        open(fifo, "w").close()
+
+    batches = iter(make(wide_servers[0].address, Deadly(log), Waiting(log, fifo), num_workers=2))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(let_go)
+        assert next(batches).tolist() == [0, 1, 2, 3]
+        waiting.result()
+    with pytest.raises(ConnectionLostError, match="batch 1 has ended 3 workers in a row"):
+        next(batches)
+    assert list(batches) == []
+
+
 class Unopened(IterableDataset):
     """The file of its samples is missing."""
 
@@ -413,6 +465,44 @@ def test_interrupt_while_a_stream_opens_does_not_end_it(transform, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     assert as_lists(batches) == [[0, 1], [2, 3], [4, 5]]
+
+
+class Alarm(Exception):
+    """Raised by a signal handler."""
+
+
+def test_interrupt_of_the_pass_over_the_stream_counts_no_samples(wide_servers):
+    expected = as_lists(make(wide_servers[0].address, num_workers=1))
+    torch.manual_seed(11)
+    loader = make(wide_servers[0].address, num_workers=1)
+    batches = iter(loader)
+    found = as_lists(itertools.islice(batches, 3))
+
+    def interrupt(frame, event, _argument):
+        if event == "call" and frame.f_code is Driver.act.__code__ and is_inside(frame, RemoteIterator.__next__, 2):
+            sys.settrace(None)
+            raise Alarm
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(Alarm):
+            found += as_lists(batches)
+    finally:
+        sys.settrace(before)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="Alarm has interrupted this pass"):
+            next(batches)
+    loader.load_state_dict(loader.state_dict())
+    assert found + as_lists(loader) == expected
+
+
+def is_inside(frame, function, times):
+    """Whether a frame was called by so many of a function, each by the next."""
+    while frame is not None and times:
+        times -= frame.f_code is function.__code__
+        frame = frame.f_back
+    return not times
 
 
 class Unpicklable(IterableDataset):
