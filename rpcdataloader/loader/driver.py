@@ -257,10 +257,6 @@ class Driver:
         is_ready = self.begun.source.is_ready
         return is_ready is None or is_ready() or not (has_batch or self.engine.table.tasks)
 
-    def has_delivery(self) -> bool:
-        """Whether :meth:`take` gives a delivery now."""
-        return self.engine.table.has_deliverable if self.ahead is None else self.ahead.delivery is not None
-
     def take(self) -> Entry | None:
         """Return the next delivery, if it is here; with the condition."""
         if self.engine.failure is not None:

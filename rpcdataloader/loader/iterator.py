@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -185,9 +186,13 @@ class RemoteIterator(PassIterator):
 
     def is_ready(self) -> bool:
         """Whether the next call of ``next`` need not wait: there is a batch, or the end, or a failure."""
-        driver, engine = self.driver, self.driver.engine
-        with driver.condition:
-            return engine.failure is not None or driver.has_delivery() or engine.table.finished
+        engine = self.driver.engine
+        with self.driver.condition:
+            if engine.failure is not None or engine.table.finished:
+                return True
+            here = itertools.takewhile(lambda task: task.size_bytes is not None, engine.table.tasks.values())
+            # Those of which all samples were skipped are not returned.
+            return not all(task.answer and task.answer.lacks and task.answer.lacks.is_whole for task in here)
 
     def _next(self) -> Answer:
         driver, engine = self.driver, self.driver.engine

@@ -191,6 +191,14 @@ def test_remote_stream_and_epochs(wide_servers):
         assert first[0][0][2] != second[0][0][2]
 
 
+class LateNumbers(Numbers):
+    def __next__(self):
+        if self.stream.log is not None and len(notes(self.stream.log)) == 8:
+            note(self.stream.log, "source", os.getpid())
+            Path(self.stream.path).read_text()
+        return super().__next__()
+
+
 class Late(Stream):
     """Waits for a writer before its second batch."""
 
@@ -210,6 +218,34 @@ def test_batch_that_is_there_does_not_wait_for_the_stream(wide_servers, fifo):
     assert numbers([next(batches)]) == [0, 1, 2, 3]
     Path(fifo).write_text("")
     assert numbers(batches) == list(range(4, 12))
+
+
+class Empty(Stream):
+    """All samples of its second batch are broken; before its third one, it waits for a writer."""
+
+    def __init__(self, path, log):
+        super().__init__(12, broken=range(4, 8), log=log)
+        self.path = path
+
+    def __iter__(self):
+        return LateNumbers(self, 0, 1)
+
+
+class WhenDrawn(Decode):
+    """Waits until the stream has been asked for the third batch."""
+
+    def __call__(self, sample):
+        wait_until(lambda: len(notes(self.log)) > 8)
+        return sample["number"]
+
+
+def test_batch_that_is_there_does_not_wait_for_those_after_skipped_ones(wide_servers, fifo, tmp_path):
+    log = str(tmp_path / "log")
+    options = {"num_workers": 2, "on_error": "skip", "timeout": 5 * TIMEOUT_SCALE}
+    batches = iter(make(wide_servers[0].address, Empty(fifo, log), WhenDrawn(log=log), **options))
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    Path(fifo).write_text("")
+    assert as_lists(batches) == [[8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("who", ["source", "transform"])
