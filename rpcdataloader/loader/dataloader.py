@@ -38,8 +38,9 @@ _T_co = TypeVar("_T_co", covariant=True)
 # Asked once: frameworks wrap the constructors of loaders while their hooks run.
 _ARGUMENTS_OF_TORCH = tuple(inspect.signature(DataLoader).parameters)
 
-# Arguments that a loader with a transform shares with the loader of its stream.
+# Arguments that a loader with a transform shares with the loader of its stream, also if they change.
 _ALSO_OF_SOURCE = (
+    "worker_init_fn",
     "timeout",
     "partition",
     "max_in_flight_bytes",
@@ -266,16 +267,16 @@ class RPCDataloader(LoaderTools[_T_co]):
                 collate_fn=pack,
                 num_workers=self.source_workers,
                 drop_last=self.drop_last,
-                worker_init_fn=self.worker_init_fn,
                 generator=torch.Generator(),
                 persistent_workers=self.persistent_workers,
                 workers=None if isinstance(self.dataset, RPCDataset) else where,
-                **{name: getattr(self, name) for name in _ALSO_OF_SOURCE},
             )
             dataset = self.dataset
             name = dataset._access.name if isinstance(dataset, RPCDataset) else name_of(dataset)
             self._kept_source = Source(loader, name, auto_collation=self.batch_size is not None)
-        self._kept_source.generator = self.generator  # which the user may have changed
+        self._kept_source.generator = self.generator
+        for name in _ALSO_OF_SOURCE:
+            setattr(self._kept_source.loader, name, getattr(self, name))
         return self._kept_source
 
     @property

@@ -154,22 +154,23 @@ class Source:
         auto_collation: False to yield single samples.
 
     Attributes:
+        loader: The same.
         generator: Generator of the loader with the ``transform``.
     """
 
     def __init__(self, loader: Any, name: str, *, auto_collation: bool) -> None:
         self.name = name
         self.generator: torch.Generator | None = None
-        self._loader, self._auto_collation = loader, auto_collation
+        self.loader, self._auto_collation = loader, auto_collation
 
     def __iter__(self) -> Iterator[Any]:
-        self._loader.generator.manual_seed(draw_base_seed(self.generator))
-        return _RawSamples(self._loader._begin_quietly(), auto_collation=self._auto_collation)
+        self.loader.generator.manual_seed(draw_base_seed(self.generator))
+        return _RawSamples(self.loader._begin_quietly(), auto_collation=self._auto_collation)
 
     @property
     def num_skipped(self) -> int:
         """Number of skipped samples of the stream in the last pass."""
-        return self._loader.num_skipped  # type: ignore[no-any-return]
+        return self.loader.num_skipped  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch."""
@@ -177,8 +178,8 @@ class Source:
 
     def capture(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives the state of this moment; cheap, as it is called for every batch."""
-        return self._loader._captured_state()  # type: ignore[no-any-return]
+        return self.loader._captured_state()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on from a state."""
-        self._loader.load_state_dict(state)
+        self.loader.load_state_dict(state)

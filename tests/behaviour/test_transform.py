@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -356,6 +357,15 @@ def test_skipped_samples_of_the_stream_count(wide_servers):
         loader = make(workers, Stream(broken=(9, 39)), Decode(broken=(5, 6)), on_error="skip")
         list(loader)
         assert loader.num_skipped == 4
+
+
+def test_arguments_that_are_changed_later_hold_for_the_stream(tmp_path):
+    """As Lightning gives loaders a ``worker_init_fn``."""
+    loader = make("inline", Stream(12, broken=(5,)))
+    loader.on_error = "skip"
+    loader.worker_init_fn = functools.partial(note, str(tmp_path / "log"), "begins")
+    assert numbers(loader) == [*range(5), *range(6, 12)]
+    assert notes(str(tmp_path / "log")) == ["begins 0"] * 2
 
 
 class Deadly(Stream):
