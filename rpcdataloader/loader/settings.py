@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
+from rpcdataloader.client.discovery import Inline
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.fetch.raw import Transformed
@@ -73,8 +74,9 @@ class PassSettings:
         }
         if loader.transform is not None:
             source = loader._source
-            name, may_repeat = f"{source.name} (transform)", bool(loader.retry_on)
-            transformed = Transformed(loader.transform, name, may_repeat=may_repeat)
+            # In this process, an interrupted batch is loaded again.
+            may_repeat = bool(loader.retry_on) or isinstance(loader._where, Inline)
+            transformed = Transformed(loader.transform, f"{source.name} (transform)", may_repeat=may_repeat)
             values |= {"dataset": transformed, "sampler": source, "iterable": False}
         return cls(**values)
 

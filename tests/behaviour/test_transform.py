@@ -551,6 +551,24 @@ def is_inside(frame, function, times):
     return not times
 
 
+class InterruptedOnce(Decode):
+    is_interrupted = False
+
+    def __call__(self, sample):
+        if sample["number"] == 6 and not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        return super().__call__(sample)
+
+
+def test_transform_gets_samples_as_they_were_after_an_interrupt(expected):
+    batches = iter(make("inline", decode=InterruptedOnce()))
+    found = [next(batches).tolist()]
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert found + as_lists(batches) == expected
+
+
 class Unpicklable(IterableDataset):
     def __iter__(self):
         yield {"lock": threading.Lock()}
