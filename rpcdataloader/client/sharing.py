@@ -119,7 +119,7 @@ def of_rank(error: BaseException, partition: Partition) -> BaseException:
         where = str(cause.args[0])
         if not where.startswith(text):  # not yet labelled
             cause.args = (text + where, *cause.args[1:])
-    elif text and type(error).__module__ == errors.__name__:
+    elif text and type(error).__module__ == errors.__name__ and not str(error).startswith(text):
         named = type(error)(f"{text}{error}").with_traceback(error.__traceback__)
         named.__cause__ = cause
         return named

@@ -90,7 +90,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             the sample out of its batch, after ``retry_on``, and names it in a warning; empty batches are not delivered.
             A dataset with ``__getitems__`` loads whole batches, so these are left out.
         max_skipped: Number of skipped samples in one pass above which a :class:`~rpcdataloader.errors.BadSamplesError`
-            is raised.
+            is raised. Samples of a stream and those that a ``transform`` fails on are counted apart.
         device: Device of a delivered batch's tensors, such as ``"cuda:0"``; ``"cuda"`` is the current one of the thread
             that begins a pass. The next batch is copied while this one is used, in few large pieces, out of pinned
             memory. Arrays, and tensors that are more than a dtype, a shape and strides (sparse and nested ones,

@@ -579,6 +579,17 @@ def test_raw_sample_that_cannot_be_sent_is_named(wide_servers):
         next(iter(make(wide_servers[0].address, Unpicklable(), num_workers=1)))
 
 
+class Locked(Stream):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_error_at_the_beginning_of_the_stream_names_the_rank_once(wide_servers):
+    with pytest.raises(SerializationError, match=r"^\[rank 1 of 2\] dataset.lock is a"):
+        iter(make(wide_servers[0].address, Locked(), partition=(1, 2)))
+
+
 class Sums(Dataset):
     def __getitem__(self, payload):
         return sum(float(part.sum()) for part in payload.values())
