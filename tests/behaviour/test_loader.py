@@ -9,6 +9,7 @@ import os
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -318,3 +319,24 @@ def test_orders_and_seeds_are_drawn_on_the_cpu_whatever_the_default_device():
     with torch.device("meta"):  # as torch.set_default_device does
         assert get_sample_seed() >= 0
         assert draw() == orders
+
+
+OTHER_GENERATOR = """
+import json
+import numpy as np
+from rpcdataloader import RPCDataloader
+
+np.random.set_bit_generator(np.random.PCG64(0))
+loader = RPCDataloader(range(6), 2, num_workers=1)
+batches = [next(iter(loader)).tolist()]
+before = np.random.get_state(legacy=False)
+resumed = RPCDataloader(range(6), 2, num_workers=1)
+resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+print([*batches, *(batch.tolist() for batch in resumed)], np.random.get_state(legacy=False) == before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="this numpy has one kind for all")
+def test_global_generator_of_numpy_may_be_of_another_kind(zygote):
+    ended = zygote.start(OTHER_GENERATOR).wait()
+    assert (ended.status, ended.output) == (0, "[[0, 1], [2, 3], [4, 5]] True\n"), ended.errors
