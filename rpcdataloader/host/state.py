@@ -17,9 +17,7 @@ import torch
 
 def get_states() -> tuple[Any, ...]:
     """The states of this process's global random generators, python's, numpy's and torch's; picklable, about 10 KB."""
-    of_numpy: Any = np.random.get_state(legacy=False)
-    if of_numpy["bit_generator"] == "MT19937":  # unless the user has set another (numpy.random.set_bit_generator)
-        of_numpy = np.random.get_state()
+    of_numpy = np.random.get_state(legacy=False)
     return random.getstate(), of_numpy, torch.default_generator.get_state().numpy().tobytes()
 
 
@@ -27,9 +25,9 @@ def set_states(states: tuple[Any, ...]) -> None:
     """Put the generators of this process into ``states``."""
     python_state, numpy_state, torch_state = states
     random.setstate(python_state)
-    name = numpy_state["bit_generator"] if isinstance(numpy_state, dict) else numpy_state[0]
-    if name != np.random.get_state(legacy=False)["bit_generator"]:
-        np.random.set_bit_generator(getattr(np.random, name)())  # type: ignore[attr-defined]  # numpy's stubs lack it
+    kind = numpy_state["bit_generator"]  # the user may have set another (numpy.random.set_bit_generator)
+    if kind != np.random.get_state(legacy=False)["bit_generator"]:
+        np.random.set_bit_generator(getattr(np.random, kind)())  # type: ignore[attr-defined]  # numpy's stubs lack it
     np.random.set_state(numpy_state)
     torch.default_generator.set_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
 
@@ -37,21 +35,23 @@ def set_states(states: tuple[Any, ...]) -> None:
 def states_to_plain(states: tuple[Any, ...]) -> dict[str, Any]:
     """The states as numbers, strings and lists, for files that may hold only these."""
     (version, python_state, gauss), numpy_state, torch_state = states
-    if not isinstance(numpy_state, dict):
-        name, key, *rest = numpy_state
-        numpy_state = [name, key.tolist(), *rest]
     return {
         "python": [version, list(python_state), gauss],
-        "numpy": numpy_state,
+        "numpy": _without_arrays(numpy_state),
         "torch": torch_state.hex(),
     }
 
 
 def states_from_plain(plain: dict[str, Any]) -> tuple[Any, ...]:
     """The states again."""
-    (version, python_state, gauss), of_numpy = plain["python"], plain["numpy"]
-    of_numpy = of_numpy if isinstance(of_numpy, dict) else tuple(of_numpy)
-    return (version, tuple(python_state), gauss), of_numpy, bytes.fromhex(plain["torch"])
+    version, python_state, gauss = plain["python"]
+    return (version, tuple(python_state), gauss), plain["numpy"], bytes.fromhex(plain["torch"])
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_arrays(part) for name, part in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 class Change(NamedTuple):
