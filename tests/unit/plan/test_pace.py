@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rpcdataloader.plan.workers import Pace, WorkerPace
+from rpcdataloader.plan.workers import Pace, WorkerPace, keep_until
 
 
 def worker(pace=None) -> WorkerPace:
@@ -58,3 +58,37 @@ def test_answer_after_a_long_pause_replaces_what_was_known():
     record.sent(3, 60.0 + 16 * 20.0)
     record.answered(3, 1.0, 400.0)
     assert record.finish == pytest.approx(1.0)
+
+
+def workers_that_take(*seconds: float) -> list[WorkerPace]:
+    """Workers that have had one task each, and have nothing to do."""
+    pace = Pace(2)
+    records = [worker(pace) for _ in seconds]
+    for record, each in zip(records, seconds, strict=True):
+        record.sent(0, 0.0)
+        record.answered(0, each, each)
+    return records
+
+
+def test_worker_is_overdue_by_its_own_pace():
+    slow, fast = workers_that_take(8.0, 1.0)
+    for record in slow, fast:
+        record.sent(1, 10.0)
+    assert (slow.overdue_at(), fast.overdue_at()) == (42.0, 14.0)
+
+
+def test_task_is_kept_for_a_far_faster_worker_until_that_is_overdue():
+    slow, fast, equal = workers_that_take(8.0, 1.0, 8.0)
+    fast.sent(1, 10.0)
+    equal.sent(1, 10.0)
+    assert keep_until(slow, [fast, equal], 10.0) == 14.0
+    assert keep_until(slow, [equal], 10.0) == 10.0
+    assert keep_until(slow, [fast], 14.0) == 14.0  # overdue
+
+
+def test_task_is_kept_from_a_worker_that_is_overdue():
+    stuck, other = workers_that_take(1.0, 8.0)
+    stuck.sent(1, 10.0)
+    other.sent(1, 10.0)
+    assert keep_until(stuck, [other], 13.9) == 13.9
+    assert keep_until(stuck, [other], 14.0) == pytest.approx(min(other.overdue_at(), stuck.stale_at()))
