@@ -17,8 +17,7 @@ import torch
 
 def get_states() -> tuple[Any, ...]:
     """The states of this process's global random generators, python's, numpy's and torch's; picklable, about 10 KB."""
-    of_numpy = np.random.get_state(legacy=False)
-    return random.getstate(), of_numpy, torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state().numpy().tobytes()
 
 
 def set_states(states: tuple[Any, ...]) -> None:

@@ -154,7 +154,7 @@ class Source:
         auto_collation: False to yield single samples.
 
     Attributes:
-        loader: The same.
+        loader: Loader of the stream, whose arguments follow those of the loader with the ``transform``.
         generator: Generator of the loader with the ``transform``.
     """
 

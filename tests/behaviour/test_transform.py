@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -478,21 +479,29 @@ def test_pass_that_is_left_with_failed_samples_under_way_ends(wide_servers):
     assert reference() is None
 
 
-def test_interrupt_loses_no_raw_batch():
-    batches = iter(make("inline", Stream(12)))
+@contextlib.contextmanager
+def interrupted(error, function, is_there=lambda _frame: True):
+    """Raise an error at the next call of a function, as a signal handler may."""
 
     def interrupt(frame, event, _argument):
-        if event == "call" and frame.f_code is RawIndices.__init__.__code__:
+        if event == "call" and frame.f_code is function.__code__ and is_there(frame):
             sys.settrace(None)
-            raise KeyboardInterrupt
+            raise error
 
     before = sys.gettrace()
     sys.settrace(interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            next(batches)
+        with pytest.raises(error):
+            yield
     finally:
         sys.settrace(before)
+
+
+def test_interrupt_loses_no_raw_batch():
+    batches = iter(make("inline", Stream(12)))
+
+    with interrupted(KeyboardInterrupt, RawIndices.__init__):
+        next(batches)
     assert numbers(batches) == list(range(12))
 
 
@@ -528,18 +537,8 @@ def test_interrupt_of_the_pass_over_the_stream_counts_no_samples(wide_servers):
     batches = iter(loader)
     found = as_lists(itertools.islice(batches, 3))
 
-    def interrupt(frame, event, _argument):
-        if event == "call" and frame.f_code is Driver.act.__code__ and is_inside(frame, RemoteIterator.__next__, 2):
-            sys.settrace(None)
-            raise Alarm
-
-    before = sys.gettrace()
-    sys.settrace(interrupt)
-    try:
-        with pytest.raises(Alarm):
-            collect(batches, found)
-    finally:
-        sys.settrace(before)
+    with interrupted(Alarm, Driver.act, lambda frame: is_inside(frame, RemoteIterator.__next__, 2)):
+        collect(batches, found)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="Alarm has interrupted this pass"):
             collect(batches, found)

@@ -7,7 +7,7 @@
     python -m tests.mutants fetch --without tests/unit/fetch/test_seeding.py
 
 A mutant has one operator, number or word of one line replaced, by Cosmic Ray's operators. Places are drawn by a fixed
-seed; annotations and the options of data classes are left out. Each mutant runs in a copy of the working tree, in a
+seed; annotations and the options of decorators are left out. Each mutant runs in a copy of the working tree, in a
 process forked from this one, which has imported torch. A test that fails, or a run that takes too long, has killed it.
 Survivors are listed: some of them change nothing that can be seen.
 """

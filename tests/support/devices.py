@@ -35,7 +35,7 @@ class FakePageLock:
         self.ranges[address] = address + size_bytes
 
     def unregister(self, address: int) -> None:
-        if not is_mapped(address):
+        if not _is_mapped(address):
             raise ValueError(f"{address:x} is not mapped any more")
         del self.ranges[address]
         self.num_unregistered += 1
@@ -128,7 +128,7 @@ class _LateCopies(DeviceCopies):
         return self._device.seconds
 
 
-def is_mapped(address: int) -> bool:
+def _is_mapped(address: int) -> bool:
     """Whether there is memory at an address of this process."""
     maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
     return any(int(start, 16) <= address < int(end, 16) for start, end in maps)
