@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -168,19 +168,23 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], *, in_place: bool = Fa
         memory: Its blocks.
         in_place: True if small tensors stay in their slab.
     """
+    return _make(index, memory, _own_run if in_place else _copy_run)
+
+
+def _make(
+    index: Index, memory: Sequence[torch.Tensor], make_run: Callable[..., Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
     layouts = [(getattr(torch, dtype), shape, strides) for dtype, shape, strides in index.layouts]
-    tensors: list[torch.Tensor] = [_NOT_YET] * index.num_tensors
+    tensors = [_NOT_YET] * index.num_tensors
     num_large = len(index.large)
     for block, (number, layout) in zip(memory[:num_large], index.large, strict=True):
         tensors[number] = _place(block, 0, layouts[layout])
     for slab, runs in zip(memory[num_large:], index.slabs, strict=True):
-        stays = in_place or (len(runs) == 1 and len(runs[0][3]) == 1)  # alone in its slab
         for offset, size_bytes, layout, numbers in runs:
-            made: Sequence[torch.Tensor]
-            if stays:
-                made = [_place(slab, offset + i * size_bytes, layouts[layout]) for i in range(len(numbers))]
-            else:
-                made = _copy_run(slab, offset, size_bytes, layouts[layout], len(numbers))
+            if len(runs) == len(numbers) == 1:  # alone in its slab
+                tensors[numbers[0]] = _place(slab, offset, layouts[layout])
+                continue
+            made = make_run(slab, offset, size_bytes, layouts[layout], len(numbers))
             for number, tensor in zip(numbers, made, strict=True):
                 tensors[number] = tensor
     return tensors
@@ -200,15 +204,40 @@ def _place(memory: torch.Tensor, offset_bytes: int, layout: tuple[Any, ...]) -> 
     """A tensor on the storage of some memory."""
     dtype, shape, strides = layout
     # torch.set_default_device may name another device, here and below.
-    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
     first = memory.storage_offset() + offset_bytes
     return tensor.set_(memory.untyped_storage(), first // dtype.itemsize, shape, strides or ())
+
+
+# Nearly every call of torch releases the GIL, which beside busy threads costs far more than the call: so a run of 2,000
+# takes as few calls as one of 2. What a tensor's ``data`` is given or gives takes no release.
+
+
+def _show_run(
+    slab: torch.Tensor, offset: int, size_bytes: int, layout: tuple[Any, ...], count: int
+) -> Sequence[torch.Tensor]:
+    """Views of a slab."""
+    dtype, shape, strides = layout
+    if strides is not None:
+        return [_place(slab, offset + i * size_bytes, layout) for i in range(count)]
+    return _place(slab, offset, (dtype, (count, *shape), None)).unbind()
+
+
+def _own_run(
+    slab: torch.Tensor, offset: int, size_bytes: int, layout: tuple[Any, ...], count: int
+) -> Sequence[torch.Tensor]:
+    """Tensors on the storage of a slab, each with a version counter of its own."""
+    views = _show_run(slab, offset, size_bytes, layout, count)
+    tensors: Any = torch.unbind_copy(torch.empty((count, 0), device="cpu"))  # type: ignore[func-returns-value]  # a wrong stub
+    for tensor, view in zip(tensors, views, strict=True):
+        tensor.data = view
+    return tensors  # type: ignore[no-any-return]
 
 
 def _copy_run(
     slab: torch.Tensor, offset: int, size_bytes: int, layout: tuple[Any, ...], count: int
 ) -> Sequence[torch.Tensor]:
-    """Tensors in memory of their own, with the same few calls for a run of 2 or 2,000."""
+    """Tensors in memory of their own."""
     dtype, shape, strides = layout
     if strides is None:
         rows = _place(slab, offset, (dtype, (count, *shape), None))
@@ -236,27 +265,24 @@ class Movable:
 
     def __init__(self) -> None:
         self.blocks: list[torch.Tensor] = []
+        self._index = Index(0, [], [], [])
         self._tensors: list[torch.Tensor] = []
+        self._places: list[tuple[Any, ...]] = []
 
     def rebuild(self, index: Index, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Make the tensors of the message on the blocks themselves, the small ones on their slabs."""
-        self.blocks, self._tensors = list(memory), rebuild(index, memory, in_place=True)
+        self.blocks, self._index, self._tensors = list(memory), index, rebuild(index, memory, in_place=True)
+        self._places = [_place_of(tensor) for tensor in self._tensors]
         return self._tensors
 
     def move(self, copies: Sequence[torch.Tensor], device: torch.device) -> None:
         """Move the tensors to copies of :attr:`blocks`, and drop the blocks."""
-        copied = {_storage_of(block): copy for block, copy in zip(self.blocks, copies, strict=True)}
-        whole: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # copies, as elements of a type
-        for tensor in self._tensors:
-            key = storage, dtype = _storage_of(tensor), tensor.dtype
-            if storage not in copied:  # user code gave it other memory
-                tensor.data = tensor.data.to(device)
-                continue
-            if key not in whole:
-                whole[key] = torch.empty(0, dtype=dtype, device=device).set_(copied[storage].untyped_storage())
-            tensor.data = whole[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        moved = _make(self._index, copies, _show_run)
+        for tensor, place, target in zip(self._tensors, self._places, moved, strict=True):
+            # User code may have given it other memory, or another shape.
+            tensor.data = target if _place_of(tensor) == place else tensor.data.to(device)
         self.blocks, self._tensors = [], []
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
