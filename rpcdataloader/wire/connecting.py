@@ -66,8 +66,7 @@ def connect(
         try:
             return _connect_once(address, deadline)
         except OSError as exc:
-            may_pass = isinstance(exc, TimeoutError) or exc.errno in _NOT_YET
-            if not retry or not may_pass or not deadline.pause(pause):
+            if not retry or not _may_pass(exc) or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
             if pause >= 1.0 and not reported and (prefix := label()) is not None:
                 reported = True
@@ -85,14 +84,22 @@ def _connect_once(address: Address, deadline: Deadline) -> Transport:
     if address.is_unix:
         with short_path(address.path) as path:
             return Transport(_connect_socket(socket.AF_UNIX, path, deadline, 1), str(address))
-    infos = look_up(address.host, address.port)
-    while True:
-        family, _type, _proto, _name, sockaddr = infos.pop(0)
-        try:
-            return Transport(_connect_socket(family, sockaddr, deadline, 1 + len(infos)), str(address))
-        except OSError:
-            if not infos:
-                raise
+    infos, errors = look_up(address.host, address.port), []
+    try:
+        while infos:
+            family, _type, _proto, _name, sockaddr = infos.pop(0)
+            try:
+                return Transport(_connect_socket(family, sockaddr, deadline, 1 + len(infos)), str(address))
+            except OSError as exc:
+                errors.append(exc)
+        # A machine without IPv6 cannot reach some of them, ever: what it says of the others counts.
+        raise next(filter(_may_pass, errors), errors[0])
+    finally:
+        del errors  # their tracebacks refer to this frame
+
+
+def _may_pass(error: OSError) -> bool:
+    return isinstance(error, TimeoutError) or error.errno in _NOT_YET
 
 
 def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int) -> socket.socket:
