@@ -76,6 +76,9 @@ class Output:
         self._waiting.clear()
         self._num_left_out = 0
 
+    def close(self) -> None:
+        os.close(self._descriptor)
+
 
 def _open_again(descriptor: int) -> int:
     if (sys.__stdout__, sys.__stderr__)[descriptor - 1] is None:

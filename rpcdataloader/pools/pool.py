@@ -428,8 +428,9 @@ class _Server:
                     self.address = match[1]
                 else:
                     self.last_words = text
-                    sys.stderr.write(f"{text}\n")
-                    sys.stderr.flush()
+                    with suppress(Exception):  # the engine's stream: a full disk, or anything
+                        sys.stderr.write(f"{text}\n")
+                        sys.stderr.flush()
         self.process.wait()
         self.ended.set()
         self.closing.set()

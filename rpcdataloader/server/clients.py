@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Event, Link
@@ -95,11 +94,10 @@ class Clients:
         num_ended: Workers of these.
     """
 
-    def __init__(self, context: ServerContext, loop: Loop, log: Output, strangers: LimitedLog) -> None:
+    def __init__(self, context: ServerContext, loop: Loop, strangers: LimitedLog) -> None:
         self._context = context
         self._counters = context.counters
         self._loop = loop
-        self._log = log
         self._strangers = strangers
         self._readers: set[OutputReader] = set()
         self._folders = Folders()
@@ -176,7 +174,7 @@ class Clients:
                 # The log of an embedded pool is its client's terminal, which would show the line twice.
                 if self._context.embedded:
                     return
-            self._log.write(f"{prefix} {line}\n")
+            self._context.log.write(f"{prefix} {line}\n")
 
         reader = OutputReader(descriptor, take)
         self._readers.add(reader)

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
-from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, ClientRecord, Clients
 from rpcdataloader.server.counters import Row
@@ -91,7 +90,6 @@ class NodeServer:
 
     Args:
         listener: Listening socket; closed when the server ends or drains.
-        log: Log, which gets the lines that sessions and workers print.
         lifeline: Descriptor that the server's owner holds open; None without an owner. End of file means that the owner
             has gone; so does silence for ``LIFELINE_SILENCE`` seconds after a first byte.
 
@@ -100,22 +98,14 @@ class NodeServer:
         registration: File by which clients find the server, renewed here and ended by a drain; None without one.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        context: ServerContext,
-        *,
-        log: Output,
-        lifeline: int | None = None,
-    ) -> None:
+    def __init__(self, listener: socket.socket, context: ServerContext, lifeline: int | None = None) -> None:
         self._context = context
         self._loop = Loop()
         # A connection may go away between poll and accept.
         listener.setblocking(False)
         self._listener = listener
-        self._log = log
         self._strangers = LimitedLog()
-        self._clients = Clients(context, self._loop, log, self._strangers)
+        self._clients = Clients(context, self._loop, self._strangers)
         self._lifeline = lifeline
         self._silence: Timer | None = None  # of the owner
         self.registration: Registration | None = None
@@ -138,10 +128,10 @@ class NodeServer:
         try:
             while not self._is_draining or self._clients:
                 unsent = [child for child in self._children.values() if not child.link.flush()]
-                if self._log.is_waiting:
-                    self._loop.watch(self._log.fileno(), self._log.flush, select.POLLOUT)
+                if (log := self._context.log).is_waiting:
+                    self._loop.watch(log.fileno(), log.flush, select.POLLOUT)
                 else:
-                    self._loop.unwatch(self._log.fileno())
+                    self._loop.unwatch(log.fileno())
                 self._loop.wait(RETRY_PAUSE if unsent else None)
         finally:
             self._close()
@@ -156,7 +146,7 @@ class NodeServer:
             child.link.close()
         self._clients.close()
         self._listener.close()
-        self._log.finish()
+        self._context.log.finish()
 
     def _call_after(self, seconds: float, function: Callable[[], object]) -> Timer:
         return self._loop.call_at(time.monotonic() + seconds, function)
@@ -289,7 +279,7 @@ class NodeServer:
 
     def _forget_in_child(self, own: Stranger) -> None:
         """Close the node server's descriptors in a gate, but for its own connection."""
-        self._log.forget()
+        self._context.log.forget()
         self._listener.close()
         self.signals.close()
         if self._lifeline is not None:

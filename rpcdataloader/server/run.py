@@ -87,9 +87,9 @@ def run_server(
     gc.collect()
     gc.freeze()
     try:
-        context = ServerContext(settings, credentials, settings.workers, embedded, tls)
+        context = ServerContext(settings, credentials, settings.workers, log, embedded, tls)
         with contextlib.ExitStack() as stack:
-            server = NodeServer(listener, context, log=log, lifeline=lifeline)
+            server = NodeServer(listener, context, lifeline)
             stack.enter_context(server.signals.heard())
             if settings.register:
                 entry = ServerEntry(address, context.num_workers, context.node, os.getpid(), machine_id())

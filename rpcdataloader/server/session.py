@@ -94,6 +94,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     session_id = os.urandom(16)
     output, theirs = os.pipe()
     redirect_output(theirs)
+    context.log.close()  # or what user code forks would keep it open for its readers
     node.send(events.SessionBegun(session_id.hex(), channel.name, channel.peer), [output])
     os.close(output)
     # The node server knows the session before the client does, so that no worker connection comes too early.

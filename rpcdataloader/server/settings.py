@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, RPCError
+from rpcdataloader.host.output import Output
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.server.counters import CounterTable
 from rpcdataloader.server.events import Refused
@@ -148,6 +149,7 @@ class ServerContext:
     settings: ServerSettings
     credentials: Credentials
     num_workers: int
+    log: Output  # of the node server, which also gets the lines that workers print; sessions close it
     # True for the pool of one trainer: workers are not capped, and warnings only go to the log, which is the trainer's
     # terminal.
     embedded: bool = False

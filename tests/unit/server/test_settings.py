@@ -50,7 +50,7 @@ def test_number_of_workers_is_that_of_the_cpus_unless_given(monkeypatch):
 @pytest.mark.parametrize(("given", "embedded", "cap"), [(0, False, 12), (5, False, 5), (5, True, None)])
 def test_cap_on_workers_is_four_times_their_number_unless_given(given, embedded, cap):
     settings = ServerSettings(num_workers=3, max_connections=given)
-    assert ServerContext(settings, INSECURE, settings.workers, embedded).max_connections == cap
+    assert ServerContext(settings, INSECURE, settings.workers, None, embedded).max_connections == cap
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
