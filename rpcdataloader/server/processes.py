@@ -129,20 +129,20 @@ class StopSignals:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Hear them, which is only possible in the main thread.
+        """Hear them, which is only possible in the main thread; SIGUSR1 and SIGUSR2 of a job manager do nothing.
 
-        Afterwards they are ignored: a process that has drained still takes torch apart, and then exits with status 0.
+        Afterwards all are ignored: a process that has drained still takes torch apart, and then exits with status 0.
         """
         # A signal that the kernel gives to another thread, such as one of a preloaded module, does not interrupt poll.
         # The descriptor comes first, so that no signal is lost.
         wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
+        for number in _QUIET_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
-                signal.signal(number, lambda *_: None)
+                signal.signal(number, _do_nothing)
         try:
             yield
         finally:
-            for number in STOP_SIGNALS:
+            for number in _QUIET_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             signal.set_wakeup_fd(wakeup)
             self.close()
@@ -254,7 +254,7 @@ def fork(run: Callable[[], None]) -> Process:
 
 
 def _do_nothing(_number: int, _frame: object) -> None:
-    """Handle a broadcast signal in sessions and workers: do nothing."""
+    """Handle a broadcast signal: do nothing."""
 
 
 _forking = threading.local()  # signals that this thread had blocked before

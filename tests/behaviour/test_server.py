@@ -180,6 +180,18 @@ def test_drain_lets_running_calls_finish_and_takes_no_new_session(serve, start_c
     assert "WARNING" not in server.log
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_warning_that_slurm_sends_to_all_steps_of_a_job_ends_nobody(serve, number):
+    """As with --signal=USR1@120."""
+    server = serve()
+    worker = call(server, os.getpid)
+    for pid in server.pid, *server.processes():
+        os.kill(pid, number)
+    assert call(server, os.getpid) == worker
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
 @pytest.mark.parametrize("grace", ["0.2", "600"])
 def test_drain_ends_after_its_grace_or_at_a_second_signal(serve, fifo, grace):
     server = serve("--grace", grace)
