@@ -169,15 +169,17 @@ class Client:
         """Run ``function`` in a thread; :meth:`close` ends the sessions, sets ``stop``, and joins it.
 
         Returns:
-            False if the client is closed.
+            False if the client is closed, or no thread can be started: there are too many, or the interpreter ends.
         """
         thread = threading.Thread(target=function, name=name, daemon=True)
-        with self._lock:
+        with self._lock, contextlib.suppress(RuntimeError):
             self._threads = {other: end for other, end in self._threads.items() if other.is_alive()}
             if not self.is_closed:
                 thread.start()
                 self._threads[thread] = stop, join_timeout
-            return not self.is_closed
+                return True
+        logger.debug("cannot start the thread %s", name)
+        return False
 
     def ask_ranks(self, dataset: str, then: Callable[[LoopStatus | None], None]) -> bool:
         """Ask a node server, in a new thread, for the loop over a dataset of the rank that waits most.

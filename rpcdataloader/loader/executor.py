@@ -38,6 +38,9 @@ logger = logging.getLogger("rpcdataloader.loader")
 # A thread that waits for a hanging file server cannot be woken; it does not use torch.
 _LOOK_JOIN_TIMEOUT = 2.0
 
+# Seconds until another attempt to start a thread.
+_NO_THREAD_PAUSE = 1.0
+
 Event = Callable[[Engine[Node], float], None]
 
 
@@ -102,7 +105,8 @@ class Executor:
         """Connect to a node after ``delay`` seconds, and build the dataset there; ``feed`` takes the result."""
         self._sought.add(node)
         seek = functools.partial(self._seek, node, delay, feed)
-        self._client.start_thread(f"rpcdl-seek {node}", seek, self._closed)
+        if not self._client.start_thread(f"rpcdl-seek {node}", seek, self._closed):
+            self._client.alarm.call_after(_NO_THREAD_PAUSE, functools.partial(self.seek, node, delay, feed))
 
     def _seek(self, node: Node, delay: float, feed: Callable[[Event], None]) -> None:
         if self._closed.wait(delay):
@@ -129,7 +133,8 @@ class Executor:
             changed: Function that takes the nodes that have come, restarted ones included, and those that have gone.
         """
         watch = functools.partial(self._watch, where, changed)
-        self._client.start_thread("rpcdl-look", watch, self._closed, _LOOK_JOIN_TIMEOUT)
+        if not self._client.start_thread("rpcdl-look", watch, self._closed, _LOOK_JOIN_TIMEOUT):
+            self._client.alarm.call_after(_NO_THREAD_PAUSE, functools.partial(self.watch, where, changed))
 
     def _watch(self, where: Remote, changed: Callable[[list[Node], list[Node]], None]) -> None:
         known = dict.fromkeys(self._known, "")

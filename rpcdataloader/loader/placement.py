@@ -202,7 +202,8 @@ def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
 
     for session in wanted:
         run = functools.partial(build_on, session)
-        get_client().start_thread(f"rpcdl-build {session.name}", run, threading.Event())
+        if not get_client().start_thread(f"rpcdl-build {session.name}", run, threading.Event()):
+            run()
     limit, missing, lost = Deadline(None), set(wanted), None
     while missing:
         try:

@@ -266,23 +266,53 @@ def test_set_up_that_hangs_is_told(serve, monkeypatch, caplog):
             waiting.result()
 
 
-def test_worker_for_which_there_is_no_thread_is_asked_for_again(workers, monkeypatch, caplog):
+@pytest.fixture
+def refuse(monkeypatch):
+    """Let the next start of a thread with such a name fail; gives the names of those that have failed."""
+    start = threading.Thread.start
+
+    def refuse(name):
+        def start_later(thread):
+            if thread.name.startswith(name) and not failed:
+                failed.append(thread.name)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        failed = []
+        monkeypatch.setattr(threading.Thread, "start", start_later)
+        return failed
+
+    return refuse
+
+
+@pytest.mark.parametrize(("lost", "name"), [("worker", "rpcdl-recv"), ("session", "rpcdl-seek")])
+def test_worker_or_node_for_which_there_is_no_thread_is_asked_for_again(workers, refuse, lost, name, caplog):
     iterator = iter(RPCDataloader(RPCDataset(workers, Processes, 10**6), batch_size=None, num_workers=2))
-    known = set()
-    wait_until(lambda: known.add(int(next(iterator)[1])) or len(known) == 2)
-    failed, start = [], threading.Thread.start
-
-    def start_later(thread):
-        if thread.name.startswith("rpcdl-recv") and not failed:
-            failed.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_later)
-    os.kill(min(known), signal.SIGKILL)
+    known, sessions = set(), set()
+    while len(known) < 2:
+        _index, worker, session = map(int, next(iterator))
+        known.add(worker)
+        sessions.add(session)
+    failed = refuse(name)
+    os.kill(min(known if lost == "worker" else sessions), signal.SIGKILL)
     wait_until(lambda: int(next(iterator)[1]) not in known)
     assert failed
     assert "Traceback" not in caplog.text
+
+
+def test_pass_begins_and_goes_on_without_threads_that_it_can_spare(wide_servers, fifo, monkeypatch, refuse):
+    """For one of the nodes that build at the same time, and for the report of a long wait."""
+    shorten(monkeypatch, "long wait")
+    failed = refuse("rpcdl-build")
+    dataset = RPCDataset([server.address for server in wide_servers], datasets.Gated, 8, 3, fifo)
+    assert failed
+    batches = iter(RPCDataloader(dataset, batch_size=None))
+    assert [next(batches) for _ in range(3)] == [0, 1, 2]
+    failed = refuse("rpcdl-report")
+    with ThreadPoolExecutor(1) as thread:
+        opened = thread.submit(lambda: wait_until(lambda: failed) or open(fifo, "w").close())
+        assert list(batches) == [3, 4, 5, 6, 7]
+        opened.result()
 
 
 def test_slow_batch_out_of_order_stops_no_second_worker(workers, monkeypatch, fifo):
