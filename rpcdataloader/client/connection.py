@@ -334,7 +334,8 @@ class Connection:
             if self.error is None:
                 self.error = error
             pending, self._pending = self._pending, {}
-        self._outbox.clear()
+        with self._sending:  # the sender may be about to take a message
+            self._outbox.clear()
         for request in pending.values():
             request.complete(self._reason())
         self._listener.lost(self.error)

@@ -127,8 +127,8 @@ class Registration:
             try:
                 os.utime(self._path)  # the clock of the file server
             except FileNotFoundError:
-                server_logger.warning("%s was removed by another process: registered again", self._path)
                 self._write()
+                server_logger.warning("%s was removed by another process: registered again", self._path)
             self._has_failed = False
         except OSError as exc:
             if not self._has_failed:

@@ -79,6 +79,16 @@ def test_server_that_has_nothing_to_do_renews_its_file(register):
         wait_until(lambda: path.stat().st_mtime > 1000.0)
 
 
+def test_file_that_is_removed_is_written_again_unless_its_folder_has_gone(register, folder):
+    server, path = register(before=in_server("renewal"))
+    path.unlink()
+    server.logged(f"{path} was removed by another process: registered again")
+    assert path.exists()
+    folder.rename(f"{folder}-gone")
+    server.logged(f"cannot renew {path}: No such file or directory")
+    assert server.log.count("registered again") == 1
+
+
 # --- clients
 
 
