@@ -24,7 +24,7 @@ from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, ClientRecord
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
 from rpcdataloader.server.logs import LimitedLog
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, Timer, reap_orphans
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, Timer, fork, reap_orphans
 from rpcdataloader.server.session import run_gate
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.status import describe_node
@@ -45,6 +45,9 @@ MAX_EVENTS = 256
 
 # Seconds for the kernel to end all children. One that waits for a file server may take longer.
 END_TIMEOUT = 5.0
+
+# Seconds for the file server of the register when the server drains.
+REGISTER_TIMEOUT = 1.0
 
 # Seconds of silence after which an owner that writes to the lifeline counts as gone: a machine that vanished does not
 # close it.
@@ -109,6 +112,7 @@ class NodeServer:
         self._lifeline = lifeline
         self._silence: Timer | None = None  # of the owner
         self.registration: Registration | None = None
+        self._renewal: Process | None = None  # a fork, as a file server may hang
         self._unproved: set[Stranger] = set()
         self._children: dict[int, Child] = {}  # by process id
         self._started = time.monotonic_ns()
@@ -277,8 +281,8 @@ class NodeServer:
             connection.gate.connection = None
         self._accept_again()
 
-    def _forget_in_child(self, own: Stranger) -> None:
-        """Close the node server's descriptors in a gate, but for its own connection."""
+    def _forget_in_child(self, own: Stranger | None = None) -> None:
+        """Close the node server's descriptors in a fork, but for a gate's own connection."""
         self._context.log.forget()
         self._listener.close()
         self.signals.close()
@@ -289,6 +293,8 @@ class NodeServer:
             child.forget_in_child()
         for connection in self._unproved - {own}:
             connection.sock.close()
+        if self._renewal is not None and self._renewal.ended is None:
+            os.close(self._renewal.fileno())
 
     # --- events and ends of children
 
@@ -398,8 +404,7 @@ class NodeServer:
             return
         self._is_draining = True
         grace = self._context.settings.grace
-        if self.registration is not None:
-            self.registration.close()
+        self._deregister()
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
         # Readers of this line may start another server at the same address.
@@ -418,10 +423,29 @@ class NodeServer:
         for child in self._children.values():
             child.process.kill(reason)
 
+    # --- the register
+
     def _renew(self) -> None:
-        if self.registration is not None and not self._is_draining:
-            self.registration.renew()
-            self._call_after(RENEWAL_PERIOD, self._renew)
+        if self._is_draining:
+            return
+        self._call_after(RENEWAL_PERIOD, self._renew)
+        if self._renewal is None or self._renewal.reap() is not None:
+            with contextlib.suppress(OSError):  # no room for another process
+                self._renewal = fork(self._renew_in_fork)
+
+    def _renew_in_fork(self) -> None:
+        assert self.registration is not None
+        self._forget_in_child()
+        self.registration.renew()
+
+    def _deregister(self) -> None:
+        if self.registration is None:
+            return
+        if self._renewal is not None and self._renewal.reap(wait=REGISTER_TIMEOUT) is None:
+            self._renewal.kill("its file server hangs")
+            self._renewal.reap(wait=REGISTER_TIMEOUT)
+            self.registration.is_closed = True
+        self.registration.close()
 
 
 def _named_session(start: bytes) -> str | None:

@@ -16,6 +16,7 @@ import ipaddress
 import json
 import logging
 import math
+import mmap
 import os
 import re
 import secrets
@@ -103,6 +104,9 @@ class Registration:
         directory: Absolute path; created if it is missing, for its owner alone.
         entry: Content of the file; its time is replaced by that of the file system.
 
+    Attributes:
+        is_closed: True if the file is left alone from now on.
+
     Raises:
         ConnectError: The directory cannot be written.
     """
@@ -111,8 +115,8 @@ class Registration:
         self._directory = directory
         self._entry = entry
         self._path = os.path.join(directory, entry.file_name(secrets.token_hex(4)))
-        self._has_failed = False
-        self._is_closed = False
+        self._has_failed = mmap.mmap(-1, 1)  # shared with forks, each of which may renew once
+        self.is_closed = False
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory, 0o700)
@@ -129,17 +133,17 @@ class Registration:
             except FileNotFoundError:
                 self._write()
                 server_logger.warning("%s was removed by another process: registered again", self._path)
-            self._has_failed = False
+            self._has_failed[0] = False
         except OSError as exc:
-            if not self._has_failed:
+            if not self._has_failed[0]:
                 server_logger.warning("cannot renew %s: %s", self._path, exc.strerror or exc)
-            self._has_failed = True
+            self._has_failed[0] = True
 
     def close(self) -> None:
         """Tell clients that the server is leaving; idempotent."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         try:
             os.unlink(self._path)
         except FileNotFoundError:

@@ -11,10 +11,10 @@ import threading
 import pytest
 from torch.utils.data import IterableDataset
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import ConnectError
-from tests.conftest import close_client, wait_until
+from tests.conftest import close_client, descendants, wait_until
 from tests.support import datasets
 from tests.support.clocks import in_server
 
@@ -87,6 +87,15 @@ def test_file_that_is_removed_is_written_again_unless_its_folder_has_gone(regist
     folder.rename(f"{folder}-gone")
     server.logged(f"cannot renew {path}: No such file or directory")
     assert server.log.count("registered again") == 1
+
+
+def test_server_whose_file_server_hangs_serves_and_drains(register):
+    hangs = "import os, time; os.utime = lambda *_: time.sleep(600); "
+    server, _path = register(before=hangs + in_server("renewal"))
+    wait_until(lambda: len(descendants(server.pid)) == 1)
+    assert rpc_async(server.address, os.getpid).wait() > 0
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
 
 
 # --- clients
