@@ -100,8 +100,9 @@ def begin_pass(
         makes_requests=makes_requests,
         is_ready=is_ready,
     )
-    if saved is not None and progress.end is None and not settings.iterable and is_ready is None:
-        # Samplers choose their order at the first batch, so this must not wait.
+    # Samplers choose their order at the first batch, before which the script may draw. Workers are requested before it.
+    is_drawn_later = makes_requests and saved is None
+    if not (is_drawn_later or settings.iterable) and progress.end is None and is_ready is None:
         source.look_ahead()
     resumed = () if saved is None else tuple(progress.streams)
     return Pass(source, progress, first, ranks, resumed)

@@ -238,6 +238,24 @@ def test_pass_of_persistent_workers_goes_on_with_others(address, where):
     assert_same(train(make, [9], 2, [True, False]), expected)
 
 
+@pytest.mark.parametrize("where", ["inline", "workers"])
+def test_loaders_that_take_turns_go_on(address, where):
+    """Each draws from the global generators between the beginning of the other one and its first batch."""
+
+    def make():
+        return [RPCDataloader(Numbers(SIZE), 4, shuffle=True, workers=places[where]) for _ in range(2)]
+
+    places = {"inline": "inline", "workers": address}
+    seed(5)
+    expected = list(zip(*make(), strict=True))
+    seed(5)
+    loaders, others = make(), make()
+    batches = list(itertools.islice(zip(*loaders, strict=True), 2))
+    for loader, other in zip(loaders, others, strict=True):
+        other.load_state_dict(through_json(loader.state_dict()))
+    assert_same(batches + list(zip(*others, strict=True)), expected)
+
+
 # Iterable-style datasets
 
 
