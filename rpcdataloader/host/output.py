@@ -77,7 +77,9 @@ class Output:
         self._num_left_out = 0
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Close it, in a fork with its own standard streams: a server without one may have taken its descriptor."""
+        if self._descriptor > 2:
+            os.close(self._descriptor)
 
 
 def _open_again(descriptor: int) -> int:
