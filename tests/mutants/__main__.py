@@ -49,7 +49,8 @@ TESTS = {
     "fetch": "unit/fetch behaviour/test_bad_samples.py behaviour/test_determinism.py behaviour/test_iterable.py",
     "client": "unit/client behaviour/test_rpc.py behaviour/test_dataset.py behaviour/test_recovery.py",
     "server": "unit/server behaviour/test_server.py behaviour/test_launch.py behaviour/test_stacks.py",
-    "loader": "unit/loader behaviour/test_loader.py behaviour/test_differential.py behaviour/test_resume.py",
+    "loader": "unit/loader behaviour/test_loader.py behaviour/test_differential.py behaviour/test_resume.py "
+    "behaviour/test_device.py behaviour/test_gather_states.py behaviour/test_transform.py",
 }
 OUTPUT = "output of tests"
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not chaos", "--timeout", "60"]
