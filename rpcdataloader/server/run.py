@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 from collections.abc import Callable, Sequence
 
 from rpcdataloader.errors import ConnectError
@@ -117,7 +118,8 @@ def _preload(modules: Sequence[str]) -> None:
     for module in modules:
         before = num_threads()
         try:
-            importlib.import_module(module)
+            with contextlib.redirect_stdout(sys.stderr):  # who started this server waits for its ready line
+                importlib.import_module(module)
         except ImportError as exc:
             raise ImportError(f"cannot preload {module}: {exc}") from exc
         if num_threads() > before:

@@ -148,12 +148,13 @@ def test_unix_socket_is_private_and_goes_with_the_server(serve, tmp_path):
 # --- what it offers
 
 
-def test_preloaded_modules_are_imported_once_in_the_server(serve, tmp_path):
-    (tmp_path / "preloaded_one.py").write_text("import os; pid = os.getpid()")
+def test_preloaded_modules_are_imported_once_in_the_server_and_print_into_its_log(serve, tmp_path):
+    (tmp_path / "preloaded_one.py").write_text("import os; pid = os.getpid(); print('hello')")
     (tmp_path / "preloaded_two.py").write_text("import os; pid = os.getpid()")
     server = serve("--preload", "preloaded_one, preloaded_two", before=f"sys.path.append({str(tmp_path)!r})")
     imported = lambda: [sys.modules[f"preloaded_{name}"].pid for name in ("one", "two")]  # noqa: E731  # sent by value
     assert call(server, imported) == [server.pid, server.pid]
+    server.logged("^hello\n")
 
 
 # --- secrets
