@@ -66,7 +66,8 @@ def connect(
         try:
             return _connect_once(address, deadline)
         except OSError as exc:
-            if not retry or not _may_pass(exc) or not deadline.pause(pause):
+            is_full = exc.errno == errno.EAGAIN  # the queue of a Unix socket
+            if not (retry or is_full) or not _may_pass(exc) or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
             if pause >= 1.0 and not reported and (prefix := label()) is not None:
                 reported = True

@@ -63,6 +63,23 @@ def test_waiting_ends_at_the_deadline_and_when_it_is_cancelled(tmp_path):
         waiting.result(FOREVER)
 
 
+def test_full_queue_of_a_unix_socket_is_waited_for(tmp_path):
+    """TCP does that by itself. Many workers may come at once, and Linux before 5.4 lets 128 of them wait."""
+    address = Address(path=str(tmp_path / "socket"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address.path)
+        listener.listen(0)
+        connected = [connect(address, Deadline(FOREVER))]
+        start = time.monotonic()
+        with pytest.raises(ConnectError, match="temporarily"):
+            connect(address, Deadline(0.2))
+        assert time.monotonic() > start + 0.1
+        with listener.accept()[0]:
+            connected.append(connect(address, Deadline(FOREVER)))
+        for transport in connected:
+            transport.close()
+
+
 @contextlib.contextmanager
 def stuck(family, address):
     """The address of a listener that answers nothing: its queue is full."""
