@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rpcdataloader.client.background import Alarm, Callers, Janitor
 from rpcdataloader.client.discovery import ASK_TIMEOUT, Local, Remote, ask_all
@@ -158,10 +158,18 @@ class Client:
                 self._nodes[address] = Node(address, settings, local)
             return self._nodes[address]
 
-    def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float) -> None:
+    def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float | None = None) -> None:
         """Wait until one of ``sessions``, all connecting, is ready or lost; at most ``timeout`` seconds."""
         with (changed := self._settings.changed):
-            changed.wait_for(lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout)
+            changed.wait_for(lambda: not all(map(_connects, sessions)), timeout)
+
+    def in_order_of_coming(self, sessions: Iterable[RemoteSession]) -> Iterator[RemoteSession]:
+        """Yield each session once it is ready or lost."""
+        waiting = list(sessions)
+        while waiting:
+            self.wait_for_any(waiting)
+            waiting.sort(key=_connects)
+            yield waiting.pop(0)
 
     def start_thread(
         self, name: str, function: Callable[[], None], stop: threading.Event, join_timeout: float | None = None
@@ -238,6 +246,10 @@ class Client:
     def forget_in_child(self) -> None:
         """After a fork, in the child, where the descriptors of connections are closed already."""
         self._settings.sender.forget()
+
+
+def _connects(session: RemoteSession) -> bool:
+    return session.welcome is None and session.is_usable
 
 
 def connect_timeout() -> float:

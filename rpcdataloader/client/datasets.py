@@ -311,7 +311,8 @@ class RemoteDataset(DatasetRef):
         """
         reasons: list[str] = []
         addresses = dict.fromkeys(session.address for session in list(self._sessions))
-        for session in [get_client().node(address).session() for address in addresses]:
+        client = get_client()
+        for session in client.in_order_of_coming([client.node(address).session() for address in addresses]):
             try:
                 session.wait()
                 self.build_on(session)

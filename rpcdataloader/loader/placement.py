@@ -231,8 +231,8 @@ def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
 
 
 def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
-    """Return the first of the connecting ``sessions`` that succeeds; raise the last error if all fail."""
-    for session in sessions[:-1]:
+    """Return the first of the connecting ``sessions`` that succeeds; raise an error if all fail."""
+    for session in get_client().in_order_of_coming(sessions):
         with contextlib.suppress(RPCError):
             session.wait()
             return session

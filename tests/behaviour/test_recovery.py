@@ -212,6 +212,22 @@ def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog
     assert [message for message in caplog.messages if "is back" in message] == [f"[rank 1 of 3] {lost.address} is back"]
 
 
+def test_datasets_are_made_and_answer_where_a_node_is_while_another_stays_away(serve, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
+    close_client()
+    servers = [serve() for _ in range(2)]
+    addresses = [server.address for server in servers]
+    dataset = RPCDataset(addresses, Numbers, 4)
+    sessions = list(map(session_of, addresses))
+    for server in servers:
+        server.signal(signal.SIGKILL)
+        server.wait()
+    wait_until(lambda: not any(session.is_usable for session in sessions))
+    serve("--port", port_of(servers[1]))
+    assert len(RPCDataset(addresses, Numbers, 5)) == 5
+    assert dataset[3] == 3
+
+
 def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     servers = [serve("--num-workers", "1") for _ in range(2)]
     iterator = iter(loader_of(Fields(1_000_000), [server.address for server in servers], reconnect_timeout=0.5))
