@@ -58,7 +58,7 @@ def collect() -> Environment:
     own = [os.path.dirname(os.path.abspath(script))] if script else []
     installed = _installed_prefixes()
     for entry in [*sys.path, directory]:
-        path = os.path.abspath(entry) if entry or directory else ""
+        path = os.path.abspath(entry) if directory or os.path.isabs(entry) else ""
         if path and path not in own and not _under(path, installed):
             own.append(path)
     return Environment(tuple(own), directory, identify([*own, directory] if directory else own))

@@ -102,7 +102,7 @@ def test_folder_that_was_deleted_is_left_out(monkeypatch, tmp_path):
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path)])
+    monkeypatch.setattr(sys, "path", ["", "lib", str(tmp_path)])
     environment = collect()
     assert environment.directory == ""
     assert str(tmp_path) in environment.import_path
