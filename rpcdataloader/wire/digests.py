@@ -67,7 +67,7 @@ def digest(value: Any, before: int = 0) -> int:
     A list of integers, as samplers give it, takes 10 ns per integer. Of objects of other classes than those of Python,
     numpy, torch and PIL only the class counts, as they say nothing that is the same in all processes.
     """
-    if type(value) is int:
+    if type(value) is int and value.bit_length() < 64:
         value = [value]
     if type(value) is list:
         try:

@@ -15,7 +15,7 @@ VALUES = """[
     5, [5, 6], [6, 5], [5, "six"], (5, None), [True, 1.5], "text", b"bytes", {"a": 1, "b": 2}, {"a": 2, "b": 1},
     torch.arange(4), torch.arange(4)[::2], torch.tensor(3.0, dtype=torch.bfloat16), np.arange(4.0),
     np.arange(9).reshape(3, 3).T, np.array(["a", None], dtype=object), np.array(["b", None], dtype=object),
-    2**70, {3, 4}, object(), [torch.arange(2), 7],
+    2**70, 2**71, [2**64 - 1], -(2**63), {3, 4}, object(), [torch.arange(2), 7],
 ]"""
 
 
