@@ -34,6 +34,7 @@ class StreamLoader(BatchLoader):
     def _begin(self) -> None:
         self._iterator: Iterator[Any] | None = None
         self._ended = self._spec.stream is not None and self._spec.stream.ended
+        self._samples: list[Any] = []  # of the present batch, also after an interrupt
         self._num_samples = 0
         self._num_batches = 0
         self._failed_at = -1  # number of samples after the last skipped one
@@ -41,25 +42,39 @@ class StreamLoader(BatchLoader):
 
     def load(self, indices: Any, position: int, batch_number: int) -> Loaded:
         """Load one batch, as any; an exception, which takes the place of a batch, has the state after it."""
+        num_batches = self._num_batches
         try:
-            return super().load(indices, position, batch_number)
-        except Exception as error:
-            with contextlib.suppress(Exception):  # of the user's state_dict
-                add_state(error, self._state())
+            loaded = super().load(indices, position, batch_number)
+        except BaseException as error:
+            if self._is_interrupt(error):
+                self._num_batches = num_batches
+                raise
+            self._samples = []
+            if isinstance(error, Exception):
+                with contextlib.suppress(Exception):  # of the user's state_dict
+                    add_state(error, self._state())
             raise
+        self._samples = []
+        return loaded
+
+    def _is_interrupt(self, error: BaseException) -> bool:
+        """Whether the trainer was interrupted, and may ask for the same batch again."""
+        return self._inline and not isinstance(error, Exception)
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> list[Any]:  # noqa: ARG002
         whereabouts.sample[0] = self._num_samples
-        samples: list[Any] = []
-        for _ in range(len(indices) if self._spec.auto_collation else 1):
+        samples = self._samples
+        for _ in range((len(indices) if self._spec.auto_collation else 1) - len(samples)):
             if self._ended:
                 break
             try:
                 self._take_sample(samples)
             except BaseException as error:
-                # As with torch: without an iterator there are no more batches, unless the trainer was interrupted.
-                self._ended = self._iterator is None and (isinstance(error, Exception) or not self._inline)
-                if self._iterator is None or not self._skip([self._num_samples - 1], error):
+                if self._is_interrupt(error):
+                    raise
+                self._num_samples += self._iterator is not None  # skipping repeats failed ones
+                self._ended = self._iterator is None  # as with torch: there are no more batches
+                if self._ended or not self._skip([self._num_samples - 1], error):
                     sample = f"position {self._num_samples - 1}" if self._num_samples else "the beginning"
                     self._name(error, f"{sample} of stream {self._spec.worker_id}, batch {self._num_batches}")
                     raise
@@ -75,12 +90,12 @@ class StreamLoader(BatchLoader):
                 raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
         whereabouts.sample[0] = self._num_samples
         self._begin_sample(self._num_samples)
-        self._num_samples += 1  # failed samples count: skipping repeats them
         try:
-            samples.append(self._next(self._iterator, self._num_samples - 1))
+            samples.append(self._next(self._iterator, self._num_samples))
         except StopIteration:
-            self._num_samples -= 1
             self._ended = True
+        else:
+            self._num_samples += 1
 
     def _next(self, iterator: Iterator[Any], number: int) -> Any:
         """Take sample ``number`` of the stream."""

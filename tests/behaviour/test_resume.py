@@ -26,7 +26,7 @@ from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, augment_batch, notes
-from tests.support.streams import Buffered, Drawn, Parts, Seekable, Stumbling
+from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
 
 SIZE = 20
 QUICK = settings(
@@ -466,6 +466,48 @@ def test_error_takes_the_place_of_a_batch_of_a_stream(address, tmp_path):
         assert list(iterator) == [3, 4, 5]
         rest.load_state_dict(state)
         assert list(rest) == [3, 4, 5]
+
+
+class Interrupted(Steps):
+    """By Ctrl-C, once."""
+
+    is_due = True
+
+    def __next__(self):
+        if self.number == 4 and Interrupted.is_due:
+            Interrupted.is_due = False
+            raise KeyboardInterrupt
+        return super().__next__(), torch.rand(()).item()
+
+
+class Drawing(Parts):
+    def __iter__(self):
+        return Interrupted(self)
+
+
+@pytest.mark.parametrize("at", ["sample", "batch"])
+def test_interrupt_loses_no_samples_of_a_stream(at, monkeypatch):
+    def collate(samples):
+        if len(fails) > 1 and fails.pop():
+            raise KeyboardInterrupt
+        return samples, random.random()
+
+    def begin():
+        seed(5)
+        return RPCDataloader(Drawing([9]), 3, collate_fn=collate, workers="inline")
+
+    fails = []
+    monkeypatch.setattr(Interrupted, "is_due", False)
+    expected = list(begin())
+    fails = [False, True, False] if at == "batch" else []
+    Interrupted.is_due = at == "sample"
+    loader = begin()
+    iterator = iter(loader)
+    batches = [next(iterator)]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert batches + list(iterator) == expected
+    assert loader.state_dict()["streams"] == [[9, 3, "", None, False]]
 
 
 def test_pass_over_a_sampler_whose_iterator_has_only_next_goes_on():
