@@ -159,6 +159,11 @@ def test_too_many_bad_samples_are_an_error_that_has_the_last_one_as_its_cause(wh
     assert next(iterator)["index"].tolist() == [9, 10, 11]
 
 
+def test_no_sample_may_be_bad(where):
+    with pytest.raises(BadSamplesError, match="more than max_skipped=0"):
+        next(iter(make(Bad(*BAD), where, max_skipped=0)))
+
+
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"in_order": False, "prefetch_factor": 4}], ids=str)
 def test_a_pass_goes_on_after_skipped_batches(where, options):
     def loader():
