@@ -360,7 +360,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 f"num_workers is {self.num_workers}, but this process's share of the workers of {self._where} is "
                 f"{len(placement.homes)}: start them with more --num-workers"
             )
-        if self._wants is None:
+        if self._wants is None or self._wants.num_workers is not self.num_workers:
             self._wants = Wants(self.num_workers, self.min_workers)
         prepare(dataset, placement.homes[: self._wants.most], wait=False)
         self._memory = get_client().allocator

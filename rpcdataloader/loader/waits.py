@@ -100,20 +100,19 @@ class Wants:
     """
 
     def __init__(self, num_workers: int, least: int) -> None:
-        self._is_auto = isinstance(num_workers, Auto)
-        self._chosen = int(num_workers)  # reports are JSON, which has no numbers of NumPy
+        self.num_workers = num_workers
         self._demand = Demand(int(least))
         self._since, self._batches = -math.inf, 0  # of the last decision
 
     @property
     def most(self) -> int | None:
         """Number of workers to use at most; None for all."""
-        return self._demand.wanted if self._is_auto else None
+        return self._demand.wanted if isinstance(self.num_workers, Auto) else None
 
     def wanted(self, present: int, more: int) -> int:
         """Number of workers that are wanted; before a decision, the present ones, and more as the diagnosis advises."""
         wanted = self._demand.wanted or present + more
-        return min(wanted, self._chosen or wanted)
+        return min(wanted, int(self.num_workers) or wanted)  # reports are JSON, which has no numbers of NumPy
 
     def decide(self, now: float, recorder: Recorder, places: Callable[[], Mapping[int, int]]) -> bool:
         """Decide again, if enough is known since the last time; returns whether it was.

@@ -96,6 +96,13 @@ def test_batches_are_the_same_while_workers_come_and_go(workers, persistent_work
     check(batches, Augmented(SIZE), workers, persistent_workers=persistent_workers)
 
 
+def test_number_that_is_set_later_holds_from_the_next_pass_on(workers):
+    loader = loader_of(Sleepy(SIZE), workers)
+    slow_down(iter(loader))
+    loader.num_workers = NUM_OFFERED - 1
+    wait_for_crew(iter(loader), NUM_OFFERED - 1)
+
+
 def test_what_is_given_back_is_free_for_another_loop_and_asked_for_again(workers, caplog):
     """The node server has no room for more workers than it offers."""
     first = iter(loader_of(Sleepy(SIZE), workers))
