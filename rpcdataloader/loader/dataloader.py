@@ -275,6 +275,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             name = dataset._access.name if isinstance(dataset, RPCDataset) else name_of(dataset)
             self._kept_source = Source(loader, name, auto_collation=self.batch_size is not None)
         self._kept_source.generator = self.generator
+        self._kept_source.loader.num_workers = self.source_workers
         for name in _ALSO_OF_SOURCE:
             setattr(self._kept_source.loader, name, getattr(self, name))
         return self._kept_source

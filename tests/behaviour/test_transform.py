@@ -170,6 +170,8 @@ def test_source_workers_take_their_parts(wide_servers, tmp_path):
     loader = make(wide_servers[0].address, Stream(log=str(log)), num_workers=2, source_workers=2)
     assert numbers(loader)[:8] == [0, 2, 4, 6, 1, 3, 5, 7]
     assert len(set(log.read_text().split("\n"))) == 3  # two, and the end
+    loader.source_workers = 1
+    assert numbers(loader) == list(range(LENGTH))
 
 
 def test_sentence_on_waiting_names_the_stream(wide_servers, caplog):
