@@ -304,6 +304,20 @@ def test_only_a_stream_without_a_state_is_read_again(address, tmp_path, kind):
 # Ranks
 
 
+def test_state_of_another_rank_goes_on_as_that_of_this_one():
+    def make(rank):
+        sampler = DistributedSampler(range(20), 2, rank, seed=1)
+        return RPCDataloader(range(20), 2, sampler=sampler, workers="inline", collate_fn=list)
+
+    expected, state = list(make(1)), None
+    for loader in make(0), make(1), make(1):
+        if state is not None:
+            loader.load_state_dict(state)
+        seen = next(iter(loader))
+        state = loader.state_dict()
+    assert seen == expected[2]
+
+
 def test_other_ranks_go_on_with_what_nobody_has_seen_and_with_its_random_numbers(address):
     """Which places are whose, with any numbers of samples and ranks, is tested with the sampler."""
     size = 29
