@@ -101,12 +101,16 @@ class Executor:
         session = node.current
         return session if session is not None and self._dataset.is_on(session) else None
 
+    def _start_thread(self, name: str, function: Callable[[], None], join_timeout: float | None = None) -> None:
+        """Run ``function`` in a thread, as soon as one can be started."""
+        if not (self._closed.is_set() or self._client.start_thread(name, function, self._closed, join_timeout)):
+            again = functools.partial(self._start_thread, name, function, join_timeout)
+            self._client.alarm.call_after(_NO_THREAD_PAUSE, again)
+
     def seek(self, node: Node, delay: float, feed: Callable[[Event], None]) -> None:
         """Connect to a node after ``delay`` seconds, and build the dataset there; ``feed`` takes the result."""
         self._sought.add(node)
-        seek = functools.partial(self._seek, node, delay, feed)
-        if not self._client.start_thread(f"rpcdl-seek {node}", seek, self._closed):
-            self._client.alarm.call_after(_NO_THREAD_PAUSE, functools.partial(self.seek, node, delay, feed))
+        self._start_thread(f"rpcdl-seek {node}", functools.partial(self._seek, node, delay, feed))
 
     def _seek(self, node: Node, delay: float, feed: Callable[[Event], None]) -> None:
         if self._closed.wait(delay):
@@ -132,9 +136,7 @@ class Executor:
         Args:
             changed: Function that takes the nodes that have come, restarted ones included, and those that have gone.
         """
-        watch = functools.partial(self._watch, where, changed)
-        if not self._client.start_thread("rpcdl-look", watch, self._closed, _LOOK_JOIN_TIMEOUT):
-            self._client.alarm.call_after(_NO_THREAD_PAUSE, functools.partial(self.watch, where, changed))
+        self._start_thread("rpcdl-look", functools.partial(self._watch, where, changed), _LOOK_JOIN_TIMEOUT)
 
     def _watch(self, where: Remote, changed: Callable[[list[Node], list[Node]], None]) -> None:
         known = dict.fromkeys(self._known, "")

@@ -98,7 +98,7 @@ class NodeServer:
 
     Attributes:
         signals: A first one drains the server, and a second one ends it; heard while the caller says so.
-        registration: File by which clients find the server, renewed here and ended by a drain; None without one.
+        registration: File by which clients find the server, renewed by forks and ended by a drain; None without one.
     """
 
     def __init__(self, listener: socket.socket, context: ServerContext, lifeline: int | None = None) -> None:

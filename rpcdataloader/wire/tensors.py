@@ -4,9 +4,9 @@ A tensor is a span of bytes plus a layout: dtype, shape, strides. A span of 64 K
 never copied by the sender; smaller ones are gathered into *slabs*. A tensor with gaps between its elements, such as a
 column of a matrix, is first copied without them, in the order of its memory.
 
-The receiver makes tensors on the storage of their block with ``set_``, never as views of one base: views share a
-version counter, and changing one in place would make autograd refuse another. Small tensors are copied out of their
-slab, so that keeping, saving or resizing one does not touch another. In pinned memory and on a device they stay there.
+The receiver makes tensors on the storage of their block, never as views of one base: views share a version counter, and
+changing one in place would make autograd refuse another. Small tensors are copied out of their slab, so that keeping,
+saving or resizing one does not touch another. In pinned memory and on a device they stay there.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _place(memory: torch.Tensor, offset_bytes: int, layout: tuple[Any, ...]) -> 
 
 
 # Nearly every call of torch releases the GIL, which beside busy threads costs far more than the call: so a run of 2,000
-# takes as few calls as one of 2. What a tensor's ``data`` is given or gives takes no release.
+# takes as few calls as one of 2. To assign a tensor's ``data`` does not release it.
 
 
 def _show_run(

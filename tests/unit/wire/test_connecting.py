@@ -112,15 +112,18 @@ def test_every_address_of_a_name_is_tried_within_the_one_deadline(monkeypatch):
 @pytest.mark.parametrize("order", [1, -1])
 def test_server_is_waited_for_whose_name_has_an_address_that_cannot_be_reached(monkeypatch, order):
     """As localhost has in containers without IPv6."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = free.getsockname()
-    known = [(socket.AF_INET, 1, 6, "", address), (socket.AF_INET6, 1, 6, "", ("fe80::1", address[1], 0, 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: known[::order])
-    with pytest.raises(ConnectError, match=f"cannot connect to localhost:{address[1]}: connection refused"):
-        connect(Address("localhost", address[1]), Deadline(0.1))
-    waiting = in_thread(lambda: connect(Address("localhost", address[1]), Deadline(FOREVER), retry=True))
-    with socket.create_server(address):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # and does not listen yet
+        port = server.getsockname()[1]
+        known = [
+            (socket.AF_INET, 1, 6, "", ("127.0.0.1", port)),
+            (socket.AF_INET6, 1, 6, "", ("fe80::1", port, 0, 0)),
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: known[::order])
+        with pytest.raises(ConnectError, match=f"cannot connect to localhost:{port}: connection refused"):
+            connect(Address("localhost", port), Deadline(0.1))
+        waiting = in_thread(lambda: connect(Address("localhost", port), Deadline(FOREVER), retry=True))
+        server.listen()
         waiting.result(FOREVER).close()
 
 
