@@ -24,7 +24,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,9 +35,9 @@ from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, length_of, style_of
 from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
-from rpcdataloader.server.processes import Life, Loop, Process, ended_after, name_process, name_threads, num_threads
+from rpcdataloader.server.processes import Life, Loop, ended_after, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, StackFile, WorkerStacks
+from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, ForkedWorker, StackFile, stack_file
 from rpcdataloader.server.status import serve_status
 from rpcdataloader.server.worker import Worker, admit
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
@@ -134,18 +133,6 @@ def _has_hung_up(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-@dataclass(slots=True, eq=False)
-class ForkedWorker:
-    """A session's view of one worker."""
-
-    number: int
-    peer: str
-    process: Process
-    link: Link
-    stacks: WorkerStacks
-    row: Row
-
-
 class Session:
     """The single-threaded loop of a session."""
 
@@ -175,12 +162,12 @@ class Session:
         self._loop.watch(self._channel.fileno(), self._on_control)
         self._loop.watch(self._node.fileno(), self._on_node)
         while self._life is not Life.ENDED:
-            is_asked = any(worker.stacks.is_asked for worker in self._workers.values())
+            is_asked = any(worker.is_asked for worker in self._workers.values())
             # The queue of a stopped worker may be full, and must not hold up the others.
             unsent = [worker for worker in self._workers.values() if not worker.link.flush()]
             self._loop.wait(STACK_LOOK_PERIOD if is_asked else RETRY_PAUSE if unsent else None)
             for worker in self._workers.values():
-                worker.stacks.finish()
+                worker.look()
             self._flush_logs()
 
     def close(self) -> None:
@@ -242,7 +229,7 @@ class Session:
 
         worker = self._workers.get(request.worker)
         if worker is not None:
-            worker.stacks.ask(reply)
+            worker.ask(reply)
         elif 0 < request.worker <= self._last_number:
             reply(f"worker {request.worker} has ended")
         else:
@@ -312,7 +299,7 @@ class Session:
                 self._logs.append(Log(0, "", event.text, event.printed_by))  # sent in the loop's next round
             case events.WantsStacks():
                 if descriptors:
-                    self._stack_files.add(StackFile([worker.stacks for worker in self._workers.values()], *descriptors))
+                    self._stack_files.add(StackFile(self._workers.values(), *descriptors))
             case events.Drain():
                 self._life = Life.DRAINING
                 self._channel.send(MessageType.GOAWAY)
@@ -343,8 +330,8 @@ class Session:
             row = self._context.counters.row(event.row)
             try:
                 self._warn_of_threads()
-                stacks = WorkerStacks()
-                failed.callback(stacks.close)
+                stacks = stack_file("rpcdl-stacks")
+                failed.callback(os.close, stacks)
 
                 def run(link: Link) -> None:
                     self._forget_in_child()
@@ -360,8 +347,7 @@ class Session:
                 logger.warning("cannot fork a worker: %s", exc)
                 return f"it could not be forked: {exc}"
             failed.pop_all()
-        stacks.watch(process.pid, event.worker, link)
-        worker = ForkedWorker(event.worker, event.peer, process, link, stacks, row)
+        worker = ForkedWorker(event.worker, event.peer, process, link, row, stacks)
         self._workers[event.worker] = worker
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
         return None
@@ -391,8 +377,7 @@ class Session:
         for file in self._stack_files:
             file.close()
         for worker in self._workers.values():
-            worker.link.close()
-            worker.stacks.close()
+            worker.close()
             os.close(worker.process.fileno())
 
     def _on_worker_end(self, worker: ForkedWorker) -> None:
@@ -403,8 +388,7 @@ class Session:
             match worker.link.recv(wait=False):
                 case events.GaveUp(why), _descriptors:
                     reason = f"gave up: {why}"
-        worker.link.close()
-        worker.stacks.close()
+        worker.close()
         del self._workers[worker.number]
         row = worker.row
         has_begun = bool(row.pid[0])
@@ -417,5 +401,5 @@ class Session:
         elif reason.startswith("was killed by SIGALRM"):
             late = f"no handshake within {HANDSHAKE_TIMEOUT:g} s"
             self._node.send(events.Refused(worker.peer, late, logging.INFO))
-        worker.stacks.answer(f"worker {worker.number} has ended")
+        worker.answer(f"worker {worker.number} has ended")
         self._finish_drain()

@@ -2,43 +2,32 @@
 
 The watcher, a thread of the worker, writes the stacks into a file that it shares with its session. It holds the
 interpreter lock then, so no frame moves. A signal handler holds no lock: it may find half-made frames, and once in some
-hundred times ends the process by SIGSEGV.
-
-But C code may keep the lock. If the watcher has often asked for it without success, a signal handler of
-``faulthandler`` writes the stacks, in the watcher: frames do not move while that C code runs. A stopped process runs no
-handler; the session then reports the state that the kernel gives.
+hundred times ends the process by SIGSEGV. Where C code keeps the lock, or the process is stopped, the session reports
+the state that the kernel gives.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import functools
 import json
 import os
 import re
-import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from rpcdataloader.host.resources import process_use, read
+from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Link, WantsStacks
+from rpcdataloader.server.processes import Process
 from rpcdataloader.wire.copies import memory_file
-
-# Sent by the session where C code keeps the interpreter lock. The last real-time signal: libraries that need one start
-# from the first.
-LOCKED_SIGNAL = signal.SIGRTMAX
 
 # A worker writes its stacks in less than a millisecond of its own time.
 STACK_TIMEOUT = 1.0
-
-# Seconds for which the lock must be kept, and how often the watcher must have asked for it meanwhile: it does so every
-# 5 ms, as far as the machine lets it run.
-LOCK_TIMEOUT = 0.5
-MIN_ATTEMPTS = 10
 
 # Seconds between two looks whether a worker is done, as it may never tell.
 STACK_LOOK_PERIOD = 0.005
@@ -50,78 +39,66 @@ _BEGIN, _END = b"\xfe", b"\xff"
 _MAX_DUMP = 1 << 20
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_libc = ctypes.CDLL(None)
 
 
-class WorkerStacks:
-    """The stacks of one worker: made by its session before the fork, and used on both sides of it."""
+def stack_file(name: str) -> int:
+    """A new file in memory, for several processes: each writes at the end, wherever that is."""
+    file = memory_file(name)
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    return file
 
-    def __init__(self) -> None:
-        self._file = memory_file("rpcdl-stacks")
-        # Both sides write at the end, wherever that is.
-        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)
 
-    # --- the worker
+def write_stacks(file: int) -> None:
+    """Write the stacks of all threads of this process; in a worker's watcher."""
+    with contextlib.suppress(OSError):  # closed by user code
+        os.write(file, _BEGIN)
+        faulthandler.dump_traceback(file)
+        os.write(file, _END)
 
-    def write_when_locked(self) -> None:
-        """Let a signal write them, too."""
-        faulthandler.register(LOCKED_SIGNAL, self._file, all_threads=True)
 
-    def write(self) -> None:
-        """Write the stacks of all threads; in the watcher."""
-        with contextlib.suppress(OSError):  # closed by user code
-            os.write(self._file, _BEGIN)
-            faulthandler.dump_traceback(self._file)
-            os.write(self._file, _END)
+@dataclass(slots=True, eq=False)
+class ForkedWorker:
+    """A session's view of one worker, a child that only the session reaps."""
 
-    # --- the session
-
-    def watch(self, pid: int, number: int, link: Link) -> None:
-        """Read those of worker ``number``, a child of this process that only this process reaps."""
-        self.pid = pid
-        self._name = f"worker {number} (pid {pid})"
-        self._link = link
-        self._takers: list[Callable[[str], None]] = []
-        self._deadline: float | None = None  # of the pending request
-        self._is_signalled = False
-        self._state = ""
-        self._num_attempts = 0
+    number: int
+    peer: str
+    process: Process
+    link: Link
+    row: Row
+    stacks: int  # file for its stacks
+    _takers: list[Callable[[str], None]] = field(default_factory=list)  # of the stacks, which were requested
+    _deadline: float = 0.0  # of that request
+    _state: str = ""
 
     @property
     def is_asked(self) -> bool:
-        """Whether a request is pending."""
-        return self._deadline is not None
+        """Whether a request for the stacks is pending."""
+        return bool(self._takers)
 
     def ask(self, take: Callable[[str], None]) -> None:
         """Request the stacks for ``take``; a pending request serves this one, too."""
         self._takers.append(take)
-        if self.is_asked:
-            return
-        self._deadline = time.monotonic() + STACK_TIMEOUT
-        os.ftruncate(self._file, 0)
-        self._is_signalled = False
-        self._state = _describe(self.pid)
-        self._num_attempts = _num_waits(self.pid, _watcher(self.pid))
-        self._link.offer(WantsStacks())
+        if len(self._takers) == 1:
+            self._deadline = time.monotonic() + STACK_TIMEOUT
+            os.ftruncate(self.stacks, 0)
+            self._state = _describe(self.process.pid)
+            self.link.offer(WantsStacks())
 
-    def finish(self) -> None:
-        """Answer requests if the stacks are complete or hopeless, send the signal if it takes long; never waits."""
-        if self._deadline is None:
+    def look(self) -> None:
+        """Answer requests if the stacks are complete or hopeless; never waits."""
+        if not self._takers:
             return
-        dump = os.pread(self._file, _MAX_DUMP, 0)
-        letter, remaining = process_use(self.pid).state or "X", self._deadline - time.monotonic()
-        _before, begin, rest = dump.rpartition(_BEGIN)
-        written, end, _after = rest.partition(_END)
-        if not (begin and end):
-            if remaining >= 0 and letter not in "TtZX":
-                if remaining < STACK_TIMEOUT - LOCK_TIMEOUT and not self._is_signalled:
-                    self._is_signalled = self._signal()
+        dump = os.pread(self.stacks, _MAX_DUMP, 0)
+        letter = process_use(self.process.pid).state or "X"
+        written, end, _after = dump.rpartition(_BEGIN)[2].partition(_END)
+        if not end or _BEGIN not in dump:
+            if time.monotonic() <= self._deadline and letter not in "TtZX":
                 return
-            written = dump
-        self._deadline = None
+            written = b""
         # A fork inherits the main thread's identifier from its parent.
-        stacks = arrange(written.decode("ascii", "replace"), threading.get_ident(), _PACKAGE)
-        self.answer(f"{self._name}: state: {self._state}\n{stacks or 'no Python stack: ' + _explain(letter)}")
+        text = arrange(written.decode("ascii", "replace"), threading.get_ident(), _PACKAGE)
+        name = f"worker {self.number} (pid {self.process.pid})"
+        self.answer(f"{name}: state: {self._state}\n{text or 'no Python stack: ' + _explain(letter)}")
 
     def answer(self, text: str) -> None:
         """Answer all requests."""
@@ -129,33 +106,20 @@ class WorkerStacks:
         for take in takers:
             take(text)
 
-    def _signal(self) -> bool:
-        """Let the watcher's signal handler write the stacks, if the watcher has asked for the lock all the time."""
-        watcher = _watcher(self.pid)
-        if _num_waits(self.pid, watcher) < self._num_attempts + MIN_ATTEMPTS:
-            return False  # the machine is slow
-        # Without a handler the signal would end the worker.
-        if not int(_status(self.pid, watcher).get("SigCgt", "0"), 16) >> (LOCKED_SIGNAL - 1) & 1:
-            return False
-        if hasattr(_libc, "tgkill"):  # glibc 2.30
-            _libc.tgkill(self.pid, watcher, int(LOCKED_SIGNAL))
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, LOCKED_SIGNAL)
-        return True
-
     def close(self) -> None:
-        os.close(self._file)
+        """Close this process's descriptors, but for that of the process."""
+        self.link.close()
+        os.close(self.stacks)
 
 
 class StackFile:
     """A status gate's request for the stacks of all workers: a line for each in ``file``, until ``pipe`` is closed."""
 
-    def __init__(self, workers: Sequence[WorkerStacks], file: int, pipe: int) -> None:
+    def __init__(self, workers: Collection[ForkedWorker], file: int, pipe: int) -> None:
         self._file, self._pipe = file, pipe
         self._num_missing = len(workers)
         for worker in workers:
-            worker.ask(functools.partial(self._write, worker.pid))
+            worker.ask(functools.partial(self._write, worker.process.pid))
         if not workers:
             self.close()
 
@@ -179,29 +143,10 @@ def _explain(letter: str) -> str:
     return f"it did not let another of its threads run within {STACK_TIMEOUT:g} s"
 
 
-def _watcher(pid: int) -> int:
-    """The first thread that a worker starts; 0 when it has gone."""
-    threads: list[int] = []
-    with contextlib.suppress(OSError):
-        threads = list(map(int, os.listdir(f"/proc/{pid}/task")))
-    return min((thread for thread in threads if thread != pid), default=0)
-
-
-def _num_waits(pid: int, thread: int) -> int:
-    """How often a thread has waited for something."""
-    return int(_status(pid, thread).get("voluntary_ctxt_switches", "0"))
-
-
-def _status(pid: int, thread: int) -> dict[str, str]:
-    """The fields that the kernel has for a thread; none when the thread is gone."""
-    lines = read(f"/proc/{pid}/task/{thread}/status").splitlines()
-    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-
-
 def _describe(pid: int) -> str:
     """State of the main thread and, where the kernel shows it, the function in which it waits."""
-    state = _status(pid, pid).get("State", "gone")
-    function = read(f"/proc/{pid}/wchan")
+    found = re.search(r"^State:\t(.*)$", read(f"/proc/{pid}/status"), re.MULTILINE)
+    state, function = found[1] if found else "gone", read(f"/proc/{pid}/wchan")
     return state if function in ("", "0") else f"{state} in {function}"
 
 

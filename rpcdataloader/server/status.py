@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import os
@@ -26,8 +25,8 @@ from rpcdataloader.server.clients import ClientRecord, Clients, WorkerRecord
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Link
 from rpcdataloader.server.settings import ServerContext
+from rpcdataloader.server.stacks import stack_file
 from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.copies import memory_file
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Report, StatusRequest, WorkerStatus
 
@@ -145,9 +144,7 @@ def ask_node(node: Link, *, stacks: bool) -> NodeStatus:
 
     It comes in a file in memory, so that neither the node server nor a session waits for its reader.
     """
-    file = memory_file("rpcdl-status")
-    # Or sessions that write at the same time would overwrite each other: the kernel does not lock the offset.
-    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    file = stack_file("rpcdl-status")
     ended, open_while_written = os.pipe()
     try:
         try:

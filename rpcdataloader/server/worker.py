@@ -33,7 +33,7 @@ from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import WorkerStacks
+from rpcdataloader.server.stacks import write_stacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Flag, Message, MessageType
@@ -105,7 +105,7 @@ class Worker:
         number: int,
         context: ServerContext,
         row: Row,
-        stacks: WorkerStacks,
+        stacks: int,
     ) -> None:
         self._channel = channel
         self._session = session
@@ -147,7 +147,6 @@ class Worker:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
         if not self._context.embedded:
             forward_warnings(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
-        self._stacks.write_when_locked()
         threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True).start()
         try:
             while self._life is Life.SERVING or self._inbox:
@@ -384,4 +383,4 @@ class Worker:
                     case Drain():
                         os.write(self._drain_write, b".")
                     case WantsStacks():
-                        self._stacks.write()
+                        write_stacks(self._stacks)
