@@ -1,16 +1,13 @@
-"""A worker's state for its client: unsent messages, the timing of its requests, and objects."""
+"""A worker's unsent messages, and the timing of its requests."""
 
 from __future__ import annotations
 
-import itertools
 import queue
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
-from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.host.resources import CpuUse, read
 from rpcdataloader.wire.channel import Outgoing
@@ -80,31 +77,6 @@ class Outbox:
                 self._changed.notify_all()
             # This frame must not keep the reply while it waits for the next one.
             del message
-
-
-class HandleTable(dict[int, Any]):
-    """Objects that a worker holds for its client, by handle.
-
-    Handles are counters, not addresses: one object may be held many times, and a stale handle finds nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._numbers = itertools.count(1)
-
-    def __missing__(self, handle: int) -> Any:
-        raise LocalProtocolError(f"there is no object with handle {handle} on this worker")
-
-    def add(self, value: object) -> int:
-        """Hold ``value``; returns its new handle."""
-        handle = next(self._numbers)
-        self[handle] = value
-        return handle
-
-    def release(self, handles: Iterable[int]) -> None:
-        """Release objects. Their destructors run in the calling thread."""
-        for handle in handles:
-            self.pop(handle, None)
 
 
 def _cpu_seconds() -> float:

@@ -31,7 +31,7 @@ from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Drain, GaveUp, Link, WantsStacks, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
-from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Meter, Outbox
+from rpcdataloader.server.requests import MAX_WAITING_BYTES, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import write_stacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
@@ -48,6 +48,10 @@ logger = logging.getLogger("rpcdataloader.worker")
 # Nanoseconds between two looks for new requests and cancellations while requests are at hand: a look is a system call,
 # a good part of a task of a hundred microseconds.
 LOOK_PERIOD_NS = 1_000_000
+
+# Larger replies are left to the sender. To wake it costs two changes of the interpreter lock's holder, which is more
+# than a small reply does. The kernels' buffers have room for that, as a client always reads.
+MAX_SENT_NOW_BYTES = 4096
 
 
 def admit(
@@ -114,7 +118,9 @@ class Worker:
         self._row = row
         self._stacks = stacks
         self._where = f"worker {number} (pid {os.getpid()}) on {context.node}"
-        self._handles = HandleTable()
+        # Objects of the client by handle: a counter, not an address, as one object may be held many times.
+        self._held: dict[int, Any] = {}
+        self._last_handle = 0
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
         channel.transport.read_ahead()
@@ -158,7 +164,8 @@ class Worker:
                     continue
                 message, size_bytes = self._inbox.popleft()
                 if message.type == MessageType.RELEASE:
-                    self._handles.release(unpack_handles(message.payload))
+                    for handle in unpack_handles(message.payload):  # destructors run here
+                        self._held.pop(handle, None)
                 else:
                     self._call(message)
                     self._num_calls -= 1
@@ -278,7 +285,7 @@ class Worker:
 
     def _send(self, message: Outgoing) -> None:
         try:
-            self._channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
+            self._channel.send(*message[:5])
         except RPCError:
             # The client left while we wrote.
             os._exit(0)
@@ -325,7 +332,9 @@ class Worker:
         try:
             result = call.func(*call.args, **call.kwargs)
             if call.keep:
-                result = self._handles.add(result)
+                self._last_handle += 1
+                self._held[self._last_handle] = result
+                result = self._last_handle
             if measured:
                 self._meter.encodes()
             encoded = dumps_reply(result)
@@ -344,7 +353,7 @@ class Worker:
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
         kind, number = reference
-        return self._handles[number] if kind == "handle" else self._datasets.get(number)
+        return self._held[number] if kind == "handle" else self._datasets.get(number)
 
     def _error(self, error: BaseException) -> Encoded:
         return Encoded(dumps_exception(error, self._where), [])
@@ -358,14 +367,11 @@ class Worker:
 
     def _send_reply(self, type: MessageType, request_id: int, encoded: Encoded, flags: int = 0) -> None:
         self._row.unanswered[0] = self._num_calls - 1
-        try:
-            is_sent = not self._outbox.num_waiting and self._channel.send_now(
-                type, request_id, encoded.payload, encoded.buffers, flags
-            )
-        except RPCError:
-            return  # the next receive sees the same error and ends this process
-        if not is_sent:
+        if self._outbox.num_waiting or encoded.size_bytes > MAX_SENT_NOW_BYTES:
             self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers, flags))
+            return
+        with contextlib.suppress(RPCError):  # the next receive sees the same error and ends this process
+            self._channel.send(type, request_id, encoded.payload, encoded.buffers, flags)
 
     # --- the watcher
 

@@ -51,8 +51,6 @@ from rpcdataloader.wire.handshake import (
 from rpcdataloader.wire.tls import VARIABLES, TlsCredentials, TlsFiles, TlsTransport
 from rpcdataloader.wire.transport import Deadline, Transport, without_start
 
-MAX_SENT_NOW_BYTES = 4096
-
 
 class Outgoing(NamedTuple):
     """A message to send; the fields are the arguments of :func:`~rpcdataloader.wire.frames.encode`."""
@@ -180,29 +178,6 @@ class Channel:
         with self._send_lock:
             (message,) = encode(self._sealer, type, payload=payload)
             self.transport.send_descriptor(message, descriptor)
-
-    def send_now(
-        self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[memoryview], flags: int = 0
-    ) -> bool:
-        """Send a small message in this thread; returns False for a message that a sender thread should send.
-
-        Waking that thread costs two changes of the GIL's holder, which is more than the message does. A caller that
-        must not wait has to know that the kernels' buffers have room.
-        """
-        size_bytes = len(payload)
-        if buffers:
-            size_bytes += sum(buffer.nbytes for buffer in buffers)
-        if size_bytes > MAX_SENT_NOW_BYTES or not self._send_lock.acquire(blocking=False):
-            return False
-        try:
-            self.transport.send(encode(self._sealer, type, request_id, payload, buffers, flags))
-            return True
-        except BaseException:
-            # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
-            self.transport.shutdown()
-            raise
-        finally:
-            self._send_lock.release()
 
     def begin(self, *messages: Outgoing) -> bool:
         """Seal messages, and send what the kernel takes of them without a wait; True if that is all.
