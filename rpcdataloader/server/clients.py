@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rpcdataloader.server import events
-from rpcdataloader.server.counters import Row
-from rpcdataloader.server.events import Event, Link
+from rpcdataloader.server.events import Event, Link, Row
 from rpcdataloader.server.logs import Forwarding, LimitedLog, OutputReader
 from rpcdataloader.server.processes import Loop, Process
 from rpcdataloader.server.settings import ServerContext
@@ -37,14 +36,6 @@ PROOF_PATIENCE = 1.0
 PEER_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
-@dataclass(slots=True, eq=False)
-class WorkerRecord:
-    """A worker, from the hand-over of its connection on."""
-
-    row: Row
-    since: int  # time of that, in nanoseconds
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientRecord:
     """A client, and its session here."""
@@ -57,8 +48,7 @@ class ClientRecord:
     identity: Identity
     folder: str
     row: Row  # of the session
-    started: int  # time at which it came, in nanoseconds
-    workers: dict[int, WorkerRecord] = field(default_factory=dict)  # by number
+    workers: dict[int, Row] = field(default_factory=dict)  # by number, from the hand-over of their connections on
     last_number: int = 0
     refusal: str | None = None  # reason for which it got no worker when it asked last
     work: Counter[str] = field(default_factory=Counter)  # of ended workers
@@ -77,7 +67,7 @@ class ClientRecord:
 
     def forget(self, number: int) -> None:
         """Add the work of a worker that has ended to that of all such workers, if it had begun."""
-        row = self.workers.pop(number).row
+        row = self.workers.pop(number)
         if not row.pid[0]:
             return
         self.work.update(row.work())
@@ -137,9 +127,7 @@ class Clients:
             identity=begun.client,
             folder=self._folders.name(),
             row=row,
-            started=time.monotonic_ns(),
         )
-        row.since[0] = client.started
         job = f" of job {printable(begun.client.job)}" if begun.client.job else ""
         logger.info("%s%s has come from %s", client.name, job, peer)
         self._by_id[client.id] = client
@@ -211,7 +199,7 @@ class Clients:
             client.last_number = number
             if reason is None:
                 failed.pop_all()
-                client.workers[number] = WorkerRecord(row, time.monotonic_ns())
+                client.workers[number] = row
                 self._add_output(client, output, f"worker {number}")
                 logger.debug("worker %d of %s has come from %s", number, client.name, peer)
             elif reason != client.refusal:  # while it waits, it asks every second
@@ -225,10 +213,10 @@ class Clients:
         young = time.monotonic_ns() - PROOF_PATIENCE * 1e9
         # Ids of sessions travel in the clear: strangers who know one must not hold the places of other clients.
         others = sum(
-            worker.row.pid[0] > 0 or worker.since > young
+            row.pid[0] > 0 or row.begun[0] > young
             for each in self
             if each is not client
-            for worker in each.workers.values()
+            for row in each.workers.values()
         )
         if limit is None or own + others < limit:
             return None
@@ -236,12 +224,12 @@ class Clients:
         return f"{text}, {others} of them by other clients" if others else text
 
     def _worker_ended(self, client: ClientRecord, event: events.WorkerEnded) -> None:
-        worker = client.workers[event.worker]
+        row = client.workers[event.worker]
         client.forget(event.worker)
-        self._counters.close(worker.row)
-        if not worker.row.pid[0]:
+        self._counters.close(row)
+        if not row.pid[0]:
             return
-        received, sent = worker.row.traffic  # also of a worker that was killed
+        received, sent = row.traffic  # also of a worker that was killed
         # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
         level = logging.INFO if self._context.embedded else logging.WARNING
         if event.reason == "exited with status 0":
@@ -307,12 +295,12 @@ class Clients:
         if client.is_gone or reason == "exited with status 0":
             level = logging.INFO
             reason = "ended: " + ("the node server is draining" if self._is_draining else "the client has gone")
-        for number, worker in list(client.workers.items()):
+        for number, row in list(client.workers.items()):
             client.forget(number)
-            self._counters.close(worker.row)
+            self._counters.close(row)
         self.work.update(client.work)
         self.num_ended += client.num_ended
-        seconds = (time.monotonic_ns() - client.started) / 1e9
+        seconds = (time.monotonic_ns() - client.row.begun[0]) / 1e9
         text = "session of %s %s after %.1f s; its workers received %d bytes and sent %d"
         received, sent = client.work["received_bytes"], client.work["sent_bytes"]
         logger.log(level, text, client.name, reason, seconds, received, sent)

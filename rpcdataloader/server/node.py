@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
 from rpcdataloader.server import events
 from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, ClientRecord, Clients
-from rpcdataloader.server.counters import Row
-from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
+from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import LimitedLog
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, Timer, fork, reap_orphans
 from rpcdataloader.server.session import run_gate

@@ -31,9 +31,8 @@ import torch
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.server import events
-from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, length_of, style_of
-from rpcdataloader.server.events import RETRY_PAUSE, Link, fork_linked
+from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, Loop, ended_after, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext

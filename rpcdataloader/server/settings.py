@@ -13,8 +13,7 @@ from typing import Any
 from rpcdataloader.errors import AuthenticationError, RPCError
 from rpcdataloader.host.output import Output
 from rpcdataloader.host.resources import available_cpus
-from rpcdataloader.server.counters import CounterTable
-from rpcdataloader.server.events import Refused
+from rpcdataloader.server.events import CounterTable, Refused
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.handshake import TlsError
 from rpcdataloader.wire.tls import TlsFiles, name_files

@@ -21,8 +21,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from rpcdataloader.host.resources import process_use, read
-from rpcdataloader.server.counters import Row
-from rpcdataloader.server.events import Link, WantsStacks
+from rpcdataloader.server.events import Link, Row, WantsStacks
 from rpcdataloader.server.processes import Process
 from rpcdataloader.wire.copies import memory_file
 

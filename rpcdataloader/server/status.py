@@ -21,9 +21,8 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use
 from rpcdataloader.server import events
-from rpcdataloader.server.clients import ClientRecord, Clients, WorkerRecord
-from rpcdataloader.server.counters import Row
-from rpcdataloader.server.events import Link
+from rpcdataloader.server.clients import ClientRecord, Clients
+from rpcdataloader.server.events import Link, Row
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import stack_file
 from rpcdataloader.wire.channel import Channel
@@ -45,7 +44,7 @@ MAX_REPORT_AGE = 30.0
 def describe_node(clients: Clients, context: ServerContext, started: int, refused_connections: int) -> NodeStatus:
     """Return the status of the node, without what ``/proc`` says; ``started`` is when the server began."""
     now = time.monotonic_ns()
-    described = [_describe_client(client, now) for client in sorted(clients, key=lambda client: client.started)]
+    described = [_describe_client(client, now) for client in clients]
     work = sum((_work_of(client) for client in clients), Counter(clients.work))
     memory = memory_bytes()
     return NodeStatus(
@@ -66,7 +65,7 @@ def describe_node(clients: Clients, context: ServerContext, started: int, refuse
 
 
 def _describe_client(client: ClientRecord, now: int) -> ClientStatus:
-    rows = [worker.row for worker in client.workers.values()]
+    rows = client.workers.values()
     failed, error = max([(client.failed, client.error), *((row.failed[0], row.error) for row in rows)])
     return ClientStatus(
         host=client.identity.host,
@@ -74,24 +73,23 @@ def _describe_client(client: ClientRecord, now: int) -> ClientStatus:
         rank=client.identity.rank,
         job=client.identity.job,
         session_pid=client.process.pid,
-        age_seconds=_seconds(now, client.started),
+        age_seconds=_seconds(now, client.row.begun[0]),
         last_error=error or None,
         last_error_seconds=_seconds(now, failed) if error else None,
-        workers=[_describe_worker(*item, now) for item in sorted(client.workers.items()) if item[1].row.pid[0]],
+        workers=[_describe_worker(*item, now) for item in sorted(client.workers.items()) if item[1].pid[0]],
         **_loops(client, now),
         **_state(client.row, now),
         **_fields(_work_of(client)),
     )
 
 
-def _describe_worker(number: int, worker: WorkerRecord, now: int) -> WorkerStatus:
-    row = worker.row
+def _describe_worker(number: int, row: Row, now: int) -> WorkerStatus:
     return WorkerStatus(
         number=number,
         pid=row.pid[0],
         draining=bool(row.draining[0]),
         process_state="",
-        age_seconds=_seconds(now, worker.since),
+        age_seconds=_seconds(now, row.begun[0]),
         queued=max(0, row.unanswered[0] - row.running[0]),
         cpu_seconds=0.0,
         memory_bytes=0,
@@ -113,7 +111,7 @@ def _loops(client: ClientRecord, now: int) -> dict[str, Any]:
 
 
 def _work_of(client: ClientRecord) -> Counter[str]:
-    return sum((worker.row.work() for worker in client.workers.values()), Counter(client.work))
+    return sum((row.work() for row in client.workers.values()), Counter(client.work))
 
 
 def _fields(work: Counter[str]) -> dict[str, Any]:

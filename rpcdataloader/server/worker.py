@@ -26,9 +26,8 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.fetch.remote import load, share_batches
 from rpcdataloader.fetch.samples import keep_whereabouts
-from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
-from rpcdataloader.server.events import Drain, GaveUp, Link, WantsStacks, WorkerConnection
+from rpcdataloader.server.events import Drain, GaveUp, Link, Row, WantsStacks, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import MAX_WAITING_BYTES, Meter, Outbox
