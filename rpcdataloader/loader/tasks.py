@@ -101,8 +101,10 @@ class TaskSource:
             task = Task(indices, self.number, self.position, num_samples)
             is_wanted = task.number not in self.leave_out
             try:
-                if is_wanted:
-                    self._complete(task)
+                if is_wanted and self.get_state is not None:
+                    task.sampler_state = self.get_state()
+                if is_wanted and self.makes_requests:
+                    task.request = load_request(task)
             except SerializationError:
                 self._drawn = []
                 raise
@@ -117,15 +119,8 @@ class TaskSource:
 
     def look_ahead(self) -> None:
         """Draw the next batch."""
-        if not self._drawn:
-            self._draw()
-
-    def check_end(self) -> None:
-        """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
-        if self._error:
-            raise RuntimeError(INTERRUPTED.format(self._error))
-
-    def _draw(self) -> None:
+        if self._drawn:
+            return
         try:
             # In one step: a signal handler may raise between two, and the batch would be lost.
             self._drawn.extend(map(next, (self.samples,)))
@@ -135,11 +130,10 @@ class TaskSource:
             self._error = type(exc).__name__ if has_ended else ""
             raise
 
-    def _complete(self, task: Task) -> None:
-        if self.get_state is not None:
-            task.sampler_state = self.get_state()
-        if self.makes_requests:
-            task.request = load_request(task)
+    def check_end(self) -> None:
+        """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
+        if self._error:
+            raise RuntimeError(INTERRUPTED.format(self._error))
 
 
 def load_request(task: Task) -> Encoded:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, PlanOptions, ReportWait, Restart
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, PlanOptions, ReportWait, Restart
 from rpcdataloader.plan.crew import Crew, Loss, Member, listed
 from rpcdataloader.plan.table import Entry, Table
 
@@ -247,12 +247,8 @@ class Engine(Generic[N]):
         if self.crew.is_changed:
             self.crew.fill_places(now)
             self.table.resize(max(1, self.crew.num_wanted))
-        table, out = self.table, self._out
-        while (assigned := table.assign(now)) is not None:
-            worker, number = assigned
-            out.append(Load(worker, number, table.tasks[number].payload))
-        actions = out[:]
-        out.clear()
+        actions = self._out + self.table.assign(now)
+        self._out.clear()
         return actions
 
     def tick(self, now: float) -> None:

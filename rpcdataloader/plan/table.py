@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from rpcdataloader.plan.actions import PlanOptions
+from rpcdataloader.plan.actions import Load, PlanOptions
 from rpcdataloader.plan.workers import PATIENCE, Pace, WorkerPace, choose, choose_backup, keep_until
 
 # The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A
@@ -297,25 +297,28 @@ class Table:
 
     # Tasks, to a worker
 
-    def assign(self, now: float) -> tuple[int, int] | None:
-        """Send a task; returns worker and number, None while no task may be sent.
-
-        It is the lowest waiting task that a worker may take, or else the backup task of a straggler.
-        """
+    def assign(self, now: float) -> list[Load]:
+        """Send the tasks that workers may take, the lowest first, and the backup task of a straggler."""
         self._kept_until = math.inf
-        for number in self._waiting:
+        loads: list[Load] = []
+        for number in self._waiting[:]:
             if not self._may_send(number):
                 break
             task = self.tasks[number]
             record = self._owners.get(task.stream) if self._has_streams else self._choose(now)
             if record is not None:
                 self._waiting.remove(number)
-                self._send(record, task, now)
-                return record.id, number
-            if not self._has_streams:
+                loads.append(self._send(record, task, now))
+            elif not self._has_streams:
                 break
         late_at, straggler = self._find_straggler()
-        return self._back_up(straggler, now) if straggler is not None and late_at <= now else None
+        if straggler is not None and late_at <= now:
+            # Out of order only to a worker without a task, whose answer would do.
+            workers = [one for one in self._workers.values() if self._in_order or not one.in_flight]
+            if (record := choose_backup(workers, straggler.holders[0], now)) is not None:
+                loads.append(self._send(record, straggler, now))
+                self._has_backup = True
+        return loads
 
     def _choose(self, now: float) -> WorkerPace | None:
         """The worker that is expected to finish one more task first; None while that has no room for it."""
@@ -341,7 +344,7 @@ class Table:
             return number == next(iter(self.tasks))
         return len(self.tasks) == len(self._waiting)
 
-    def _send(self, record: WorkerPace, task: Entry, now: float) -> None:
+    def _send(self, record: WorkerPace, task: Entry, now: float) -> Load:
         """Note that a copy goes to the worker."""
         is_head = not record.in_flight
         record.sent(task.number, now)
@@ -352,6 +355,7 @@ class Table:
         if len(record.in_flight) >= self._prefetch_factor:
             self._roomy.pop(record.id, None)
             self._note_full(record)
+        return Load(record.id, task.number, task.payload)
 
     def _note_full(self, record: WorkerPace) -> None:
         if record.task_seconds is not None:
@@ -375,15 +379,6 @@ class Table:
             return math.inf, None
         # A task behind another one has a worker that hangs at the first.
         return task.holders[0].since + self._pace.late_seconds, task
-
-    def _back_up(self, task: Entry, now: float) -> tuple[int, int] | None:
-        """Send the backup task of a straggler; out of order, to a worker without a task, whose answer would do."""
-        workers = [one for one in self._workers.values() if self._in_order or not one.in_flight]
-        if (record := choose_backup(workers, task.holders[0], now)) is None:
-            return None
-        self._send(record, task, now)
-        self._has_backup = True
-        return record.id, task.number
 
     # Answers, from a worker
 

@@ -110,7 +110,7 @@ class WorkerPace:
                 self._num_averaged = 1
             self.since = now
         self.in_flight[number] = None
-        self._queue_changed()
+        self.finish = (len(self.in_flight) + 1) * (self.task_seconds or _CLOCK_SECONDS)
 
     def answered(self, number: int, task_seconds: float | None, now: float) -> bool:
         """Note that the worker answered a task; ``task_seconds`` is None if that says nothing about its speed.
@@ -126,7 +126,7 @@ class WorkerPace:
             self.common.answered(task_seconds, now - self.since if was_running else None)
         if was_running:
             self.since = now
-        self._queue_changed()
+        self.finish = (len(self.in_flight) + 1) * (self.task_seconds or _CLOCK_SECONDS)
         return was_running
 
     def overdue_at(self) -> float:
@@ -139,9 +139,6 @@ class WorkerPace:
     def stale_at(self) -> float:
         """Time at which the worker's measurements become too old; infinite while it is at work."""
         return math.inf if self.in_flight else self.since + _STALE_FACTOR * self.finish
-
-    def _queue_changed(self) -> None:
-        self.finish = (len(self.in_flight) + 1) * (_CLOCK_SECONDS if self.task_seconds is None else self.task_seconds)
 
 
 def choose(roomy: Collection[WorkerPace], now: float) -> WorkerPace:

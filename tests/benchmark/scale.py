@@ -107,8 +107,7 @@ def time_table(num_workers: int, num_batches: int) -> float:
             else:
                 scheduler.add_task(None)
                 num_added += 1
-        while (assigned := scheduler.assign(now)) is not None:
-            in_flight.append(assigned)
+        in_flight += [(worker, number) for worker, number, _payload in scheduler.assign(now)]
         if scheduler.finished:
             return (time.thread_time() - start) / num_batches
         worker, number = in_flight.popleft()

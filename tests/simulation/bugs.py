@@ -63,7 +63,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "self.window = self._wanted_window\n        self.answered_bytes",
             "self.answered_bytes",
         ),
-        ("the newest batch is sent first", "number in self._waiting:\n", "number in reversed(self._waiting):\n"),
+        ("the newest batch is sent first", "number in self._waiting[:]:\n", "number in self._waiting[::-1]:\n"),
         (
             "the byte limit holds back what the consumer waits for",
             "return number == next(iter(self.tasks))\n        return len(self.tasks) ==",

@@ -299,8 +299,7 @@ class Pipeline:
         self._pump()
 
     def _pump(self) -> None:
-        while (assigned := self._table.assign(self.now)) is not None:
-            number, task = assigned
+        for number, task, _payload in self._table.assign(self.now):
             self._sent_at[number, task] = self.now, self.now
             self.after(self.scenario.latency / 2, self._request, self._table, self.workers[number], task)
         if (due := self._table.due(self.now)) < math.inf:

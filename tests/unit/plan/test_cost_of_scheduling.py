@@ -23,8 +23,7 @@ def run(num_workers, num_tasks, **options) -> None:
         now = turn / num_workers
         while table.wants_input:
             table.add_task(None)
-        while (assigned := table.assign(now)) is not None:
-            in_flight.append(assigned)
+        in_flight += [(worker, number) for worker, number, _payload in table.assign(now)]
         assert table.replied(*in_flight.popleft(), size_bytes=1, task_seconds=1.0, now=now + 1.0)
         while table.pop_deliverable() is not None:
             num_delivered += 1
