@@ -17,7 +17,10 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import profiler
 
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
@@ -41,6 +44,14 @@ from rpcdataloader.plan.table import Entry
 logger = logging.getLogger("rpcdataloader.loader")
 
 
+def shown(name: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Call something, inside a range that torch's profiler shows if it is on."""
+    if not profiler._is_profiler_enabled:
+        return call(*args)
+    with torch.profiler.record_function(name):
+        return call(*args)
+
+
 class ToDo(NamedTuple):
     """Pending decisions of the engine."""
 
@@ -59,7 +70,8 @@ class Driver:
         is_closed: True once the pass is over.
         begun: The present epoch.
         seats: Requested workers that are not lost, by number.
-        ahead: The batch that is on its way to a device; None without a device.
+        ahead: The batch that is on its way to a device, while the consumer has the previous one.
+        taken: The next batch, out of the engine; the consumer sets it to None when it returns that.
         streams: State of each stream after its last answer.
         sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
         sleeps_since: Time at which it fell asleep.
@@ -91,7 +103,9 @@ class Driver:
         self.seats: dict[int, Seat] = {}
         self._openings: dict[int, Opening] = {}  # ready first requests, by place
         self._unwanted: set[int] = set()  # workers to close before they are requested
-        self.ahead = None if intake.carrier is None else Ahead(engine, intake.carrier)
+        self._carrier = intake.carrier
+        self.ahead: Entry | None = None
+        self.taken: Entry | None = None
         self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
         self._drawn: deque[Task] = deque()  # at most one: from the sampler, not yet in the engine
@@ -138,8 +152,7 @@ class Driver:
         """Begin another epoch with the same workers."""
         self.executor.settle(self.workers)
         with self.condition:
-            if self.ahead is not None:
-                self.ahead.delivery = None
+            self.ahead = self.taken = None
             # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
             self.streams = list(begun.progress.streams)
             self.begun = begun
@@ -157,8 +170,7 @@ class Driver:
             self.note_setup()
             self.is_closed = True
             self.engine.table.forget()
-            if self.ahead is not None:
-                self.ahead.delivery = None
+            self.ahead = None
             workers = self.workers
             self.condition.notify_all()
         self.executor.close(workers)
@@ -204,24 +216,16 @@ class Driver:
 
     # The consumer
 
-    def advance(
-        self,
-        wants_input: bool,
-        began: float,
-        draw: Callable[[deque[Task], float], None],
-        carry_out: Callable[[ToDo], None],
-    ) -> None:
+    def advance(self, wants_input: bool, began: float) -> None:
         """Fill the window from the sampler, outside of the lock as it is user code, and carry out what follows.
 
         Args:
-            began: Time of the call of ``next``; an argument of ``draw``.
-            draw: Function that appends the next task; nothing at the end of the sampler.
-            carry_out: :meth:`carry_out`, or a function that shows it.
+            began: Time of the call of ``next``.
         """
         table = self.engine.table
         while self.engine.failure is None:
             if wants_input and not self._drawn:
-                draw(self._drawn, began)
+                self._draw(began)
             try:
                 with self.condition:
                     if wants_input:
@@ -232,13 +236,29 @@ class Driver:
                         # Otherwise a stream that has ended meanwhile has left less room.
                         wants_input = table.wants_input and self.may_draw()
                     todo = self.act(self.now())
-                if todo is not None:
-                    carry_out(todo)
+                if todo is not None and profiler._is_profiler_enabled:
+                    shown("RPCDataloader.send", self.carry_out, todo)
+                elif todo is not None:
+                    self.carry_out(todo)
             except BaseException as exc:
                 self.interrupted(exc)
                 raise
             if not wants_input:
                 break
+
+    def _draw(self, began: float) -> None:
+        """Draw a task, unless the sampler is at its end; it may be a probe, or shown."""
+        recorder, drawn = self.recorder, self._drawn
+        # In one step: a signal handler may raise before a result is assigned, and the task would be lost.
+        following = map(next, (self.begun.source,))
+        if began < recorder.next_probe and not profiler._is_profiler_enabled:
+            drawn.extend(following)
+            return
+        since = self.now()
+        shown("RPCDataloader.draw", drawn.extend, following)
+        if drawn and began >= recorder.next_probe:
+            now = self.now()
+            drawn[0].probe = recorder.probe(now, now - since, drawn[0].number)
 
     def interrupted(self, error: BaseException) -> None:
         """End the pass: an exception has left a part of the consumer's work in the middle.
@@ -258,10 +278,34 @@ class Driver:
         return is_ready is None or is_ready() or not (has_batch or self.engine.table.tasks)
 
     def take(self) -> Entry | None:
-        """Return the next delivery, if it is here; with the condition."""
-        if self.engine.failure is not None:
-            return None  # the failure has caused errors that say less
-        return self.engine.deliver() if self.ahead is None else self.ahead.take()
+        """Return :attr:`taken`, or else the next delivery, if it is here; with the condition."""
+        # A failure has caused errors that say less.
+        if self.taken is None and self.engine.failure is None:
+            try:
+                if self._carrier is None:
+                    self.taken = self.engine.deliver()
+                else:
+                    self.send_ahead(self._carrier)
+                    self.taken, self.ahead = self.ahead, None
+                    if self.taken is not None:
+                        self.send_ahead(self._carrier)
+            except BaseException as exc:
+                self.interrupted(exc)
+                raise
+        return self.taken
+
+    def send_ahead(self, carrier: Carrier) -> None:
+        """Send the next delivery's batch to the device, if it is here and none is on its way; with the condition."""
+        if self.ahead is not None or (delivery := self.engine.deliver()) is None:
+            return
+        self.ahead, answer = delivery, delivery.answer
+        if answer is not None and answer.movable is not None:
+            try:
+                answer.copies = carrier.carry(answer.movable, answer.probe is not None)
+            except BaseException as exc:
+                # The frames would keep a batch alive.
+                answer.error = exc.with_traceback(None)
+            answer.movable = None
 
     def falls_asleep(self, now: float, deadline: float | None) -> float:
         """Note that the consumer waits for :attr:`condition`; with it. Returns the time of the end of its wait."""
@@ -298,7 +342,7 @@ class Driver:
             table.has_deliverable
             or table.finished
             or table.wants_input
-            or (self.ahead is not None and self.ahead.delivery is not None)
+            or self.ahead is not None
             # The engine's next action may be due before the end of the sleep.
             or self.engine.due(self.now()) < self.sleeps_until
         ):
@@ -492,37 +536,3 @@ class Driver:
             draws_from = "source" if isinstance(settings.sampler, Source) else "sampler"
             kept = settings.persistent_workers, settings.iterable, draws_from
             self.recorder.setup = Setup(workers, *limits, names, machines, *kept)
-
-
-class Ahead:
-    """The one batch on its way to a device, while the consumer has the previous one.
-
-    All methods need the pass's condition, so they run one after the other.
-    """
-
-    def __init__(self, engine: Engine[Node], carrier: Carrier) -> None:
-        self._engine = engine
-        self._carrier = carrier
-        self.delivery: Entry | None = None
-
-    def take(self) -> Entry | None:
-        """Return the next delivery, if it is here, and send the following one to the device."""
-        self.send()
-        delivery, self.delivery = self.delivery, None
-        if delivery is not None:
-            self.send()
-        return delivery
-
-    def send(self) -> None:
-        """Send the next delivery's batch to the device, if it is here and none is on its way."""
-        if self.delivery is not None or (delivery := self._engine.deliver()) is None:
-            return
-        self.delivery = delivery
-        answer = delivery.answer
-        if answer is not None and answer.movable is not None:
-            try:
-                answer.copies = self._carrier.carry(answer.movable, answer.probe is not None)
-            except BaseException as exc:
-                # The frames would keep a batch alive.
-                answer.error = exc.with_traceback(None)
-            answer.movable = None

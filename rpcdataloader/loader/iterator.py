@@ -9,11 +9,9 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.autograd import profiler
 
 from rpcdataloader.client.client import get_client
@@ -24,7 +22,7 @@ from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, Remote
 from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import DeviceCopies, make_carrier, pin
-from rpcdataloader.loader.driver import Driver, ToDo
+from rpcdataloader.loader.driver import Driver, shown
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options
@@ -34,7 +32,6 @@ from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task, describe
 from rpcdataloader.loader.waits import Wants, to_status
 from rpcdataloader.plan.engine import Engine
-from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.exceptions import take_state
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 from rpcdataloader.wire.status import LoopStatus
@@ -44,12 +41,6 @@ RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
 # Seconds outside of ``next`` after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
-
-
-def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Call something inside a range that the profiler shows."""
-    with torch.profiler.record_function(f"RPCDataloader.{stage}"):
-        return call(*args)
 
 
 # Seconds between two looks at the source of a stream while the consumer waits for a batch.
@@ -71,7 +62,6 @@ class PassIterator(ABC):
         self._settings = settings
         self._name = name
         self._reported_length = reported_length
-        self._is_shown = False  # True while a profiler shows the present work
 
     def __iter__(self) -> PassIterator:
         return self
@@ -90,7 +80,7 @@ class PassIterator(ABC):
             BadSamplesError: More samples were skipped than the loader allows.
         """
         # torch's loaders open a range for every batch, which takes as long as all recording.
-        while (answer := self._profiled_next() if profiler._is_profiler_enabled else self._next()).lacks is not None:
+        while (answer := shown(RANGE, self._next) if profiler._is_profiler_enabled else self._next()).lacks is not None:
             self.progress.account_skipped(answer.lacks, answer.where, self._settings.max_skipped)
             if not answer.lacks.is_whole:
                 break
@@ -105,14 +95,6 @@ class PassIterator(ABC):
                 stacklevel=2,
             )
         return answer.result
-
-    def _profiled_next(self) -> Answer:
-        self._is_shown = True
-        try:
-            with torch.profiler.record_function(RANGE):
-                return self._next()
-        finally:
-            self._is_shown = False
 
     @abstractmethod
     def _next(self) -> Answer:
@@ -150,7 +132,6 @@ class RemoteIterator(PassIterator):
         wants: Wants | None = None,
     ) -> None:
         super().__init__(settings, dataset.name, reported_length)
-        self._delivery: Entry | None = None  # out of the engine, not yet returned: an exception came in between
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, DeviceCopies] | None = None  # the last probe
         with undone_afterwards(saved):
@@ -175,7 +156,7 @@ class RemoteIterator(PassIterator):
                 )
                 if placement.followed is not None:
                     executor.watch(placement.followed, driver.nodes_changed)
-                self._advance(wants_input=driver.may_draw(has_batch=True), began=time.monotonic())
+                driver.advance(driver.may_draw(has_batch=True), time.monotonic())
             except BaseException:
                 driver.close()
                 raise
@@ -204,16 +185,16 @@ class RemoteIterator(PassIterator):
         blocked = 0.0
         while True:
             with driver.condition:
-                delivery = self._take()
+                delivery = driver.take()
                 if delivery is None:
                     if engine.failure is None and engine.table.finished:
                         break
                     blocked += self._wait(deadline)
-                    delivery = self._take()  # as a rule, the wait was for it
+                    delivery = driver.take()  # as a rule, the wait was for it
                 wants_input = engine.table.wants_input and driver.may_draw(has_batch=delivery is not None)
             if delivery is not None:
                 break
-            self._advance(wants_input, began)
+            driver.advance(wants_input, began)
         if delivery is None:
             driver.begun.source.check_end()
             self.progress.finished = True
@@ -224,7 +205,7 @@ class RemoteIterator(PassIterator):
         answer: Answer = delivery.answer
         if delivery.condemned is not None:
             answer = Answer(error=ConnectionLostError(delivery.condemned))
-        self._advance(wants_input, began)
+        driver.advance(wants_input, began)
         now = time.monotonic()
         if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
@@ -236,26 +217,16 @@ class RemoteIterator(PassIterator):
             if blocked:
                 recorder.blocked += blocked
         if answer.copies is not None:
-            _shown("copy", answer.copies.wait) if self._is_shown else answer.copies.wait()
+            shown("RPCDataloader.copy", answer.copies.wait) if profiler._is_profiler_enabled else answer.copies.wait()
         # A batch counts when it is returned. From here on no signal handler can raise, as those run at calls.
         driver.begun.progress.delivered(task, delivery.stream, answer.stream)
-        self._delivery = None
+        driver.taken = None
         if answer.error is not None:
             try:
                 raise self._explained(answer.error, task)
             finally:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer
-
-    def _take(self) -> Entry | None:
-        """Return the next delivery, with the condition; None until it is here."""
-        if self._delivery is None:
-            try:
-                self._delivery = self.driver.take()
-            except BaseException as exc:
-                self.driver.interrupted(exc)
-                raise
-        return self._delivery
 
     def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
         """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe.
@@ -307,33 +278,12 @@ class RemoteIterator(PassIterator):
             if wants_input:  # of a source that is not ready
                 until = min(until, now + _SOURCE_PAUSE)
             seconds = None if until == math.inf else until - now
-            _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
+            wait = driver.condition.wait
+            shown("RPCDataloader.wait", wait, seconds) if profiler._is_profiler_enabled else wait(seconds)
         finally:
             woken = time.monotonic()
             self._ready += driver.wakes_up(woken)
         return woken - now
-
-    def _advance(self, wants_input: bool, began: float) -> None:
-        """Fill the window; see :meth:`Driver.advance`."""
-        carry_out = self._send if self._is_shown else self.driver.carry_out
-        self.driver.advance(wants_input, began, self._draw, carry_out)
-
-    def _send(self, todo: ToDo) -> None:
-        _shown("send", self.driver.carry_out, todo)
-
-    def _draw(self, drawn: deque[Task], began: float) -> None:
-        """Draw a task; it may be a probe, or shown."""
-        recorder = self.driver.recorder
-        # In one step: a signal handler may raise before a result is assigned, and the task would be lost.
-        following = map(next, (self.driver.begun.source,))
-        if began < recorder.next_probe and not self._is_shown:
-            drawn.extend(following)
-            return
-        since = time.monotonic()
-        _shown("draw", drawn.extend, following) if self._is_shown else drawn.extend(following)
-        if drawn and began >= recorder.next_probe:
-            now = time.monotonic()
-            drawn[0].probe = recorder.probe(now, now - since, drawn[0].number)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """Add to an error the rank and, after a timeout, the last stack of the task."""
@@ -367,14 +317,13 @@ class RemoteIterator(PassIterator):
         if not self.driver.is_usable():
             return False
         self._reported_length = reported_length
-        self._delivery = None
         self._ready = 0.0
         driver = self.driver
         driver.tell()
         before = self.progress.base_seed, self.progress.epoch
         num_streams = len(driver.streams)
         driver.begin_epoch(begin_pass(self._settings, None, num_streams, before=before, makes_requests=True))
-        self._advance(wants_input=driver.may_draw(has_batch=True), began=time.monotonic())
+        driver.advance(driver.may_draw(has_batch=True), time.monotonic())
         return True
 
 

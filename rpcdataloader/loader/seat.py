@@ -201,8 +201,8 @@ class Seat(WorkerOwner):
             self.sent.pop(sent.number, None)
             now = driver.now()
             self._tell_engine(sent, answer, now)
-            if driver.ahead is not None:
-                driver.ahead.send()
+            if (carrier := self._intake.carrier) is not None:
+                driver.send_ahead(carrier)
             todo = driver.act(now)
             if driver.sleeps_until != -math.inf:
                 driver.wake()

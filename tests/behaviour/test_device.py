@@ -271,7 +271,7 @@ def test_one_batch_is_copied_ahead_and_no_more(device, workers):
         next(iterator)
         # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
         # be free: that of a batch that was copied after the sampler was asked.
-        wait_until(lambda: run.ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
+        wait_until(lambda: run.ahead is not None and num_answered(run) >= 7, what="a full window")
         assert len(device.copied) == num_delivered + 1
         assert len(device.waits) == num_delivered
 
@@ -282,5 +282,5 @@ def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     run = iterator.driver
     iterator = None
     wait_until(lambda: run.is_closed, what="the end of the iterator")
-    wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
+    wait_until(lambda: run.ahead is None and not num_answered(run), what="what it had")
     assert device.copied

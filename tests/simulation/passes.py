@@ -118,6 +118,9 @@ class SimulatedDriver(Driver):
         else:
             super().carry_out(todo)
 
+    def _draw(self, _began: float) -> None:
+        self.executor.draw(self._drawn)
+
 
 class Pass:
     """What stands behind an iterator, and what its driver takes for the outside.
@@ -543,7 +546,7 @@ class Pass:
 
     # The consumer
 
-    def draw(self, drawn: deque[Any], _began: float) -> None:
+    def draw(self, drawn: deque[Any]) -> None:
         """The sampler."""
         if not self.lengths and (self.num_drawn == len(self.payloads) or self.cluster.has_ended):
             self.undelivered.difference_update(self.payloads[self.num_drawn :])

@@ -139,7 +139,7 @@ class Rank:
     # The consumer
 
     def advance(self, crew: Pass, *, wants_input: bool) -> None:
-        crew.driver.advance(wants_input, self.cluster.now, crew.draw, crew.driver.carry_out)
+        crew.driver.advance(wants_input, self.cluster.now)
 
     def consume(self) -> None:
         """Take what is there; what comes later wakes it."""
@@ -171,6 +171,7 @@ class Rank:
                 continue
             if delivery is not None:
                 crew.take(delivery)
+                driver.taken = None
                 num_naps = 0
             self.advance(crew, wants_input=wants_input)
             if delivery is not None and cluster.scenario.step:
