@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,45 +20,83 @@ from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for
 from rpcdataloader.wire.tensors import Movable
 
 
+def _recorded(module: Any, stream: Any, is_timed: bool = True) -> Any:
+    event = module.Event(enable_timing=is_timed)
+    event.record(stream)
+    return event
+
+
 class DeviceCopies:
-    """Memory on a device that is the target of copies; without a stream of their own, they are done.
+    """Copies to a device, that are under way.
 
     Attributes:
-        memory: One ``uint8`` tensor for each copied block.
+        memory: The target: one ``uint8`` tensor for each copied block.
     """
 
-    def __init__(self, memory: Sequence[torch.Tensor], seconds: float = 0.0) -> None:
+    def __init__(self, carrier: Carrier, memory: list[torch.Tensor], event: Any, start: Any) -> None:
         self.memory = memory
-        self._seconds = seconds
+        self._device, self._module = carrier.device, carrier.module
+        self._event = event  # at their end
+        self._start = start  # at their beginning, if they are timed
+        self._waits: list[Any] = []  # around the stream's wait
 
     def wait(self) -> None:
         """Let the calling thread's next work on the device wait for the copies, and reuse of their memory for that."""
+        stream = self._module.current_stream(self._device)
+        if self._start is None:
+            stream.wait_event(self._event)
+        else:
+            before = _recorded(self._module, stream)
+            stream.wait_event(self._event)
+            self._waits = [before, _recorded(self._module, stream)]
+        for copy in self.memory:
+            copy.record_stream(stream)
 
     def times(self) -> tuple[float, float] | None:
         """Seconds that the copies took, and that the waiting stream stalled for them; None while they are unknown."""
-        return self._seconds, 0.0
+        if not self._waits or not self._waits[1].query():
+            return None
+        before, after = self._waits
+        return self._start.elapsed_time(self._event) / 1e3, before.elapsed_time(after) / 1e3
 
 
 class Carrier:
-    """Moves batches to one device, in the order of all other work there. Thread-safe.
+    """Moves batches to one device, in the order of all other work there, on a stream of its own. Thread-safe.
 
     Args:
         device: Device with its index.
         allocator: Memory for the blocks of batches.
+        module: Module ``torch.cuda``, or its equal for another type of device.
     """
 
-    def __init__(self, device: torch.device, allocator: Allocator) -> None:
-        self.device = device
-        self.allocator = allocator
+    def __init__(self, device: torch.device, allocator: Allocator, module: Any) -> None:
+        self.device, self.allocator, self.module = device, allocator, module
+        self._lock = threading.Lock()
+        self._read: list[tuple[Any, Sequence[torch.Tensor]]] = []  # blocks, with the end of their copies
+        self._stream = module.Stream(device=device)
 
-    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> DeviceCopies:  # noqa: ARG002
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> DeviceCopies:
         """Begin to copy ``uint8`` tensors, which the caller may drop at once."""
-        began = time.monotonic()
-        return DeviceCopies([block.to(self.device) for block in blocks], time.monotonic() - began)
+        module = self.module
+        # The device first: a stream of another device than the current one would create a context on both.
+        with module.device(self.device), module.stream(self._stream):
+            memory = [torch.empty(block.numel(), dtype=torch.uint8, device=self.device) for block in blocks]
+            start = _recorded(module, self._stream) if is_timed else None
+            for copy, block in zip(memory, blocks, strict=True):
+                copy.copy_(block, non_blocking=True)
+            event = _recorded(module, self._stream, is_timed)
+        with self._lock:
+            self._read = [(end, each) for end, each in self._read if not end.query()] + [(event, blocks)]
+        return DeviceCopies(self, memory, event, start)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # in a forked child
+            for end, _blocks in self._read:
+                end.synchronize()
 
     def is_device_busy(self) -> bool:
         """Whether the stream of the calling thread has work left, so that a wait of the loop costs nothing."""
-        return False  # unknown
+        return not self.module.current_stream(self.device).query()  # takes some microseconds
 
     def carry(self, movable: Movable, is_timed: bool = False) -> DeviceCopies:
         """Begin to copy the tensors of a message.
@@ -93,75 +130,6 @@ class Carrier:
         return block
 
 
-class StreamCarrier(Carrier):
-    """Copies on a stream of its own.
-
-    Args:
-        module: Module ``torch.cuda``, or its equal for another type of device.
-    """
-
-    def __init__(self, device: torch.device, allocator: Allocator, module: Any) -> None:
-        super().__init__(device, allocator)
-        self._lock = threading.Lock()
-        self._read: list[tuple[Any, Sequence[torch.Tensor]]] = []  # blocks, with the end of their copies
-        self._module = module
-        self._stream = module.Stream(device=device)
-
-    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> DeviceCopies:
-        module = self._module
-        # The device first: a stream of another device than the current one would create a context on both.
-        with module.device(self.device), module.stream(self._stream):
-            memory = [torch.empty(block.numel(), dtype=torch.uint8, device=self.device) for block in blocks]
-            start = _recorded(module, self._stream) if is_timed else None
-            for copy, block in zip(memory, blocks, strict=True):
-                copy.copy_(block, non_blocking=True)
-            event = _recorded(module, self._stream, is_timed)
-        with self._lock:
-            self._read = [(end, each) for end, each in self._read if not end.query()] + [(event, blocks)]
-        return _StreamCopies(self.device, module, memory, event, start)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # in a forked child
-            for end, _blocks in self._read:
-                end.synchronize()
-
-    def is_device_busy(self) -> bool:
-        return not self._module.current_stream(self.device).query()  # takes some microseconds
-
-
-def _recorded(module: Any, stream: Any, is_timed: bool = True) -> Any:
-    event = module.Event(enable_timing=is_timed)
-    event.record(stream)
-    return event
-
-
-class _StreamCopies(DeviceCopies):
-    def __init__(self, device: torch.device, module: Any, memory: list[torch.Tensor], event: Any, start: Any) -> None:
-        super().__init__(memory)
-        self._device = device
-        self._module = module
-        self._event = event
-        self._start = start  # of timed copies
-        self._waits: list[Any] = []  # events around the stream's wait
-
-    def wait(self) -> None:
-        stream = self._module.current_stream(self._device)
-        if self._start is None:
-            stream.wait_event(self._event)
-        else:
-            before = _recorded(self._module, stream)
-            stream.wait_event(self._event)
-            self._waits = [before, _recorded(self._module, stream)]
-        for copy in self.memory:
-            copy.record_stream(stream)
-
-    def times(self) -> tuple[float, float] | None:
-        if not self._waits or not self._waits[1].query():
-            return None
-        before, after = self._waits
-        return self._start.elapsed_time(self._event) / 1e3, before.elapsed_time(after) / 1e3
-
-
 def pin(batch: Any) -> Any:
     """Pin unpinned tensors, the way torch's loader does."""
     return torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
@@ -182,10 +150,9 @@ def make_carrier(device: torch.device, pageable: Allocator) -> Carrier:
         pageable: Memory for blocks that cannot be pinned for this device.
     """
     module = _module_of(device)
-    if device == torch.device(device.type) and hasattr(module, "current_device"):  # without an index
+    if device == torch.device(device.type):  # without an index
         device = torch.device(device.type, module.current_device())
-    allocator = pinned_allocator_for(device) or pageable
-    return StreamCarrier(device, allocator, module) if hasattr(module, "Stream") else Carrier(device, allocator)
+    return Carrier(device, pinned_allocator_for(device) or pageable, module)
 
 
 def find_device(device: Any) -> torch.device | None:

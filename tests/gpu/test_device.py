@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.loader.copying import StreamCarrier
+from rpcdataloader.loader.copying import Carrier
 from rpcdataloader.wire.slabs import PageLock
 from tests.conftest import wait_until
 from tests.gpu.samples import CYCLES, Samples
@@ -168,7 +168,7 @@ def registered(monkeypatch):
 
 def test_memory_of_workers_is_not_written_while_the_device_reads_it(registered, monkeypatch):
     copied = []
-    copy = StreamCarrier.copy
+    copy = Carrier.copy
 
     def copy_late(self, blocks, *args):
         copied.extend(block.is_pinned() for block in blocks)
@@ -176,7 +176,7 @@ def test_memory_of_workers_is_not_written_while_the_device_reads_it(registered, 
             torch.cuda._sleep(CYCLES)
         return copy(self, blocks, *args)
 
-    monkeypatch.setattr(StreamCarrier, "copy", copy_late)
+    monkeypatch.setattr(Carrier, "copy", copy_late)
     loader = RPCDataloader(Samples(), batch_size=8, workers="local:2", device="cuda", persistent_workers=True)
     for _ in range(3):
         for number, batch in enumerate(loader):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ class FakeDevice(Carrier):
 
     def __init__(self) -> None:
         self.pinned = FakePinned()
-        super().__init__(torch.device("cpu"), self.pinned)
+        super().__init__(torch.device("cpu"), self.pinned, Mock())
         self.copied: list[list[torch.Tensor]] = []
         self.timed: list[bool] = []
         self.waits: list[tuple[int, threading.Thread]] = []
@@ -115,8 +116,8 @@ class FakeDevice(Carrier):
 
 class _LateCopies(DeviceCopies):
     def __init__(self, device: FakeDevice, number: int, memory: list[torch.Tensor]) -> None:
-        super().__init__(memory)
-        self._device = device
+        self.memory = memory
+        self._device: Any = device
         self._number = number
 
     def wait(self) -> None:

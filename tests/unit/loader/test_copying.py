@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import torch
 
-from rpcdataloader.loader.copying import StreamCarrier
+from rpcdataloader.loader.copying import Carrier
 from tests.support.devices import FakePinned
 
 
@@ -37,7 +37,7 @@ class Driver:
 
 def test_blocks_are_kept_until_their_copies_are_done():
     driver = Driver()
-    carrier = StreamCarrier(torch.device("cpu"), FakePinned(), driver)
+    carrier = Carrier(torch.device("cpu"), FakePinned(), driver)
     freed = []
     for number in range(3):
         block = torch.zeros(100, dtype=torch.uint8)
