@@ -6,9 +6,9 @@
     python -m tests.benchmark --quick                # one short round, to see that it works
     python -m tests.benchmark --workloads float32 --loaders torch ours-tcp bare --rounds 5
     python -m tests.benchmark.startup                # how passes begin, and what idle workers occupy
-    python -m tests.benchmark.scale                  # how costs grow with workers, epochs and indices
+    python -m tests.benchmark.scale                  # how costs grow with workers
 
-It measures and prints, and asserts nothing, but with ``--check``: see ``recorded.py``. Progress goes to standard error,
+It measures and prints, and asserts nothing, but with ``--check``: see ``claims.py``. Progress goes to standard error,
 Markdown tables to standard output.
 
 **Loaders**, each with 2 workers: ``ours-tcp`` and ``ours-unix`` (this project, one node server on this host), ``torch``
@@ -26,14 +26,10 @@ amount of work, the same for all: what takes 10 ms of CPU time while nobody dist
 
 **Figures** are medians of the rounds, with the smallest and the largest rate in brackets. *CPU s/GB* is user and system
 time of the trainer process with all its threads, without its workers and without the steps that it computes, per 10^9
-bytes of batches (where batches are tiny: per batch). *switches/batch*: how often the trainer's threads gave up the
-processor, because they waited + because others were given it. *thread CPU ms/step*: CPU time per batch of the thread
-that computes and takes batches. *x torch* and the like: the median of the ratio to that loader in the same round;
-*x bare* is to ``bare-made``, *CPU x bare* to ``bare``, *step x ready* compares the CPU time per step with that of
-``ready``. What is claimed is a ratio with a goal: see ``claims.py``.
+bytes of batches (where batches are tiny: per batch). *thread CPU ms/step*: CPU time per batch of the thread that
+computes and takes batches. *x torch* and the like: the median of the ratio to that loader in the same round; *x bare*
+is to ``bare-made``, *CPU x bare* to ``bare``, *step x ready* compares the CPU time per step with that of ``ready``.
 
 A batch is only received, and not read. torch's workers hand over shared memory, which costs the trainer page
 faults only once it is read.
-
-Read ``workloads.py`` and ``loaders.py`` first, then ``trainer.py``.
 """

@@ -1,55 +1,29 @@
-"""The harness: reads the options, runs the rounds, prints the table."""
+"""The harness: reads the options, runs the rounds, prints the tables."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
 
-from . import recorded, report
-from .claims import CLAIMS, format_claims, measure_claims, plan
-from .loaders import LOADERS, NUM_WORKERS
-from .processes import ask_trainer, measure_rounds, stop_by_signals
-from .taking import Phase
-from .trainer import Figures, count_loops
+from .claims import CLAIMS, add_options, conclude, format_claims, measure_claims, plan
+from .loaders import LOADERS, NUM_WORKERS, make_environment, serve
+from .processes import ask_trainer, describe_machine, measure_rounds, stop_by_signals
+from .report import make_table
+from .trainer import Figures, Phase, count_loops
 from .workloads import WORKLOADS
 
 # CPU time of a step of the busy trainer, where nothing disturbs it.
 _STEP_SECONDS = 0.010
 
 
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmark", description="Compare loaders; see the package.")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each, interleaved (default: 3)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each phase of each (default: 3)")
-    for option, known in ("workloads", list(WORKLOADS)), ("loaders", list(LOADERS)):
-        parser.add_argument(f"--{option}", nargs="+", choices=known, default=known, help="some of them (default: all)")
-    recorded.add_options(parser)
-    parser.add_argument("--quick", action="store_true", help="one round of 0.5 s: does it work?")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.seconds = 1, 0.5
-    return args
-
-
 def _measure(workload: str, loader: str, seconds: float, step_loops: int) -> Figures:
-    """Start servers and trainer, wait for the figures, stop both.
-
-    Raises:
-        ChildError: One of the processes failed.
-        OSError: The loader cannot be had.
-    """
-    # Two warm-ups and two phases; slow loaders take longer, because they wait for a number of batches.
-    timeout = 120 + 10 * seconds
-    contestant = LOADERS[loader]
+    """Start servers and trainer, wait for the figures, stop both."""
     with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
         folder = Path(name)
-        env = contestant.make_environment(folder)
-        with contestant.serve(WORKLOADS[workload], env, folder) as addresses:
+        env = make_environment(folder, loader)
+        with serve(loader, workload, NUM_WORKERS, env, folder) as addresses:
             arguments = {
                 "loader": loader,
                 "workload": workload,
@@ -57,19 +31,21 @@ def _measure(workload: str, loader: str, seconds: float, step_loops: int) -> Fig
                 "seconds": seconds,
                 "step_loops": step_loops,
             }
-            found = ask_trainer("trainer.measure", arguments, env, folder, timeout)
+            # Two warm-ups and two phases; slow loaders take longer, because they wait for a number of batches.
+            found = ask_trainer("trainer.measure", arguments, env, folder, 120 + 10 * seconds)
     return Figures(found["first_batch_seconds"], Phase(**found["idle"]), Phase(**found["busy"]))
 
 
-def describe_machine() -> str:
-    return (
-        f"{len(os.sched_getaffinity(0))} CPUs ({platform.machine()}), Python {platform.python_version()}, "
-        f"torch {importlib.metadata.version('torch')}, load average at the start {os.getloadavg()[0]:.2f}"
-    )
-
-
 def main() -> None:
-    args = _parse_args()
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmark", description="Compare loaders; see the package.")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each, interleaved (default: 3)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each phase of each (default: 3)")
+    for option, known in ("workloads", list(WORKLOADS)), ("loaders", list(LOADERS)):
+        parser.add_argument(f"--{option}", nargs="+", choices=known, default=known, help="some of them (default: all)")
+    add_options(parser)
+    parser.add_argument("--quick", action="store_true", help="one round of 0.5 s: does it work?")
+    args = parser.parse_args()
+    rounds, seconds = (1, 0.5) if args.quick else (args.rounds, args.seconds)
     stop_by_signals()
     machine = describe_machine()
     planned = {
@@ -81,17 +57,16 @@ def main() -> None:
     step_loops = count_loops(_STEP_SECONDS)
     found = measure_rounds(
         planned,
-        args.rounds,
-        lambda workload, loader: _measure(workload, loader, args.seconds, step_loops),
+        rounds,
+        lambda workload, loader: _measure(workload, loader, seconds, step_loops),
         lambda figures: f"{figures.idle.rate:.1f} batches/s",
     )
     ratios = measure_claims(CLAIMS, found)
-    print(f"A trainer that only takes batches:\n\n{report.make_idle_table(found)}")
-    print(f"\nA trainer that computes {_STEP_SECONDS * 1e3:g} ms per batch:\n\n{report.make_busy_table(found)}")
-    if ratios:
-        print(f"\nWhat is claimed:\n\n{format_claims(CLAIMS, ratios)}")
-    print(f"\nMedians of {args.rounds} interleaved rounds of {args.seconds:g} s, {NUM_WORKERS} workers, {machine}.")
-    sys.exit(recorded.conclude(args, CLAIMS, ratios, machine))
+    print(f"A trainer that only takes batches:\n\n{make_table(found, 'idle')}")
+    print(f"\nA trainer that computes {_STEP_SECONDS * 1e3:g} ms per batch:\n\n{make_table(found, 'busy')}")
+    print(f"\nWhat is claimed:\n\n{format_claims(CLAIMS, ratios)}")
+    print(f"\nMedians of {rounds} interleaved rounds of {seconds:g} s, {NUM_WORKERS} workers, {machine}.")
+    sys.exit(conclude(args, CLAIMS, ratios, machine))
 
 
 if __name__ == "__main__":

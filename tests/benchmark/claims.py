@@ -1,17 +1,30 @@
-"""What is claimed of the loaders' speed: each claim is a ratio, measured in one run, with a goal. Pure."""
+"""What is claimed of the loaders' speed: each claim is a ratio, measured in one run, with a goal.
+
+Ratios that were recorded on a quiet machine are in ``recorded.json``, and those of a run are compared with them. Ratios
+and not rates, so that they mean something on another machine: not the same there, but not half as much either.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import operator
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .table import format_ratio, format_table
 
 # What was measured in each round, by the number of the round, of each subject and loader.
 Found = Mapping[tuple[str, str], Mapping[int, Any]]
+
+RECORDED = Path(__file__).with_name("recorded.json")
+
+# What a ratio may lose: the spread of a machine that does other things, too.
+LEAST_LEFT = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +137,8 @@ def format_claims(claims: Mapping[str, Claim], ratios: Mapping[str, float]) -> s
     return format_table(["work", "against", "ratio", "goal", "met"], rows, 2)
 
 
-def find_losses(
-    claims: Mapping[str, Claim], ratios: Mapping[str, float], recorded: Mapping[str, float], least: float
-) -> list[str]:
-    """Return a line for each ratio that has less than ``least`` left of what was recorded.
+def find_losses(claims: Mapping[str, Claim], ratios: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
+    """Return a line for each ratio that has less than ``LEAST_LEFT`` left of what was recorded.
 
     A claim that is recorded and was not measured is a line, too; one that was never recorded is none.
     """
@@ -138,6 +149,33 @@ def find_losses(
         what = f"{name} ({claim.work}, against {claim.against})"
         if name not in ratios:
             lines.append(f"{what}: not measured, {recorded[name]:.2f} recorded")
-        elif (left := claim.loss(ratios[name], recorded[name])) < least:
+        elif (left := claim.loss(ratios[name], recorded[name])) < LEAST_LEFT:
             lines.append(f"{what}: {ratios[name]:.2f}, {recorded[name]:.2f} recorded: {left:.0%} of that")
     return lines
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Let a program record ratios, or check them."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--record", action="store_true", help="write the ratios of claims to recorded.json")
+    group.add_argument(
+        "--check", action="store_true", help=f"fail below {100 * LEAST_LEFT:g} %% of the recorded ratios"
+    )
+
+
+def load() -> dict[str, float]:
+    """Return the recorded ratios by the name of their claim."""
+    return dict(json.loads(RECORDED.read_text())["ratios"])
+
+
+def conclude(args: argparse.Namespace, claims: Mapping[str, Claim], ratios: Mapping[str, float], machine: str) -> int:
+    """Do what these options say; returns the exit status."""
+    if args.record:
+        found = json.loads(RECORDED.read_text())
+        found["machines"].update(dict.fromkeys(ratios, machine))
+        found["ratios"].update({name: round(ratio, 3) for name, ratio in ratios.items()})
+        RECORDED.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+    losses = find_losses(claims, ratios, load()) if args.check else []
+    for line in losses:
+        print(f"slower than recorded: {line}", file=sys.stderr)
+    return int(bool(losses))

@@ -25,9 +25,7 @@ the ratios within a round; the smallest and the largest rate of the rounds stand
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import os
 import statistics
 import sys
 import tempfile
@@ -38,17 +36,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from . import datasets
 from .bare import BareLoader
 from .claims import Found, median_ratio
-from .loaders import LOADERS, node_server, run_servers
-from .processes import ChildError, ask_trainer, measure_rounds, stop_by_signals
+from .loaders import make_environment, serve
+from .processes import ChildError, ask_trainer, describe_machine, measure_rounds, stop_by_signals
 from .table import format_number, format_ratio, format_spread, format_table
-from .taking import get_cpu_seconds
+from .trainer import count_bytes, get_cpu_seconds
 from .workloads import WORKLOADS
 
 # No measurement begins later than this, so that the whole takes less than 10 minutes.
@@ -127,49 +124,17 @@ def _count_bytes(subject: str, batch_size: int) -> int:
 # --- the trainer
 
 
-class Bottleneck(nn.Module):
-    """The block of ResNet-50."""
-
-    def __init__(self, num_inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        num_outputs = 4 * width
-        self.path = nn.Sequential(
-            *_convolution(num_inputs, width, 1), nn.ReLU(inplace=True),
-            *_convolution(width, width, 3, stride), nn.ReLU(inplace=True),
-            *_convolution(width, num_outputs, 1),
-        )  # fmt: skip
-        changes = stride > 1 or num_inputs != num_outputs
-        self.shortcut = nn.Sequential(*_convolution(num_inputs, num_outputs, 1, stride)) if changes else nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.path(x) + self.shortcut(x), inplace=True)
-
-
-def _convolution(num_inputs: int, num_outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(num_inputs, num_outputs, size, stride, padding=size // 2, bias=False)
-    return [convolution, nn.BatchNorm2d(num_outputs)]
-
-
-def build_resnet50(num_classes: int = 1000) -> nn.Module:
-    """ResNet-50, with its stride in the 3x3 convolution."""
-    blocks: list[nn.Module] = []
-    num_channels = 64
-    for width, depth in (64, 3), (128, 4), (256, 6), (512, 3):
-        for number in range(depth):
-            blocks.append(Bottleneck(num_channels, width, 2 if number == 0 and width > 64 else 1))
-            num_channels = 4 * width
-    stem = [*_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, num_classes)]
-    return nn.Sequential(*stem, *blocks, *head)
-
-
 class Training:
     """A step of training on a batch of uint8 images, wherever they are."""
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
+        from transformers import ResNetConfig, ResNetForImageClassification  # takes a second
+
         torch.backends.cudnn.benchmark = True
         self._device = device
-        self._network = build_resnet50().to(device=device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a wrong stub
+        config = ResNetConfig(num_labels=1000)  # type: ignore[call-arg]  # a wrong stub
+        network: Any = ResNetForImageClassification(config)
+        self._network = network.to(device=device, memory_format=torch.channels_last)
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.01, momentum=0.9)
         self._labels = torch.randint(1000, (batch_size,), device=device)
 
@@ -177,7 +142,7 @@ class Training:
         images = images.to(self._device, non_blocking=True)
         values = ((images.float() - 120.0) / 58.0).contiguous(memory_format=torch.channels_last)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
-            loss = F.cross_entropy(self._network(values), self._labels)
+            loss = F.cross_entropy(self._network(values).logits, self._labels)
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
@@ -222,13 +187,12 @@ def _make_batches(task: Task, device: torch.device) -> Iterator[Any]:
 
 def _check(task: Task, batch: Any, device: torch.device) -> None:
     """That a batch is what was ordered."""
-    tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values()) if isinstance(batch, dict) else []
-    size = sum(tensor.nbytes for tensor in tensors) if tensors else len(batch)
-    expected = _count_bytes(task.subject, task.batch_size)
+    size, expected = count_bytes(batch), _count_bytes(task.subject, task.batch_size)
     if size != expected:
         raise ValueError(f"a batch of {size} bytes, where {expected} were expected")
-    if device.type == "cpu":
+    if device.type == "cpu" or task.contestant == "bare":
         return
+    tensors = batch.values() if isinstance(batch, dict) else [batch]
     on_device = task.contestant.endswith(("device", "resident"))
     if not all(tensor.device.type == device.type if on_device else tensor.is_pinned() for tensor in tensors):
         raise ValueError(f"a batch that is not {'on the device' if on_device else 'pinned'}")
@@ -275,32 +239,12 @@ def _parse_args() -> argparse.Namespace:
     return args
 
 
-@contextlib.contextmanager
-def _serving(
-    contestant: str, workload: str, num_workers: int, env: dict[str, str], folder: Path
-) -> Iterator[list[str]]:
-    """Run the servers of a contestant; gives their addresses."""
-    if contestant in ("torch", "resident"):
-        yield []
-    elif contestant == "bare":
-        with run_servers("bare_sender", [workload, "ready"], num_workers, env, folder) as addresses:
-            yield addresses
-    else:
-        host = ["--host", f"unix:{folder}/ours"] if contestant.startswith("ours-unix") else []
-        with node_server(num_workers, env, folder, *host) as (address, _pid):
-            yield [address]
-
-
-def _measure(args: argparse.Namespace, subject: str, contestant: str, batch_size: int) -> Figures:
-    """Start servers and trainer, wait for the figures, stop both.
-
-    Raises:
-        ChildError: One of the processes failed.
-    """
+def _ask(args: argparse.Namespace, subject: str, contestant: str, batch_size: int) -> Figures:
+    """Start servers and trainer, wait for the figures, stop both."""
     with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
         folder = Path(name)
-        env = LOADERS["ours-tcp"].make_environment(folder)
-        with _serving(contestant, SUBJECTS[subject].workload, args.num_workers, env, folder) as addresses:
+        env = make_environment(folder)
+        with serve(contestant, SUBJECTS[subject].workload, args.num_workers, env, folder) as addresses:
             task = Task(subject, contestant, addresses, args.device, args.num_workers, batch_size, args.seconds)
             return Figures(**ask_trainer("gpu.measure", asdict(task), env, folder, 120 + 10 * args.seconds))
 
@@ -309,31 +253,34 @@ def make_table(found: Found, batch_sizes: dict[str, int]) -> str:
     """Return a row for each subject and contestant that was tried."""
     rows = []
     for (subject, contestant), rounds in found.items():
-        labels = [subject, TITLES[contestant]]
-        if not rounds:
-            rows.append([*labels, "failed", "-", "-", "-", "-"])
-            continue
-        rates = [figures.rate for figures in rounds.values()]
-        size = statistics.median(rates) * _count_bytes(subject, batch_sizes[subject]) / 1e9
-        cpu = statistics.median(figures.cpu_seconds / figures.num_batches for figures in rounds.values())
-        ratios = [
-            format_ratio(median_ratio(found, subject, contestant, reference, "rate"))
-            for reference in ("torch", SUBJECTS[subject].limit)
-        ]
-        size_cell = format_number(size) if contestant != "resident" else "-"
-        rows.append([*labels, format_spread(rates), size_cell, format_number(cpu * 1e3), *ratios])
+        cells = ["failed", *"----"]
+        if rounds:
+            rates = [figures.rate for figures in rounds.values()]
+            size = statistics.median(rates) * _count_bytes(subject, batch_sizes[subject]) / 1e9
+            cpu = statistics.median(figures.cpu_seconds / figures.num_batches for figures in rounds.values())
+            cells = [format_spread(rates), "-" if contestant == "resident" else format_number(size)]
+            cells.append(format_number(cpu * 1e3))
+            for reference in ("torch", SUBJECTS[subject].limit):
+                cells.append(format_ratio(median_ratio(found, subject, contestant, reference, "rate")))
+        rows.append([subject, TITLES[contestant], *cells])
     return format_table(["subject", "loader", "batches/s", "GB/s", "CPU ms", "x torch", "x limit"], rows, 2)
 
 
-def _run(args: argparse.Namespace) -> None:
-    start = time.monotonic()
+def main() -> int:
+    """Run as the harness; returns the exit status."""
+    args = _parse_args()
+    stop_by_signals()
     has_device = args.device != "cpu"
+    if has_device and not torch.cuda.is_available():
+        print("no GPU: this needs a CUDA device. With --device cpu --quick it shows that it works.", file=sys.stderr)
+        return 2
+    start = time.monotonic()
     batch_sizes = {name: SUBJECTS[name].batch_size[0 if has_device else 1] for name in args.subjects}
 
     def measure_in_time(subject: str, contestant: str) -> Figures:
         if time.monotonic() - start > _LAST_START_SECONDS:
             raise ChildError("there is no time left")
-        return _measure(args, subject, contestant, batch_sizes[subject])
+        return _ask(args, subject, contestant, batch_sizes[subject])
 
     planned = {name: SUBJECTS[name].contestants for name in args.subjects}
     found = measure_rounds(planned, args.rounds, measure_in_time, lambda one: f"{one.rate:.1f} batches/s")
@@ -341,22 +288,8 @@ def _run(args: argparse.Namespace) -> None:
     device = torch.cuda.get_device_name(args.device) if has_device else "no GPU, so these figures mean nothing"
     print(
         f"\nMedian of up to {args.rounds} interleaved rounds of {args.seconds:g} s, {args.num_workers} workers, "
-        f"{len(os.sched_getaffinity(0))} CPUs, {device}, torch {torch.__version__}."
+        f"{describe_machine()}, {device}."
     )
-
-
-def main() -> int:
-    """Run as the harness; returns the exit status."""
-    args = _parse_args()
-    stop_by_signals()
-    if args.device != "cpu" and not torch.cuda.is_available():
-        print(
-            "no GPU: this benchmark needs a CUDA device, and torch sees none. "
-            "With --device cpu --quick it shows that it works, and nothing else.",
-            file=sys.stderr,
-        )
-        return 2
-    _run(args)
     return 0
 
 

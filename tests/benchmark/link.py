@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.benchmark import datasets
-from tests.benchmark.loaders import LOADERS, NUM_WORKERS, node_server
-from tests.benchmark.taking import take
+from tests.benchmark.loaders import NUM_WORKERS, make_environment, node_server
+from tests.benchmark.trainer import take
 from tests.support.network import Network, why_not
 
 BATCH_SIZE = 64
@@ -35,7 +35,7 @@ def main() -> None:
         network = stack.enter_context(contextlib.closing(Network()))
         host, cable = network.add()
         cable.limit(args.gigabits)
-        env = LOADERS["ours-tcp"].make_environment(folder)
+        env = make_environment(folder)
         os.environ["RPCDATALOADER_TOKEN_FILE"] = env["RPCDATALOADER_TOKEN_FILE"]
         where = ("--host", cable.address, "--port", "0")
         with host.entered():

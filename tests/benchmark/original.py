@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # tblib is its only dependency that is not among ours.
-REQUIREMENTS = ("rpcdataloader==0.2.1", "tblib==3.2.2")
+_REQUIREMENTS = ("rpcdataloader==0.2.1", "tblib==3.2.2")
 
 
 def install(cache: Path) -> Path:
@@ -26,7 +26,7 @@ def install(cache: Path) -> Path:
         cache: Created when missing, together with a ``.gitignore`` that hides it.
 
     Raises:
-        OSError: pip failed; the text holds the end of its output.
+        OSError: pip failed.
     """
     folder = cache / "original-0.2.1"
     if folder.is_dir():
@@ -34,13 +34,11 @@ def install(cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     (cache / ".gitignore").write_text("*\n")
     with tempfile.TemporaryDirectory(dir=cache) as parent:
-        fresh = Path(parent) / "new"
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(fresh)]
-        done = subprocess.run([*pip, *REQUIREMENTS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            raise OSError(f"pip cannot fetch {' and '.join(REQUIREMENTS)}: {done.stdout.strip()[-1000:]}")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", "new"]
+        if subprocess.run([*pip, *_REQUIREMENTS], cwd=parent).returncode:
+            raise OSError(f"pip cannot fetch {' and '.join(_REQUIREMENTS)}")
         # Complete or not there at all, also after Ctrl-C.
-        shutil.move(fresh, folder)
+        shutil.move(Path(parent, "new"), folder)
     return folder
 
 

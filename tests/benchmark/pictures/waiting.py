@@ -6,17 +6,16 @@ import contextlib
 import math
 import os
 import re
-import secrets
 import tempfile
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.benchmark.loaders import make_environment
 from tests.support.waits import CAUSES, run
 from tests.support.zygote import Zygote
 
-from .svg import BLUE, ORANGE, RED, VIOLET, Picture, Scale, format_tick
+from .svg import BLUE, ORANGE, RED, VIOLET, Picture, Scale
 
 # One for each bound but `unclear`: the last one of a bound is quoted.
 NAMES = (
@@ -28,22 +27,12 @@ PARTS = {"workers": BLUE, "network": ORANGE, "receiving": RED, "window": VIOLET}
 _ROW = 34
 
 
-@contextlib.contextmanager
-def forking() -> Iterator[Zygote]:
-    """A process that node servers are forked from."""
-    with tempfile.TemporaryDirectory(prefix="rpcdl-waiting-") as name:
-        token = Path(name) / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_urlsafe(32))
-        os.environ["RPCDATALOADER_TOKEN_FILE"] = str(token)
-        with contextlib.closing(Zygote(Path(name))) as zygote:
-            yield zygote
-
-
 def record() -> dict[str, Any]:
     """What the diagnosis has said of each pass."""
     found = {}
-    with forking() as zygote:
+    with tempfile.TemporaryDirectory(prefix="rpcdl-waiting-") as folder, contextlib.ExitStack() as stack:
+        os.environ["RPCDATALOADER_TOKEN_FILE"] = make_environment(Path(folder))["RPCDATALOADER_TOKEN_FILE"]
+        zygote = stack.enter_context(contextlib.closing(Zygote(Path(folder))))
         for name in NAMES:
             with CAUSES[name].pool(zygote) as addresses:
                 diagnosis, _loader = run(CAUSES[name], addresses)
@@ -88,7 +77,7 @@ def draw_capacities(found: dict[str, Any]) -> Picture:
     scale = Scale(10.0**low, 10.0**high, 200, 680, is_log=True)
     for value in scale.powers():
         picture.line([(scale.at(value), 40), (scale.at(value), bottom)], "grid")
-        picture.text(scale.at(value), bottom + 20, format_tick(value), "middle", "soft")
+        picture.text(scale.at(value), bottom + 20, f"{value:,g}", "middle", "soft")
     picture.text(12, bottom + 20, "batches/s", look="soft")
     for row, (name, one) in enumerate(found.items()):
         y, x = 60.0 + row * _ROW, scale.at(one["demand"])
@@ -96,8 +85,7 @@ def draw_capacities(found: dict[str, Any]) -> Picture:
         picture.line([(x, y - 12), (x, y + 12)], "wire", 'stroke-width="3"')
         for part, colour in PARTS.items():
             if (rate := one["capacities"].get(part)) is not None:
-                shown = f"<title>{part}: {rate:,.0f} batches per second</title>"
                 # A ring, for what is behind it: a full pipeline has what the window allows in flight.
                 look = f'fill="none" stroke="{colour}" stroke-width="3"' if part == "window" else f'fill="{colour}"'
-                picture.add(f'<circle cx="{scale.at(rate):.1f}" cy="{y:.1f}" r="6" {look}>{shown}</circle>')
+                picture.add(f'<circle cx="{scale.at(rate):.1f}" cy="{y:.1f}" r="6" {look}/>')
     return picture

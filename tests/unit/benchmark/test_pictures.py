@@ -9,7 +9,7 @@ import pytest
 
 from rpcdataloader.diagnosis.words import WORDS
 from tests.benchmark.pictures import __main__ as pictures
-from tests.benchmark.pictures import numbers, terminal, waiting
+from tests.benchmark.pictures import results, waiting
 from tests.support.waits import CAUSES
 
 DRAWN = pictures.draw()
@@ -23,14 +23,14 @@ def test_file_is_what_its_data_say(path):
 def test_numbers_follow_the_recorded_data():
     lost = json.loads((pictures.FOLDER / "losses.json").read_text())
     lost["killed"]["lost"] = 7
-    assert f"**7 of {lost['killed']['batches']:,}**" in numbers.make_numbers(lost)
+    assert f"**7 of {lost['killed']['batches']:,}**" in results.make_numbers(lost)
 
 
 def test_numbers_of_another_run_are_refused(monkeypatch):
     lost = json.loads((pictures.FOLDER / "losses.json").read_text())
-    monkeypatch.setattr(numbers, "load", lambda: {"float32-tcp": 4.56, "busy": 1.0})
+    monkeypatch.setattr(results, "load", lambda: {"float32-tcp": 4.56, "busy": 1.0})
     with pytest.raises(ValueError, match=r"4\.56 in recorded\.json"):
-        numbers.make_numbers(lost)
+        results.make_numbers(lost)
 
 
 def test_quotes_are_of_one_real_pass_for_each_bound_in_the_words_of_today():
@@ -50,21 +50,3 @@ def test_quote_is_put_below_the_heading_of_its_bound():
     assert waiting.put_quotes(page, found) == page.replace("> Old\n> words.", "> New words.")
     with pytest.raises(ValueError, match="no section with a quote for the bound workers"):
         waiting.put_quotes("### `workers`\n\n### `node`\n\n> Other words.\n", found)
-
-
-def test_a_page_without_a_place_for_the_numbers_is_refused():
-    assert numbers.put_numbers("a <!-- numbers -->\nold <!-- end of numbers -->\nb", "new").split() == (
-        ["a", "<!--", "numbers", "-->", "new", "<!--", "end", "of", "numbers", "-->", "b"]
-    )
-    with pytest.raises(ValueError, match="has no lines"):
-        numbers.put_numbers("a page", "new")
-
-
-def test_terminal_shows_what_was_written():
-    pieces = [(0.0, "$ "), (1.0, "ls\r\n"), (2.0, "abcdef\r"), (3.0, "AB\r\nnext"), (4.0, "\r\nlast")]
-    shown = list(terminal.screens(pieces, columns=4, rows=3))
-    assert shown[0] == (0.0, ["$"])
-    assert shown[1] == (1.0, ["$ ls", ""])
-    assert shown[2] == (2.0, ["$ ls", "abcd", "ef"])
-    assert shown[3] == (3.0, ["abcd", "AB", "next"])
-    assert shown[4] == (4.0, ["AB", "next", "last"])
