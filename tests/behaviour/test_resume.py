@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import signal
 
 import numpy as np
 import pytest
@@ -25,7 +24,8 @@ from torch.utils.data import (
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
 from tests.support.comparison import assert_same
-from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, augment_batch, notes
+from tests.support.datasets import Augmented, Gated, Numbers, Recorded, augment_batch, notes
+from tests.support.differential import steps
 from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
 
 SIZE = 20
@@ -70,7 +70,7 @@ def through_torch(state):
 
 
 def train(make, stops, num_epochs, where, keep=through_json):
-    """Batches of some epochs, in a process that is interrupted after so many batches of all, and goes on elsewhere.
+    """Batches of some epochs, or errors in their place, in a process that is interrupted and goes on elsewhere.
 
     Args:
         make: Makes the loader in a new process; called with one of ``where``, in turn.
@@ -83,12 +83,13 @@ def train(make, stops, num_epochs, where, keep=through_json):
     while epoch < num_epochs:
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        for batch in loader:
-            batches.append(batch)
+        for step in steps(iter(loader)):
+            if isinstance(step, str):  # the end
+                epoch += 1
+                break
+            batches.append(step)
             if stops and len(batches) >= stops[0]:
                 break
-        else:
-            epoch += 1
         if stops and len(batches) >= stops[0] - 0.5:
             stops.pop(0)
             saved, trainer = keep(loader.state_dict()), generators()
@@ -101,6 +102,15 @@ def train(make, stops, num_epochs, where, keep=through_json):
 
 
 # Samplers
+
+
+class Faulty(Augmented):
+    """One of its samples cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise LookupError("a bad sample")
+        return super().__getitem__(index)
 
 
 class Counted(BatchSampler):
@@ -153,10 +163,11 @@ class Bare:
 
 
 class Given:
-    """Says nothing about itself."""
+    """Says nothing about itself, apart from such attributes."""
 
-    def __init__(self, gives):
+    def __init__(self, gives, **attributes):
         self.gives = gives
+        vars(self).update(attributes)
 
     def __iter__(self):
         return iter(self.gives)
@@ -191,6 +202,7 @@ SAMPLERS = {
     "list": lambda: {"batch_size": 3, "sampler": [5, 5, 2, 7, 1, 0, 9]},
     "buckets": lambda: {"batch_sampler": Buckets()},
     "counted": lambda: {"batch_sampler": Counted()},
+    "bare": lambda: {"batch_size": None, "sampler": Bare()},
 }
 
 
@@ -199,19 +211,18 @@ def address(wide_servers):
     return wide_servers[0].address
 
 
-def maker(address, options, dataset=Augmented, **more):
+def maker(address, options, **more):
     def make(where):
         collate_fn = None if options().get("batch_size", 1) is None else augment_batch
         given = {"collate_fn": collate_fn, **options(), **more}
         if where == "inline":
-            return RPCDataloader(dataset(), workers="inline", **given)
-        return RPCDataloader(dataset(), workers=address, num_workers=where, **given)
+            return RPCDataloader(Faulty(), workers="inline", **given)
+        return RPCDataloader(Faulty(), workers=address, num_workers=where, **given)
 
     return make
 
 
 PLACES = st.lists(st.sampled_from(["inline", 1, 2, 5]), min_size=1, max_size=3)
-STOPS = st.lists(st.integers(1, 30), max_size=3, unique=True).map(sorted)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -263,7 +274,14 @@ def list_of(samples):
     return samples
 
 
-STREAMS = {"Parts": Parts, "Drawn": Drawn, "Buffered": Buffered, "Seekable": Seekable}
+class Bad(Parts):
+    """One of its records cannot be read."""
+
+    def __iter__(self):
+        return Stumbling(self)
+
+
+STREAMS = {"Parts": Parts, "Bad": Bad, "Drawn": Drawn, "Buffered": Buffered, "Seekable": Seekable}
 
 
 @pytest.mark.parametrize("kind", STREAMS)
@@ -288,6 +306,16 @@ def test_streams_go_on_where_they_were(wide_servers, kind, data):
     if not in_order:
         found, expected = sorted(found, key=repr), sorted(expected, key=repr)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 2)])
+def test_as_many_streams_go_on_whatever_number_of_workers_is_asked_for(address, before, after):
+    loader, rest = (RPCDataloader(Parts([8] * 4), 4, workers=address, num_workers=each) for each in (before, after))
+    expected = [100 * stream + number for stream in range(4) for number in range(8)]
+    seen = list(itertools.islice(loader, 2))
+    rest.load_state_dict(loader.state_dict())
+    assert sorted(torch.cat([*seen, *rest]).tolist()) == expected[: 8 * before]
+    assert sorted(torch.cat(list(rest)).tolist()) == expected[: 8 * after]
 
 
 @pytest.mark.parametrize("kind", ["Parts", "Buffered", "Seekable"])
@@ -364,79 +392,44 @@ def test_nothing_is_loaded_twice_but_what_was_on_its_way(address, tmp_path):
     assert sorted(loaded) == list(range(20, 40))
 
 
-def test_what_was_delivered_ahead_is_not_loaded_again_and_must_be_the_same(address, fifo):
+class Listed:
+    """Gives batches of a list, and has a state."""
+
+    def __init__(self, batches):
+        self.left = list(batches)
+
+    def __iter__(self):
+        while self.left:
+            yield self.left.pop(0)
+
+    def state_dict(self):
+        return {"left": list(self.left)}
+
+    def load_state_dict(self, state):
+        self.left = list(state["left"])
+
+
+@pytest.mark.parametrize("kind", [list, Listed])
+def test_what_was_delivered_ahead_is_not_loaded_again_and_must_be_the_same(address, fifo, kind):
     batches = [[2 * number, 2 * number + 1] for number in range(10)]
-    loader = RPCDataloader(Gated(SIZE, 0, fifo), batch_sampler=batches, in_order=False, workers=address, num_workers=2)
+    options = {"in_order": False, "workers": address, "num_workers": 2}
+    loader = RPCDataloader(Gated(SIZE, 0, fifo), batch_sampler=kind(batches), **options)
     iterator = iter(loader)
     ahead = [next(iterator).tolist() for _ in range(3)]
     state = through_json(loader.state_dict())
     open(fifo, "w").close()
     earlier = {number: [size, None, None] for number, (size, *_others) in state["ahead"].items()}
     for where, saved in ("inline", {**state, "ahead": earlier}), (address, state):
-        rest = RPCDataloader(Numbers(SIZE), batch_sampler=batches, in_order=False, workers=where)
+        rest = RPCDataloader(Numbers(SIZE), batch_sampler=kind(batches), in_order=False, workers=where)
         rest.load_state_dict(saved)
         assert sorted(ahead + [batch.tolist() for batch in rest]) == batches
         assert rest.state_dict()["num_batches"] == 10
         assert rest.state_dict()["ahead"] == {}
     batches[batches.index(ahead[0])] = [0, 1]
-    other = RPCDataloader(Numbers(SIZE), batch_sampler=batches, in_order=False, workers="inline")
+    other = RPCDataloader(Numbers(SIZE), batch_sampler=kind(batches), in_order=False, workers="inline")
     other.load_state_dict(state)
     with pytest.raises(ValueError, match="gives other indices now"):
         list(other)
-
-
-class Reshuffled:
-    """Draws another order in each pass, from a generator in its state."""
-
-    def __init__(self):
-        self.random = random.Random(1)
-        self.left = []
-
-    def __iter__(self):
-        self.left = self.left or self.random.sample(range(SIZE), SIZE)
-        while self.left:
-            yield self.left.pop()
-
-    def state_dict(self):
-        return {"left": list(self.left), "random": self.random.getstate()}
-
-    def load_state_dict(self, state):
-        version, numbers, gauss = state["random"]
-        self.left = list(state["left"])
-        self.random.setstate((version, tuple(numbers), gauss))
-
-
-def test_sampler_with_a_state_that_has_only_given_batches_ahead_must_give_the_same(address, fifo):
-    sampler, same = Reshuffled(), Reshuffled()
-    list(zip(sampler, same, strict=True))  # the epoch before
-    loader = RPCDataloader(
-        Gated(SIZE, next(iter(same)), fifo), None, sampler=sampler, in_order=False, workers=address, num_workers=2
-    )
-    iterator = iter(loader)
-    list(itertools.islice(iterator, 3))
-    state = through_json(loader.state_dict())
-    open(fifo, "w").close()
-    rest = RPCDataloader(Numbers(SIZE), None, sampler=Reshuffled(), in_order=False, workers="inline")
-    rest.load_state_dict(state)
-    with pytest.raises(ValueError, match="gives other indices now"):
-        list(rest)
-
-
-@pytest.mark.parametrize(
-    ("error", "where", "left"),
-    [
-        (LookupError, "inline", [3, 4, 5]),
-        (LookupError, "workers", [3, 4, 5]),
-        (KeyboardInterrupt, "inline", [2, 3, 4, 5]),
-    ],
-)
-def test_error_takes_the_place_of_its_batch_and_an_interrupt_does_not(address, error, where, left):
-    loader = RPCDataloader(Failing(6, {2: (error,)}), workers=address if where == "workers" else where)
-    with pytest.raises(error):
-        list(loader)
-    rest = RPCDataloader(Numbers(6), workers="inline")
-    rest.load_state_dict(loader.state_dict())
-    assert [int(number) for number in rest] == left
 
 
 @pytest.mark.parametrize("stop", [0, 1])
@@ -452,36 +445,6 @@ def test_sampler_that_raises_does_not_end_a_resumed_pass(stop):
     assert not loader.state_dict()["finished"]
 
 
-class Stumbles(Parts):
-    """Has a bad record; the first process that reads the one behind it is killed."""
-
-    deadly = None
-
-    def __iter__(self):
-        return Stumbling(self)
-
-    def make(self, number):
-        if number == 3 and self.deadly is not None and not os.path.exists(self.deadly):
-            open(self.deadly, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number
-
-
-def test_error_takes_the_place_of_a_batch_of_a_stream(address, tmp_path):
-    for where in "inline", address:
-        dataset = Stumbles([6])
-        dataset.deadly = str(tmp_path / "killed") if where == address else None
-        loader, rest = (RPCDataloader(dataset, None, workers=where, num_workers=1) for _ in range(2))
-        iterator = iter(loader)
-        assert list(itertools.islice(iterator, 2)) == [0, 1]
-        with pytest.raises(LookupError):
-            next(iterator)
-        state = through_json(loader.state_dict())
-        assert list(iterator) == [3, 4, 5]
-        rest.load_state_dict(state)
-        assert list(rest) == [3, 4, 5]
-
-
 class Interrupted(Steps):
     """By Ctrl-C, once."""
 
@@ -495,11 +458,16 @@ class Interrupted(Steps):
 
 
 class Drawing(Parts):
+    is_due = False
+
     def __iter__(self):
+        if Drawing.is_due:
+            Drawing.is_due = False
+            raise KeyboardInterrupt
         return Interrupted(self)
 
 
-@pytest.mark.parametrize("at", ["sample", "batch"])
+@pytest.mark.parametrize("at", ["iterator", "sample", "batch"])
 def test_interrupt_loses_no_samples_of_a_stream(at, monkeypatch):
     def collate(samples):
         if len(fails) > 1 and fails.pop():
@@ -514,20 +482,14 @@ def test_interrupt_loses_no_samples_of_a_stream(at, monkeypatch):
     monkeypatch.setattr(Interrupted, "is_due", False)
     expected = list(begin())
     fails = [False, True, False] if at == "batch" else []
-    Interrupted.is_due = at == "sample"
+    Interrupted.is_due, Drawing.is_due = at == "sample", at == "iterator"
     loader = begin()
     iterator = iter(loader)
-    batches = [next(iterator)]
+    batches = [] if at == "iterator" else [next(iterator)]
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert batches + list(iterator) == expected
     assert loader.state_dict()["streams"] == [[9, 3, "", None, False]]
-
-
-def test_pass_over_a_sampler_whose_iterator_has_only_next_goes_on():
-    loader = RPCDataloader(Numbers(SIZE), None, sampler=Bare(), workers="inline")
-    loader.load_state_dict(saved_by(Numbers(SIZE), None, sampler=Bare(), stop=0))
-    assert [int(number) for number in itertools.islice(loader, 3)] == [0, 1, 2]
 
 
 def test_state_stays_as_it_was_when_the_loader_goes_on():
@@ -668,6 +630,7 @@ def distributed(size=SIZE, num_ranks=1, **options):
             {"sampler": SubsetRandomSampler(range(8))},
             "go on with the same length",
         ),
+        ({"sampler": Given([0] * 9, epoch=1)}, {"sampler": Given([0] * 9, epoch=0)}, "go on with the same epoch"),
         # Of samplers that say nothing about themselves
         ({"batch_sampler": [[1], [2]] * 2}, {"batch_sampler": [[1]]}, "list(length=4), and here"),
         ({"batch_sampler": Given([[0]] * 9)}, {"batch_sampler": Given([[0]])}, "sampler has only 1 now"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 from collections import Counter
 from typing import Any
@@ -18,10 +17,8 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader
@@ -282,18 +279,6 @@ def test_ranks_that_are_not_in_step_need_their_own_states(kind):
 # Epochs
 
 
-class Counting:
-    """Another order in each pass, by a count of its own."""
-
-    def __init__(self):
-        self.epoch = 0
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.epoch)
-        self.epoch += 1
-        return iter(torch.randperm(SIZE, generator=generator).tolist())
-
-
 @pytest.mark.parametrize("kind", ["distributed", "resumable", "own batches, resumable"])
 def test_epoch_of_the_saved_pass_goes_on_whichever_the_script_names(kind):
     def make():
@@ -309,71 +294,3 @@ def test_epoch_of_the_saved_pass_goes_on_whichever_the_script_names(kind):
         for epoch in epochs:
             set_epoch(epoch)
         assert Counter(seen + numbers_in(rest)) == NUMBERS
-
-
-def test_sampler_that_counts_its_passes_is_refused_at_another_count():
-    loader = RPCDataloader(Numbers(SIZE), 4, sampler=Counting(), workers="inline")
-    list(loader)
-    seen = numbers_in(itertools.islice(loader, 2))
-    other = RPCDataloader(Numbers(SIZE), 4, sampler=Counting(), workers="inline")
-    other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"Counting\(epoch=1\), and here is Counting\(epoch=0\): go on with the same"):
-        iter(other)
-    other.sampler.epoch = 1
-    assert Counter(seen + numbers_in(other)) == NUMBERS
-
-
-class SameList:
-    """Fills one list for each batch."""
-
-    def __iter__(self):
-        batch = [0, 0]
-        for first in range(0, SIZE, 2):
-            batch[:] = first, first + 1
-            yield batch
-
-
-class Pair(Numbers):
-    """Takes two indices at once."""
-
-    def __getitem__(self, indices):
-        return torch.stack([super(Pair, self).__getitem__(index) for index in indices])
-
-
-@pytest.mark.parametrize("options", [{"batch_sampler": SameList()}, {"sampler": SameList(), "batch_size": None}])
-@pytest.mark.parametrize("where", ["inline", "server"])
-def test_sampler_may_fill_the_same_list_for_each_batch(where, options, shared_server):
-    def make():
-        where_ = where if where == "inline" else shared_server.address
-        dataset = Numbers(SIZE) if "batch_sampler" in options else Pair(SIZE)
-        return RPCDataloader(dataset, workers=where_, **options)
-
-    loader = make()
-    seen = numbers_in(itertools.islice(loader, 3))
-    other = make()
-    other.load_state_dict(loader.state_dict())
-    assert seen + numbers_in(other) == list(range(SIZE))
-
-
-# Iterable-style datasets
-
-
-class Split(IterableDataset):
-    """Splits by the variables of the environment, and by worker."""
-
-    def __iter__(self):
-        worker = get_worker_info()
-        worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        return iter(range(rank * num_workers + worker_id, SIZE, world_size * num_workers))
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_as_many_streams_go_on_whatever_number_of_workers_is_asked_for(server, before, after, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    loader, rest = (RPCDataloader(Split(), 4, workers=server.address, num_workers=number) for number in (before, after))
-    seen = numbers_in(itertools.islice(loader, 3))
-    rest.load_state_dict(loader.state_dict())
-    assert Counter(seen + numbers_in(rest)) == NUMBERS
-    assert Counter(numbers_in(rest)) == NUMBERS

@@ -7,13 +7,11 @@ import functools
 import gc
 import itertools
 import json
-import logging
 import os
 import signal
 import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +24,7 @@ from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteErr
 from rpcdataloader.fetch.raw import RawIndices
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.iterator import RemoteIterator
-from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.datasets import note, notes, wait_for
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -52,6 +50,13 @@ class Stream(IterableDataset):
         return iter(Numbers(self, worker.id, worker.num_workers))
 
 
+class Odd(Exception):
+    """Cannot be rebuilt from its arguments."""
+
+    def __init__(self, number, why):
+        super().__init__(f"{number} is {why}")
+
+
 class Numbers:
     def __init__(self, stream, first, step):
         self.stream, self.numbers = stream, iter(range(first, stream.length, step))
@@ -64,7 +69,7 @@ class Numbers:
         if self.stream.log is not None:
             note(self.stream.log, "source", os.getpid())
         if number in self.stream.broken:
-            raise ValueError(f"sample {number} is broken")
+            raise Odd(number, "odd") if number == 20 else ValueError(f"sample {number} is broken")
         number += 1000 * self.stream.epoch
         content = {"bytes": bytes([number % 256]) * self.stream.size, "array": np.full(20_000, number)}
         return {"number": number, "noise": torch.rand(()), **content}
@@ -174,15 +179,6 @@ def test_source_workers_take_their_parts(wide_servers, tmp_path):
     assert numbers(loader) == list(range(LENGTH))
 
 
-def test_sentence_on_waiting_names_the_stream(wide_servers, caplog):
-    caplog.set_level(logging.INFO, "rpcdataloader.diagnosis")
-    dataset = RPCDataset(wide_servers[0].address, Stream, 4)
-    as_lists(make(wide_servers[0].address, Stream(4)))
-    as_lists(RPCDataloader(dataset, 4, transform=Decode()))
-    names = [text.split(",")[0] for text in caplog.messages if " batches: " in text]
-    assert names == ["Stream (transform)", "Stream (transform)"]
-
-
 def test_remote_stream_and_epochs(wide_servers):
     dataset = RPCDataset(wide_servers[0].address, Stream, 12)
     for persistent in (False, True):
@@ -203,27 +199,6 @@ class LateNumbers(Numbers):
         return super().__next__()
 
 
-class Late(Stream):
-    """Waits for a writer before its second batch."""
-
-    def __init__(self, path):
-        super().__init__(12)
-        self.path = path
-
-    def __iter__(self):
-        for sample in super().__iter__():
-            if sample["number"] == 4:
-                Path(self.path).read_text()
-            yield sample
-
-
-def test_batch_that_is_there_does_not_wait_for_the_stream(wide_servers, fifo):
-    batches = iter(make(wide_servers[0].address, Late(fifo), num_workers=2))
-    assert numbers([next(batches)]) == [0, 1, 2, 3]
-    Path(fifo).write_text("")
-    assert numbers(batches) == list(range(4, 12))
-
-
 class Empty(Stream):
     """All samples of its second batch are broken; before its third one, it waits for a writer."""
 
@@ -235,18 +210,21 @@ class Empty(Stream):
         return LateNumbers(self, 0, 1)
 
 
-class WhenDrawn(Decode):
-    """Waits until the stream has been asked for the third batch."""
+class WhenDrawn:
+    """Waits until the stream has been asked for so many samples."""
+
+    def __init__(self, log, num_samples):
+        self.log, self.num_samples = log, num_samples
 
     def __call__(self, sample):
-        wait_until(lambda: len(notes(self.log)) > 8)
+        wait_until(lambda: len(notes(self.log)) >= self.num_samples)
         return sample["number"]
 
 
 def test_batch_that_is_there_does_not_wait_for_those_after_skipped_ones(wide_servers, fifo, tmp_path):
     log = str(tmp_path / "log")
     options = {"num_workers": 2, "on_error": "skip", "timeout": 5 * TIMEOUT_SCALE}
-    batches = iter(make(wide_servers[0].address, Empty(fifo, log), WhenDrawn(log=log), **options))
+    batches = iter(make(wide_servers[0].address, Empty(fifo, log), WhenDrawn(log, 9), **options))
     assert next(batches).tolist() == [0, 1, 2, 3]
     Path(fifo).write_text("")
     assert as_lists(batches) == [[8, 9, 10, 11]]
@@ -301,8 +279,8 @@ def named(error):
 
 
 def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
-    address = wide_servers[0].address
-    batches = iter(make(address, Stream(broken=(9,)), Decode(broken=(5,)), num_workers=2))
+    stream = Stream(broken=(9, 20, *range(28, LENGTH)))
+    batches = iter(make(wide_servers[0].address, stream, Decode(broken=(5,)), num_workers=2))
     assert numbers([next(batches)]) == [0, 1, 2, 3]
     with pytest.raises(KeyError, match="no label for 5") as caught:
         next(batches)
@@ -310,32 +288,17 @@ def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
     with pytest.raises(ValueError, match="sample 9 is broken") as caught:
         next(batches)
     assert "position 9 of stream 0, batch 2" in named(caught.value)
-    assert numbers(batches)[:3] == [10, 11, 12]
-
-
-class Odd(Exception):
-    """Cannot be rebuilt from its arguments."""
-
-    def __init__(self, number, why):
-        super().__init__(f"{number} is {why}")
-
-
-class OddStream(IterableDataset):
-    def __iter__(self):
-        return map(self.make, range(LENGTH))
-
-    def make(self, number):
-        if number == 20:
-            raise Odd(number, "odd")
-        return number
-
-
-def test_exception_that_cannot_be_rebuilt_is_raised_in_its_turn(wide_servers):
-    batches = iter(RPCDataloader(OddStream(), 4, transform=abs, workers=wide_servers[0].address, num_workers=8))
-    assert [int(batch[0]) for batch in itertools.islice(batches, 5)] == [0, 4, 8, 12, 16]
+    assert numbers(itertools.islice(batches, 2)) == [*range(10, 18)]
     with pytest.raises(RemoteError, match="20 is odd"):
         next(batches)
-    assert next(batches).tolist() == [21, 22, 23, 24]
+    assert numbers([next(batches)]) == [21, 22, 23, 24]
+    with pytest.raises(ValueError, match="sample 28 is broken"):
+        next(batches)
+    # Failed samples that are under way do not keep a pass that is left.
+    reference = weakref.ref(batches)
+    del batches, caught
+    gc.collect()
+    assert reference() is None
 
 
 def stop(_sample):
@@ -349,21 +312,17 @@ def test_transform_that_raises_stop_iteration_does_not_end_the_epoch(wide_server
 
 
 def test_samples_that_fail_can_be_skipped(wide_servers, caplog):
-    options = {"num_workers": 2, "on_error": "skip"}
-    loader = make(wide_servers[0].address, Stream(broken=(9,)), Decode(broken=(5, 6)), **options)
-    assert numbers(loader) == [number for number in range(LENGTH) if number not in (5, 6, 9)]
-    assert "no label for 5" in caplog.text
-    assert "sample 9 is broken" in caplog.text
-    loader = make(wide_servers[0].address, decode=Decode(broken=range(5)), max_skipped=3, **options)
+    options = {"num_workers": 1, "on_error": "skip"}
+    for workers in "inline", wide_servers[0].address:
+        caplog.clear()
+        loader = make(workers, Stream(broken=(9, 39)), Decode(broken=(5, 6)), **options)
+        assert numbers(loader) == [number for number in range(LENGTH) if number not in (5, 6, 9, 39)]
+        assert loader.num_skipped == 4
+        assert "no label for 5" in caplog.text
+        assert "sample 9 is broken" in caplog.text
+    loader = make(workers, decode=Decode(broken=range(5)), max_skipped=3, **options)
     with pytest.raises(BadSamplesError, match="more than max_skipped=3"):
         list(loader)
-
-
-def test_skipped_samples_of_the_stream_count(wide_servers):
-    for workers in "inline", wide_servers[0].address:
-        loader = make(workers, Stream(broken=(9, 39)), Decode(broken=(5, 6)), on_error="skip")
-        list(loader)
-        assert loader.num_skipped == 4
 
 
 def test_arguments_that_are_changed_later_hold_for_the_stream(tmp_path):
@@ -376,49 +335,19 @@ def test_arguments_that_are_changed_later_hold_for_the_stream(tmp_path):
 
 
 class Deadly(Stream):
-    """Ends its process when its first batch has arrived."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
+    """Ends its process before its second batch."""
 
     def __iter__(self):
         for sample in super().__iter__():
             if sample["number"] == 4:
-                wait_until(lambda: "arrived" in notes(self.path))
-                note(self.path, os.getpid())
                 os.kill(os.getpid(), signal.SIGKILL)
             yield sample
 
 
-class Waiting(Decode):
-    def __init__(self, log, fifo):
-        super().__init__()
-        self.log, self.fifo = log, fifo
-
-    def __call__(self, sample):
-        if sample["number"] == 0:
-            note(self.log, "arrived")
-            wait_for(self.fifo)
-        return sample["number"]
-
-
-def test_stream_that_ends_every_worker_is_an_error_in_its_turn(wide_servers, tmp_path, fifo):
+def test_stream_that_ends_every_worker_is_an_error_in_its_turn(wide_servers, tmp_path):
     log = str(tmp_path / "log")
-    Path(log).touch()
-
-    def let_go():
-        def num_ended():
-            return sum(not is_running(int(line)) for line in notes(log) if line != "arrived")
-
-        wait_until(lambda: num_ended() == 3)
-        open(fifo, "w").close()
-
-    batches = iter(make(wide_servers[0].address, Deadly(log), Waiting(log, fifo), num_workers=2))
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(let_go)
-        assert next(batches).tolist() == [0, 1, 2, 3]
-        waiting.result()
+    batches = iter(make(wide_servers[0].address, Deadly(log=log), WhenDrawn(log, 3 * 5), num_workers=2))
+    assert next(batches).tolist() == [0, 1, 2, 3]
     with pytest.raises(ConnectionLostError, match="batch 1 has ended 3 workers in a row"):
         next(batches)
     assert list(batches) == []
@@ -469,18 +398,6 @@ def test_arguments_that_are_read_again_may_be_iterators(tmp_path):
     assert list(loader) == [[(0, 1), (1, 2), (2, 3)]]
 
 
-def test_pass_that_is_left_with_failed_samples_under_way_ends(wide_servers):
-    batches = iter(make(wide_servers[0].address, Stream(broken=range(4, LENGTH)), num_workers=2))
-    assert numbers([next(batches)]) == [0, 1, 2, 3]
-    for _ in range(4):
-        with pytest.raises(ValueError, match="is broken"):
-            next(batches)
-    reference = weakref.ref(batches)
-    del batches
-    gc.collect()
-    assert reference() is None
-
-
 @contextlib.contextmanager
 def interrupted(error, function, is_there=lambda _frame: True):
     """Raise an error at the next call of a function, as a signal handler may."""
@@ -505,27 +422,6 @@ def test_interrupt_loses_no_raw_batch():
     with interrupted(KeyboardInterrupt, RawIndices.__init__):
         next(batches)
     assert numbers(batches) == list(range(12))
-
-
-class Interrupted(IterableDataset):
-    """By Ctrl-C while it opens its files."""
-
-    interrupts = 0
-
-    def __iter__(self):
-        if Interrupted.interrupts:
-            Interrupted.interrupts = 0
-            raise KeyboardInterrupt
-        return iter(range(6))
-
-
-@pytest.mark.parametrize("transform", [None, abs])
-def test_interrupt_while_a_stream_opens_does_not_end_it(transform, monkeypatch):
-    monkeypatch.setattr(Interrupted, "interrupts", 1)
-    batches = iter(RPCDataloader(Interrupted(), 2, workers="inline", transform=transform))
-    with pytest.raises(KeyboardInterrupt):
-        next(batches)
-    assert as_lists(batches) == [[0, 1], [2, 3], [4, 5]]
 
 
 class Alarm(Exception):
