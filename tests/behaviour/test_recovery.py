@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import signal
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, stat_of, wait_until
-from tests.support import datasets
+from tests.support import datasets, tasks
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
 from tests.support.datasets import (
@@ -36,6 +35,7 @@ from tests.support.datasets import (
     wait_for,
 )
 from tests.support.peers import session_of
+from tests.support.quick import quick_server
 
 
 @pytest.fixture(autouse=True)
@@ -241,17 +241,6 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     assert all(f"{server.address}: " in text for server in servers)
 
 
-class BuiltLater(datasets.Processes):
-    """One of the nodes that are asked waits for the FIFO."""
-
-    def __init__(self, marker, fifo):
-        super().__init__()
-        try:
-            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            wait_for(fifo)
-
-
 def sessions_of(dataset):
     """The sessions that have delivered batches in a pass."""
     return {session for _index, _pid, sessions in RPCDataloader(dataset) for session in sessions.tolist()}
@@ -260,26 +249,13 @@ def sessions_of(dataset):
 @pytest.mark.usefixtures("impatient")
 def test_passes_begin_without_a_node_that_does_not_answer_and_it_joins_later(serve, tmp_path, fifo, caplog):
     addresses = [serve("--num-workers", "1").address for _ in range(2)]
-    dataset = RPCDataset(addresses, BuiltLater, str(tmp_path / "marker"), fifo)
+    dataset = RPCDataset(addresses, datasets.build_slowly_once, str(tmp_path / "marker"), fifo)
     try:
-        assert "until it answers: it prepares dataset BuiltLater" in caplog.text
+        assert "until it answers: it prepares dataset build_slowly_once" in caplog.text
         assert [len(sessions_of(dataset)) for _epoch in range(2)] == [1, 1]
     finally:
         open(fifo, "w").close()
     wait_until(lambda: len(sessions_of(dataset)) == 2)
-
-
-def test_set_up_that_hangs_is_told(serve, monkeypatch, caplog):
-    """As at a file server, where the node looks for the folders of the script."""
-    shorten(monkeypatch, "slow set-up")
-    hangs = "import time; from rpcdataloader.host import environment; environment.set_up = lambda *_: time.sleep(600)"
-    address = serve(before=hangs).address
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(session_of(address).wait)
-        wait_until(lambda: f"still waiting for {address}, which looks for the folders of this script" in caplog.text)
-        close_client()
-        with pytest.raises(ConnectionLostError):
-            waiting.result()
 
 
 @pytest.fixture
@@ -314,31 +290,6 @@ def test_worker_or_node_for_which_there_is_no_thread_is_asked_for_again(workers,
     wait_until(lambda: int(next(iterator)[1]) not in known)
     assert failed
     assert "Traceback" not in caplog.text
-
-
-def test_pass_begins_and_goes_on_without_threads_that_it_can_spare(wide_servers, fifo, monkeypatch, refuse):
-    """For one of the nodes that build at the same time, and for the report of a long wait."""
-    shorten(monkeypatch, "long wait")
-    failed = refuse("rpcdl-build")
-    dataset = RPCDataset([server.address for server in wide_servers], datasets.Gated, 8, 3, fifo)
-    assert failed
-    batches = iter(RPCDataloader(dataset, batch_size=None))
-    assert [next(batches) for _ in range(3)] == [0, 1, 2]
-    failed = refuse("rpcdl-report")
-    with ThreadPoolExecutor(1) as thread:
-        opened = thread.submit(lambda: wait_until(lambda: failed) or open(fifo, "w").close())
-        assert list(batches) == [3, 4, 5, 6, 7]
-        opened.result()
-
-
-def test_slow_batch_out_of_order_stops_no_second_worker(workers, monkeypatch, fifo):
-    shorten(monkeypatch, "late")
-    options = {"in_order": False, "timeout": 10 * TIMEOUT_SCALE}
-    iterator = iter(RPCDataloader(datasets.Gated(10**6, 0, fifo), None, workers=workers, num_workers=2, **options))
-    began = time.monotonic()
-    while time.monotonic() < began + 1.0:  # ten times as long as until a batch is late
-        assert next(iterator) > 0
-    open(fifo, "w").close()
 
 
 # Batches that end every worker: one error for each, however late, and every other sample once
@@ -381,8 +332,6 @@ MANY = {9, *range(40, 40 + 8 * 10, 8)}
     ("deadly", "how", "times_late", "options"),
     [
         ({103}, "SIGSEGV", 0, {"num_workers": 2, "persistent_workers": True}),
-        ({103}, "SIGKILL", 0, {"num_workers": 4, "in_order": False}),
-        ({103}, "SIGKILL", 1.2, {"num_workers": 2}),
         ({103}, "SIGKILL", 1.2, {"num_workers": 4, "in_order": False}),
         (MANY, "SIGKILL", 1.2, {"num_workers": 4}),
     ],
@@ -416,13 +365,6 @@ def test_streams_that_kill_their_workers_end_with_one_error_each(workers, monkey
 # Batches that take too long
 
 
-def test_batch_that_hangs_is_loaded_by_another_worker(workers, tmp_path, monkeypatch):
-    shorten(monkeypatch, "late")
-    dataset = datasets.Deadly(40, {20}, "hang", marker=str(tmp_path / "marker"))
-    loader = RPCDataloader(dataset, workers=workers, num_workers=2)
-    assert [int(index) for index in loader] == [*range(40)]
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_worker_that_takes_too_long_is_ended_and_the_batch_given_to_another(workers, tmp_path, num_workers, caplog):
     dataset = datasets.Deadly(40, {3}, "hang", marker=str(tmp_path / "marker"))
@@ -447,3 +389,84 @@ def test_batch_that_always_takes_too_long_is_an_error_with_a_stack_and_the_other
     assert "was ended: batch 3 (indices [3]) took longer than 0.3 s" in text
     assert "in end_here" in text
     assert [int(index) for index in iterator] == [*range(4, 40)]
+
+
+# Workers that end after a number of batches: the script does not notice
+
+MAX_TASKS = 3
+PREFETCH = 2  # the default of loaders
+
+
+@pytest.fixture(scope="module")
+def retiring(zygote):
+    # As many connections as the loaders below have workers: each gets its place from the one before it.
+    options = ["--num-workers", "2", "--max-connections", "2", "--max-tasks-per-worker", str(MAX_TASKS)]
+    with quick_server(zygote, *options) as server:
+        yield server
+        assert "WARNING" not in server.log
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.usefixtures("clean_client")
+@pytest.mark.parametrize(
+    ("dataset", "persistent_workers"),
+    [(Fields(48), True), (FieldStream(18, 3), False), (StatefulFieldStream(18, 3), True)],
+    ids=lambda value: type(value).__name__,
+)
+def test_batches_are_the_same_when_workers_retire(server, retiring, caplog, dataset, persistent_workers):
+    caplog.set_level(logging.WARNING)
+    epochs, pids = {}, []
+    for address in (server.address, retiring.address):
+        loader = loader_of(dataset, address, persistent_workers=persistent_workers)
+        epochs[address] = []
+        # Another pass may come before the server has noticed that the workers of the last one have gone.
+        for _epoch in range(1 + persistent_workers):
+            batches = list(loader)
+            epochs[address].append([batch[0].tolist() for batch in batches])
+            pids = [batch[1].tolist() for batch in batches]
+    del loader
+    assert epochs[retiring.address] == epochs[server.address]
+    assert caplog.messages == []
+    # It answers what it has received by then.
+    makers = [batch[0] for batch in pids]
+    assert all(set(batch) == {maker} for batch, maker in zip(pids, makers, strict=True))
+    assert max(makers.count(maker) for maker in makers) <= MAX_TASKS + PREFETCH
+
+
+class Leaky(Numbers):
+    """Fails for some samples, and dies of one, once."""
+
+    def __init__(self, marker):
+        super().__init__()
+        self.marker = marker
+
+    def __getitem__(self, index):
+        if index == 9 and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index in (3, 4):
+            raise KeyError(index)
+        return index
+
+
+def test_worker_for_each_batch_is_no_death_and_a_death_is_still_one(serve, tmp_path, caplog):
+    server = serve("--num-workers", "1", "--max-tasks-per-worker", "1")
+    iterator = iter(RPCDataloader(Leaky(str(tmp_path / "marker")), workers=server.address, max_retries=2))
+    seen, failed = [], []
+    for _ in range(20):
+        try:
+            seen.append(int(next(iterator)))
+        except KeyError as error:
+            failed.append(error.args[0])
+    assert (failed, seen) == ([3, 4], [0, 1, 2, *range(5, 20)])
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "rpcdataloader.loader"]
+    assert "was killed by SIGKILL" in message
+    assert "another worker starts there" in message
+
+
+def test_worker_that_serves_calls_does_not_retire(serve):
+    server = serve("--max-tasks-per-worker", "1")
+    held = rpc_async(server.address, list, ((1, 2),), rref=True).wait()
+    pids = {rpc_async(server.address, tasks.whereabouts).wait() for _ in range(5)}
+    assert len(pids) == 1
+    assert rpc_async(server.address, len, (held,)).wait() == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import logging
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
@@ -236,6 +238,28 @@ def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
             gate.write(b"abc")
         assert len(building.result(20 * TIMEOUT_SCALE)) == 3
     assert server.wait() == 0
+
+
+@pytest.mark.usefixtures("impatient")  # what is asked for after the end waits for another server in its place
+def test_drain_does_not_wait_for_a_client_that_always_wants_more(serve):
+    """A worker answers what it has received when it is told, and not what is asked of it meanwhile."""
+    server = serve("--num-workers", "1")
+    # Longer than workers look the other way while they have something to do.
+    futures = collections.deque(rpc_async(server.address, time.sleep, (0.002,)) for _ in range(4))
+    futures[0].wait()
+    server.signal(signal.SIGTERM)
+
+    def go_on():
+        for _ in range(2000):
+            futures.append(rpc_async(server.address, time.sleep, (0.002,)))
+            futures.popleft().wait()
+
+    # The other one of a client that was not there for a moment, and sends nothing before the server has ended.
+    with pytest.raises((ConnectionLostError, ConnectError), match=r"not begun this request|refused"):
+        go_on()
+    torch.futures.wait_all([future.then(lambda _: None) for future in futures])
+    assert server.wait() == 0
+    assert "still busy" not in server.log
 
 
 # --- who gets a worker

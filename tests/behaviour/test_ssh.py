@@ -1,8 +1,7 @@
 """``python -m rpcdataloader.ssh``: node servers on other hosts, of which nothing is left, however their starter ends.
 
 ``ssh`` is a stand-in on the path. Like the real one, together with the sshd of the other side, it gives the command a
-session and a standard input of its own, and nothing of the environment that matters here. The hosts have networks of
-their own, where that is allowed.
+session and a standard input of its own, and nothing of the environment that matters here.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader, rpc_async
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
 from tests.support.clocks import in_server
-from tests.support.network import Network, why_not
+from tests.support.datasets import Numbers, node_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,12 +31,10 @@ import os, socket, subprocess, sys, threading
 folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 with open(os.path.join(folder, "commands"), "a") as file:
     print(host, command, file=file)
-network = os.path.join(folder, "network-" + host)
-enter = ["nsenter", "--net=" + open(network).read()] if os.path.exists(network) else []
 env = {{name: value for name, value in os.environ.items() if not name.startswith("RPCDATALOADER_")}}
 env["XDG_CONFIG_HOME"] = "/nonexistent"
 ours, theirs = socket.socketpair()
-process = subprocess.Popen([*enter, "sh", "-c", command], stdin=theirs, start_new_session=True, env=env)
+process = subprocess.Popen(["sh", "-c", command], stdin=theirs, start_new_session=True, env=env)
 theirs.close()
 
 def carry():
@@ -152,36 +148,23 @@ def start(tmp_path):
 
 
 @pytest.mark.usefixtures("clean_client")
-def test_training_goes_on_without_a_host_that_is_lost_and_ctrl_c_ends_the_others(start, tmp_path):
-    network, near = None, contextlib.nullcontext()
+def test_training_goes_on_without_a_host_that_is_lost_and_ctrl_c_ends_the_others(start):
     hosts = [f"node{number} --host 127.0.0.1" for number in (1, 2)]
-    with contextlib.ExitStack() as stack:
-        if why_not() is None:
-            network = stack.enter_context(contextlib.closing(Network()))
-            for number in (1, 2):
-                host, cable = network.add()
-                (tmp_path / f"network-node{number}").write_text(host.path)
-                hosts[number - 1] = f"node{number} --host {cable.address}"
-            near = network.trainer.entered()
-        starter = start(*hosts, python=sys.executable, options=("--", "--num-workers", "1"))
-        workers = starter.workers()
-        alike = set(filter(is_server, descendants(starter.process.pid)))
-        servers = alike.difference(*map(descendants, alike))  # what a server has just forked has its name at first
-        assert len(servers) == 2
-        with near:
-            loader = RPCDataloader(RPCDataset(workers, TensorDataset, torch.arange(800)), batch_size=4)
-            batches = iter(loader)
-            received = [next(batches)[0]]
-            os.kill(starter.connection_to("node2"), signal.SIGKILL)
-            received += [batch for (batch,) in batches]
-        assert torch.equal(torch.cat(received), torch.arange(800))
-        wait_until(lambda: "[node2] the node server or its connection has ended" in starter.errors)
-        wait_until(lambda: sum(map(is_running, servers)) == 1, 30)
-        starter.press_ctrl_c()
-        assert starter.wait() == 0
-        assert not any(map(is_running, servers))
-        assert "[node1] " in starter.errors
-        assert "draining" in starter.errors
+    starter = start(*hosts, python=sys.executable, options=("--", "--num-workers", "1"))
+    workers = starter.workers()
+    servers = [rpc_async(address, node_server).wait() for address in workers.split(",")]
+    batches = iter(RPCDataloader(Numbers(800), batch_size=4, workers=workers))
+    received = [next(batches)]
+    os.kill(starter.connection_to("node2"), signal.SIGKILL)
+    received += batches
+    assert torch.equal(torch.cat(received), torch.arange(800))
+    wait_until(lambda: "[node2] the node server or its connection has ended" in starter.errors)
+    wait_until(lambda: sum(map(is_running, servers)) == 1, 30)
+    starter.press_ctrl_c()
+    assert starter.wait() == 0
+    assert not any(map(is_running, servers))
+    assert "[node1] " in starter.errors
+    assert "draining" in starter.errors
 
 
 def command_line_of(pid):
@@ -189,11 +172,6 @@ def command_line_of(pid):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
-
-
-def is_server(pid):
-    words = command_line_of(pid).split(b"\0")
-    return b"rpcdataloader.launch" in words and words[0] != b"sh"
 
 
 def test_secret_goes_through_the_connection_and_is_in_no_command_line(start, tmp_path, token_file):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
 import os
 import signal
 import sys
@@ -239,39 +238,6 @@ def test_a_worker_that_is_killed_changes_nothing(expected, wide_servers, tmp_pat
     if who == "source":
         os.kill(int(log.read_text().split()[1]), signal.SIGKILL)
     assert found + as_lists(batches) == expected
-
-
-@pytest.mark.parametrize("source_workers", [1, 2])
-def test_resumes_with_another_number_of_workers(wide_servers, source_workers):
-    address = wide_servers[0].address
-    options = {"source_workers": source_workers}
-    whole = as_lists(make(address, num_workers=2, **options))
-    for num_batches in (0, 1, 4, 10):
-        torch.manual_seed(11)
-        loader = make(address, num_workers=3, **options)
-        batches = iter(loader)
-        head = as_lists(itertools.islice(batches, num_batches))
-        state = json.loads(json.dumps(loader.state_dict()))
-        del batches
-        torch.manual_seed(12)
-        resumed = make(address, num_workers=1, **options)
-        resumed.load_state_dict(state)
-        assert head + as_lists(resumed) == whole
-
-
-@pytest.mark.parametrize("at", ["end", "beginning"])
-def test_persistent_workers_go_on_with_the_next_epoch(wide_servers, at):
-    def make_loader():
-        torch.manual_seed(11)
-        return make(wide_servers[0].address, Stream(12), num_workers=1, persistent_workers=True)
-
-    loader = make_loader()
-    _first, *expected = [as_lists(loader) for _ in range(3)]
-    loader, resumed = make_loader(), make_loader()
-    as_lists(loader)
-    _begun = iter(loader) if at == "beginning" else None
-    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert [as_lists(resumed) for _ in range(2)] == expected
 
 
 def named(error):

@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
-from tests.support import tasks
 from tests.support.clocks import REAL_KEEPALIVE, KeepAlive
 from tests.support.datasets import Gated, Hosted
 from tests.support.network import Cable, Host, Network, why_not
@@ -115,22 +114,17 @@ class Slow(Hosted):
 # What a trainer waits for. Each is prepared while its node is there, and gives what is done when that has vanished.
 
 
-def at_work(fifo, wait):
-    """A wait for a worker that reads there."""
+def batch_that_is_computed(node, fifo):
+    iterator = iter(RPCDataloader(Gated(10, 0, fifo), workers=node.address, reconnect_timeout=0))
     writer = os.open(fifo, os.O_WRONLY)  # it has begun
 
     def finish():
         try:
-            wait()
+            next(iterator)
         finally:
             os.close(writer)
 
     return finish
-
-
-def batch_that_is_computed(node, fifo):
-    iterator = iter(RPCDataloader(Gated(10, 0, fifo), workers=node.address, reconnect_timeout=0))
-    return at_work(fifo, lambda: next(iterator))
 
 
 def batch_that_is_received(node, _fifo):
@@ -142,18 +136,9 @@ def batch_that_is_received(node, _fifo):
     return lambda: next(iterator)
 
 
-def call_that_is_at_work(node, fifo):
-    return at_work(fifo, rpc_async(node.address, tasks.read_all, (fifo,)).wait)
-
-
 def call_that_is_not_delivered(node, _fifo):
     rpc_async(node.address, os.getpid).wait()
     return lambda: rpc_async(node.address, os.getpid).wait()
-
-
-def large_call_that_is_not_delivered(node, _fifo):
-    rpc_async(node.address, os.getpid).wait()
-    return lambda: rpc_async(node.address, len, (torch.zeros(2**22),)).wait()
 
 
 def call_whose_worker_dies(node, _fifo):
@@ -186,9 +171,7 @@ def large_build(node, _fifo):
 
 WAITS = [
     batch_that_is_computed,
-    call_that_is_at_work,
     call_that_is_not_delivered,
-    large_call_that_is_not_delivered,
     call_whose_worker_dies,
     first_batch,
     change,

@@ -22,8 +22,6 @@ CLOCKS: dict[str, tuple[str, float]] = {
     "late": ("rpcdataloader.plan.workers._LATE_SECONDS", 0.1),
     # Until a loop that waits says for what; 60 s.
     "long wait": ("rpcdataloader.plan.engine.REPORT_AFTER", 0.5),
-    # Until the user is told that a session is not set up yet; 10 s.
-    "slow set-up": ("rpcdataloader.client.session.SLOW_SET_UP_SECONDS", 0.1),
     # Until the build of a dataset is told to be slow; 10 s.
     "slow build": ("rpcdataloader.client.datasets.SLOW_BUILD_SECONDS", 1.0),
     # Between two decisions about the number of workers; 5 s.

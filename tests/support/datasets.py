@@ -343,9 +343,9 @@ def build_slowly_once(marker: str, fifo: str) -> Numbers:
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
-        return Numbers()
+        return Processes()
     wait_for(fifo)
-    return Numbers()
+    return Processes()
 
 
 def build_shorter_once(marker: str) -> Numbers:
