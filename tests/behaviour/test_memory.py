@@ -1,4 +1,4 @@
-"""Memory that does not grow: of a trainer whose consumer stops, of workers nobody listens to, over many epochs."""
+"""Memory that does not grow: of workers nobody listens to, and over many epochs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.__main__ import main
 from tests.conftest import wait_until
-from tests.support.crew import workers_of
 from tests.support.datasets import Filled, note, notes
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -43,47 +41,6 @@ def is_waiting(server, worker):
     (client,) = json.loads(told.getvalue())["nodes"][0]["clients"]
     (stack,) = [each["stack"] for each in client["workers"] if each["pid"] == worker]
     return re.search(r"requests\.py\", line \d+ in wait", stack)
-
-
-# --- a consumer that stops
-
-
-class Uneven(Dataset):
-    """Samples of all sizes, one of them giant and one that fails."""
-
-    sizes = tuple(48 * MIB if index == 5 else (7 * index % 5 + 1) * MIB + 1000 for index in range(24))
-    failing = 1
-
-    def __len__(self):
-        return len(self.sizes)
-
-    def __getitem__(self, index):
-        if index == self.failing:
-            raise ValueError(index)
-        return torch.full((self.sizes[index],), index, dtype=torch.uint8)
-
-
-def is_idle(iterator):
-    """Whether the workers of an iterator have nothing to do."""
-    workers = workers_of(iterator)
-    return len(workers) == 2 and not any(worker.connection.num_pending for worker in workers)
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_nothing_grows_while_the_consumer_stops(server, in_order):
-    before = private_bytes(os.getpid())
-    loader = RPCDataloader(Uneven(), batch_size=None, workers=server.address, num_workers=2, in_order=in_order)
-    iterator = iter(loader)
-    for _ in range(4):
-        with contextlib.suppress(ValueError):
-            next(iterator)
-    # Nobody is asked for anything any more, so this is how it stays.
-    wait_until(lambda: is_idle(iterator), what="a full window")
-    assert private_bytes(os.getpid()) - before < 48 * MIB + 8 * 6 * MIB
-    assert max(private_bytes(worker.pid) for worker in workers_of(iterator)) < 200 * MIB
-    iterator = loader = None
-    gc.collect()
-    wait_until(lambda: private_bytes(os.getpid()) - before < 40 * MIB, what="memory of a loader that is gone")
 
 
 # --- asked for more than is read

@@ -10,10 +10,8 @@ import gc
 import os
 import re
 import socket
-import sys
 import threading
 import time
-import types
 import warnings
 
 import pytest
@@ -22,16 +20,13 @@ from torch.utils.data import Subset
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import (
     ConnectError,
-    ConnectionLostError,
     LocalProtocolError,
-    RemoteProtocolError,
     RPCTimeoutError,
     SerializationError,
 )
 from tests.conftest import TIMEOUT_SCALE, close_client, process_name, wait_until
-from tests.support.datasets import Deadly, Numbers
+from tests.support.datasets import Numbers
 from tests.support.quick import quick_server
-from tests.support.tampering import Impostor
 
 
 class WithLock(Numbers):
@@ -54,11 +49,6 @@ def no_scratch(_worker):
     raise OSError("no scratch disk")
 
 
-# A module that only the training process has.
-only_here = types.ModuleType("only_here")
-exec("class Images:\n    def __len__(self): return 1\n    def __getitem__(self, index): return index", vars(only_here))
-
-
 def load(address, dataset=None, **options):
     return list(RPCDataloader(dataset or Numbers(8), workers=address, **options))
 
@@ -72,17 +62,6 @@ def load_from_nobody(_address):
             load("{}:{}".format(*nobody.getsockname()))
         finally:
             close_client()  # it has read the variable
-
-
-def load_from_another_program(_address):
-    """It answers every connection as a web server does."""
-
-    def answer(sock):
-        sock.recv(1 << 16)
-        sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-
-    with Impostor(answer) as impostor:
-        load(impostor.address)
 
 
 def ask_for_too_many(address):
@@ -119,20 +98,14 @@ def go_on_in_a_fork(address):
 MISTAKES = {
     "no server": (load_from_nobody, ConnectError,
         r"connection refused \(is `python -m rpcdataloader\.launch` running there, on that port\?\)"),
-    "port of another program": (load_from_another_program, (ConnectionLostError, RemoteProtocolError),
-        "perhaps it is no node server|the peer sent no message"),
     "more workers than there are": (ask_for_too_many, ConnectError,
         r"min_workers=3, but 2 workers were there for this process within \S+ s; missing: no node"),
     "collate function with a lock": (lambda a: load(a, collate_fn=WithLock().__getitem__), SerializationError,
         r"collate_fn\S* is a _thread\.lock, .*: open it on first use instead of in the constructor"),
-    "module missing on the node": (lambda a: load(a, only_here.Images()), SerializationError,
-        "No module named 'only_here' on .*; it must be importable there too: send it with py_modules="),
     "RPCDataset in a dataset": (lambda a: load(a, Subset(RPCDataset(a, Numbers), [1])), LocalProtocolError,
         r"an RPCDataset belongs to this process and cannot be sent: to use a part of it, .*Subset"),
     "no dataset": (lambda a: RPCDataset(a, NoDataset), TypeError,
         "NoDataset made no dataset: it has no __getitem__, and is no IterableDataset"),
-    "crash": (lambda a: load(a, Deadly(8, {5}, "SIGSEGV"), max_retries=2), ConnectionLostError,
-        r"batch 5 \(indices \[5\]\) has ended 2 workers in a row: .*SIGSEGV .* while it loaded sample 5"),
     "hang": (lambda a: load(a, Sleeps(), task_timeout=0.2, max_retries=1), RPCTimeoutError,
         r"took longer than 0\.2 s while it loaded sample 0(.|\n)*in __getitem__"),
     "init function that fails": (lambda a: load(a, worker_init_fn=no_scratch), OSError,
@@ -151,7 +124,6 @@ def server(zygote, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, quick_server(zygote, "--num-workers", "2") as server:
         patch.setenv("TMPDIR", str(folder))
         patch.setattr("tempfile.tempdir", None)
-        patch.setitem(sys.modules, "only_here", only_here)
         yield server
         gc.collect()
         close_client()

@@ -111,16 +111,6 @@ def test_dataset_over_a_directory_uses_all_servers_in_it(register, where, monkey
     assert servers_of(RPCDataloader(RPCDataset(None, Servers))) == pids
 
 
-def test_epoch_begins_with_the_servers_that_are_there_by_then(register, where):
-    first, _path = register()
-    loader = RPCDataloader(RPCDataset(where, Servers))
-    assert servers_of(loader) == {first.pid}
-    second, _path = register()
-    assert servers_of(loader) == {first.pid, second.pid}
-    first.stop()
-    assert servers_of(loader) == {second.pid}
-
-
 def test_trainer_waits_for_the_first_server(register, where, folder, caplog):
     results = []
     trainer = threading.Thread(target=lambda: results.append(servers_of(RPCDataloader(RPCDataset(where, Servers)))))

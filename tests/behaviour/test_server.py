@@ -27,7 +27,7 @@ from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, stat_of, wait_until
 from tests.support import tasks
 from tests.support.clocks import in_server
-from tests.support.datasets import Numbers, Processes
+from tests.support.datasets import Augmented, Numbers, Processes
 from tests.support.forks import status_of_fork
 from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
@@ -275,6 +275,21 @@ def test_full_server_is_waited_for(serve, start_client, caplog):
     assert server.log.count("gets no further worker: all 1 connections are in use (--max-connections)") == 1
 
 
+def test_error_of_a_full_server_names_the_loaders_of_this_process(serve, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
+    server = serve("--num-workers", "1", "--max-connections", "2")
+    options = {"num_workers": 1, "workers": server.address, "persistent_workers": True}
+    under_way = [iter(RPCDataloader(Numbers(30), **options)) for _ in range(2)]
+    for iterator in under_way:
+        next(iterator)
+    what = (
+        r"busy: all 2 connections are in use \(--max-connections\); this process holds 2 for a loader of Numbers \(2 "
+    )
+    with pytest.raises(ConnectError, match=what):
+        list(RPCDataloader(Augmented(), reconnect_timeout=0, **options))
+    assert all(len(list(iterator)) == 29 for iterator in under_way)
+
+
 # --- output
 
 
@@ -301,6 +316,7 @@ def test_output_of_a_session_is_in_the_log_and_its_warnings_reach_the_client(ser
 
 def test_warnings_and_log_records_reach_the_client(serve, caplog):
     def warn():
+        assert status_of_fork(lambda: logging.getLogger("user.data").warning("in a fork")) == 0
         warnings.warn("old format", DeprecationWarning, stacklevel=1)
         logging.getLogger("user.data").info("not this")
         for _ in range(100):
@@ -314,37 +330,13 @@ def test_warnings_and_log_records_reach_the_client(serve, caplog):
     texts = lambda: [record.getMessage() for record in caplog.records if record.name == "rpcdataloader.worker"]  # noqa: E731
     wait_until(lambda: len(texts()) >= 20)
     call(server, os.getpid)
+    wait_until(lambda: "in a fork" in server.log)
+    assert "in a fork" not in caplog.text
     assert len(texts()) == 20  # of what a worker says within ten seconds, each text once
     assert re.search(rf"py.warnings: {re.escape(__file__)}:\d+: DeprecationWarning: old format", texts()[0])
     assert texts()[1].endswith("user.data: file a.jpg is broken")
     assert f"worker 1 (pid {call(server, os.getpid)}) on {server.address}" in texts()[0]
     wait_until(lambda: server.log.count("sample") == 0 or "sample 999" in server.log)
-
-
-def warn_in_a_fork_beside_a_thread_that_sends():
-    """The status of the fork: a signal, if it hangs."""
-    (outbox,) = [each for each in gc.get_objects() if type(each).__name__ == "Outbox"]
-    is_held, is_over = threading.Event(), threading.Event()
-
-    def send():
-        with outbox._lock:
-            is_held.set()
-            is_over.wait()
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    is_held.wait()
-    status = status_of_fork(lambda: logging.getLogger("user.data").warning("in a fork"))
-    is_over.set()
-    thread.join()
-    return status
-
-
-def test_fork_of_a_worker_warns_into_the_log_alone(serve, caplog):
-    server = serve()
-    assert call(server, warn_in_a_fork_beside_a_thread_that_sends) == 0
-    wait_until(lambda: "user.data" in server.log)
-    assert "in a fork" not in caplog.text
 
 
 def test_standard_input_of_a_worker_is_empty(serve):
@@ -495,16 +487,12 @@ for task in os.listdir("/proc/self/task"):
 (pid,) = found
 print(pid, flush=True)
 """
-ENDS = {
-    "by os._exit": "os._exit(3)",
-    "by SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
-    "by SIGKILL while a fork of it lives on": """
+IS_KILLED_WHILE_A_FORK_OF_IT_LIVES_ON = """
 if os.fork() == 0:
     print(os.getpid(), flush=True)
     time.sleep(600)
 os.kill(os.getpid(), signal.SIGKILL)
-""",
-}
+"""
 
 
 @pytest.fixture
@@ -520,22 +508,19 @@ def begin_in(folder):
     return f'import os, tempfile\nos.environ["TMPDIR"] = {str(folder)!r}\ntempfile.tempdir = None\n'
 
 
-def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
-    """Importing torch would be most of the work; that of the next test does, and its trainer ends normally."""
-    scripts = {}
-    for end, source in ENDS.items():
-        (long_tmpdir / end).mkdir()
-        scripts[end] = zygote.start(FORK_POOLS + begin_in(long_tmpdir / end) + EMBEDDED + source)
-    for end, script in scripts.items():
-        ended = script.wait(60)
-        num_lines = 2 if "fork" in end else 1
-        wait_until(lambda script=script, n=num_lines: script.output.count("\n") == n, what=end + ended.errors)
-        server, *forks = map(int, script.output.split())
-        wait_until(lambda server=server: not is_running(server), what=end)
-        wait_until(lambda end=end: not os.listdir(long_tmpdir / end), what=end)
-        for pid in forks:
-            assert is_running(pid)
-            os.kill(pid, signal.SIGKILL)
+def test_embedded_pool_ends_with_its_trainer_and_leaves_nothing(zygote, long_tmpdir):
+    """The trainer of the next test ends normally."""
+    begin = FORK_POOLS + begin_in(long_tmpdir)
+    script = zygote.start(begin + EMBEDDED + IS_KILLED_WHILE_A_FORK_OF_IT_LIVES_ON)
+    ended = script.wait(60)
+    wait_until(lambda: script.output.count("\n") == 2, what=ended.errors)
+    server, fork = map(int, script.output.split())
+    try:
+        wait_until(lambda: not is_running(server))
+        wait_until(lambda: not os.listdir(long_tmpdir))
+        assert is_running(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
 
 
 GOES_ON_AFTER_CTRL_C = """

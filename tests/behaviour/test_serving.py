@@ -23,7 +23,6 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.__main__ import main
 from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support.browser import CHROMIUM, open_tab
 from tests.support.clocks import shorten
@@ -144,15 +143,6 @@ def test_token_is_made_and_printed_with_the_address():
         for other in "", TOKEN:
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 get(f"{url}metrics", other)
-
-
-def test_second_exporter_at_the_same_port_is_refused(capsys):
-    with serving("127.0.0.1:1") as url:
-        port = url.rstrip("/").rpartition(":")[2]
-        with pytest.raises(SystemExit) as caught:
-            main(["status", "127.0.0.1:1", "--serve", port])
-        assert caught.value.code == 2
-        assert f"cannot serve at 127.0.0.1:{port}: Address already in use; another program" in capsys.readouterr().err
 
 
 # --- in a browser

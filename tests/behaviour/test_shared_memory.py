@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import re
@@ -21,6 +22,7 @@ from rpcdataloader.errors import RPCError
 from tests.conftest import leased_bytes, wait_until
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Filled
+from tests.support.devices import plug_in
 from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -352,3 +354,55 @@ from tests.behaviour.test_shared_memory import Images, is_shared
 batches = list(RPCDataloader(Images(), 4, workers="local:1"))
 print(sum(map(len, batches)), is_shared(batches[-1]))
 """
+
+
+# To a device, which reads memory of the workers; they keep it until then
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return plug_in(monkeypatch)
+
+
+def load_to_device(workers):
+    return RPCDataloader(Images(48), BATCH_SIZE, workers=workers, device="cuda:0")
+
+
+def test_device_reads_memory_of_the_worker(device, workers):
+    iterator = iter(load_to_device(workers))
+    assert [first_bytes(batch) for batch in iterator] == [expected(number) for number in range(12)]
+    page_lock = device.pinned.page_lock
+    shared = [page_lock.holds(block) for blocks in device.copied for block in blocks]
+    # The first one of each worker may have been made before the trainer had mapped its memory.
+    assert len(shared) == 12
+    assert sum(shared) >= 8
+    num_registered = len(page_lock.ranges)
+    del iterator
+    device.copied.clear()
+    wait_until(lambda: not page_lock.ranges)
+    assert page_lock.num_unregistered == num_registered
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError])
+def test_batches_are_copied_if_that_is_refused(device, workers, error, caplog):
+    caplog.set_level(logging.INFO, "rpcdataloader.client")
+    device.pinned.page_lock.error = error
+    for _ in range(2):
+        assert [first_bytes(batch) for batch in load_to_device(workers)] == [expected(number) for number in range(12)]
+    assert len(device.pinned.blocks) == len(device.copied) == 24
+    assert [error.__name__ in line for line in caplog.messages if "pinned memory" in line] == [True]
+
+
+def test_child_of_the_trainer_leaves_the_driver_alone(device, workers):
+    gc.collect()  # blocks of other tests
+    page_lock = device.pinned.page_lock
+    batches = iter(load_to_device(workers))
+    next(batches)
+    if not (pid := os.fork()):
+        page_lock.unregister = lambda _address: os._exit(1)
+        del batches
+        device.copied.clear()
+        gc.collect()
+        os._exit(0 if page_lock.ranges else 2)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert page_lock.ranges

@@ -63,17 +63,6 @@ def test_passes_inside_of_the_block_are_traced_and_others_are_not(make, tmp_path
     assert len(of_kind(load(tmp_path / "trace.json"), "X", "next")) == 40
 
 
-def test_pass_around_the_block_of_another_one_is_traced_as_before(make, tmp_path):
-    loader = make(40)
-    with loader.trace(tmp_path / "outer.json"):
-        for number in loader:
-            if number == 3:
-                with loader.trace(tmp_path / "inner.json"):
-                    list(loader)
-    assert 39 in numbers_of(load(tmp_path / "outer.json"))
-    assert 39 in numbers_of(load(tmp_path / "inner.json"))
-
-
 def warnings_of(caplog):
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     return [warning for warning in warnings if " without the loader. " not in warning]  # of a busy machine
@@ -101,25 +90,6 @@ def test_each_rank_writes_a_file_of_its_own(make, tmp_path, monkeypatch, caplog)
         list(loader)
     events = load(tmp_path / "trace-1.json")
     assert any(process.startswith("[rank 1 of 4] trainer") for process, _ in tracks_of(events).values())
-
-
-SCRIPT_ON_A_FULL_DISK = """
-import resource, sys
-from rpcdataloader import RPCDataloader
-from tests.support.datasets import Numbers
-resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-loader = RPCDataloader(Numbers(20), batch_size=None, workers=sys.argv[1], num_workers=2)
-with loader.trace(sys.argv[2]):
-    print(len(list(loader)), "batches")
-"""
-
-
-def test_full_disk_costs_the_trace_and_not_the_training(zygote, shared_server, tmp_path):
-    path = tmp_path / "trace.json"
-    script = zygote.start(SCRIPT_ON_A_FULL_DISK, shared_server.address, path).wait()
-    assert script.status == 0
-    assert "20 batches" in script.output
-    assert script.errors.count(f"the trace {path} is not complete: [Errno ") == 1
 
 
 def test_block_that_is_left_by_an_exception_writes_its_file(make, tmp_path):
