@@ -88,8 +88,9 @@ def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_pa
 
 
 def usage(pid):
-    """Descriptors and threads."""
-    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+    """Descriptors, threads, and mappings of memory that a worker shares."""
+    num_shared = Path(f"/proc/{pid}/maps").read_text().count("memfd:rpcdataloader")
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")), num_shared
 
 
 def test_memory_goes_back_with_the_last_loader(server):
@@ -108,8 +109,9 @@ def test_memory_goes_back_with_the_last_loader(server):
 
 
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_many_epochs_leave_nothing_behind(serve, num_rounds):
-    server = serve("--num-workers", "2")
+@pytest.mark.parametrize("where", ["127.0.0.1", "unix:{}/socket"])
+def test_many_epochs_leave_nothing_behind(serve, tmp_path, where, num_rounds):
+    server = serve("--num-workers", "2", "--host", where.format(tmp_path))
     loaders = [
         RPCDataloader(Filled(6, MIB), batch_size=2, workers=server.address, shuffle=True, persistent_workers=persistent)
         for persistent in (False, True)
@@ -134,7 +136,7 @@ def test_many_epochs_leave_nothing_behind(serve, num_rounds):
     # Some of the first rounds may still have been closing when they were counted.
     wait_until(
         lambda: all(now <= then for pid in pids for now, then in zip(usage(pid), before[pid], strict=True)),
-        what="descriptors and threads",
+        what="descriptors, threads and mappings",
     )
     for pid in pids:
         assert private_bytes(pid) < memory[pid] + 24 * MIB

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import RPCError
-from tests.conftest import leased_bytes, wait_until
+from tests.conftest import wait_until
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Filled
 from tests.support.devices import plug_in
@@ -279,48 +279,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("persistent_workers", "num_epochs"), [(False, 20), (True, 50), pytest.param(True, 1000, marks=pytest.mark.slow)]
-)
-def test_epochs_leave_nothing(workers, persistent_workers, num_epochs):
-    """Mappings, descriptors and memory of a trainer, and of workers that it keeps, do not grow."""
-    loader = RPCDataloader(Images(40), BATCH_SIZE, workers=workers, persistent_workers=persistent_workers)
-    for epoch in range(num_epochs):
-        iterator = iter(loader)
-        assert sum(len(batch) for batch in iterator) == 40
-        if epoch == 10:
-            before = num_mappings(), num_descriptors(), private_bytes()
-    assert private_bytes() < before[2] + 30 * MIB
-    if persistent_workers:
-        for worker in workers_of(iterator):
-            assert shared_bytes(worker.pid) < 12 * MIB  # those in flight, and some that are free
-    wait_until(
-        lambda: num_mappings() <= max(2, before[0]) and num_descriptors() <= before[1],
-        what="as many mappings and descriptors as after ten epochs",
-    )
-    wait_until(lambda: leased_bytes_of_client() == 0, what="the end of all batches")
-
-
 def num_descriptors():
     return len(os.listdir("/proc/self/fd"))
-
-
-def private_bytes():
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def shared_bytes(pid):
-    """The memory behind a worker's mappings, as the kernel counts it."""
-    found = re.findall(r"memfd:rpcdataloader.*?^Rss: +(\d+)", Path(f"/proc/{pid}/smaps").read_text(), re.M | re.S)
-    assert found
-    return 1024 * sum(map(int, found))
-
-
-def leased_bytes_of_client():
-    from rpcdataloader.client.client import get_client
-
-    gc.collect()
-    return leased_bytes(get_client().allocator)
 
 
 def test_without_shared_memory_batches_are_sent(serve, tmp_path):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
 import os
 import signal
-import sys
 import threading
 import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,8 +20,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteError, SerializationError
 from rpcdataloader.fetch.raw import RawIndices
-from rpcdataloader.loader.driver import Driver
-from rpcdataloader.loader.iterator import RemoteIterator
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.datasets import note, notes, wait_for
 
@@ -364,63 +361,13 @@ def test_arguments_that_are_read_again_may_be_iterators(tmp_path):
     assert list(loader) == [[(0, 1), (1, 2), (2, 3)]]
 
 
-@contextlib.contextmanager
-def interrupted(error, function, is_there=lambda _frame: True):
-    """Raise an error at the next call of a function, as a signal handler may."""
-
-    def interrupt(frame, event, _argument):
-        if event == "call" and frame.f_code is function.__code__ and is_there(frame):
-            sys.settrace(None)
-            raise error
-
-    before = sys.gettrace()
-    sys.settrace(interrupt)
-    try:
-        with pytest.raises(error):
-            yield
-    finally:
-        sys.settrace(before)
-
-
-def test_interrupt_loses_no_raw_batch():
+def test_interrupt_loses_no_raw_batch(monkeypatch):
     batches = iter(make("inline", Stream(12)))
-
-    with interrupted(KeyboardInterrupt, RawIndices.__init__):
-        next(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(RawIndices, "__init__", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
     assert numbers(batches) == list(range(12))
-
-
-class Alarm(Exception):
-    """Raised by a signal handler."""
-
-
-def test_interrupt_of_the_pass_over_the_stream_counts_no_samples(wide_servers):
-    expected = as_lists(make(wide_servers[0].address, num_workers=1))
-    torch.manual_seed(11)
-    loader = make(wide_servers[0].address, num_workers=1)
-    batches = iter(loader)
-    found = as_lists(itertools.islice(batches, 3))
-
-    with interrupted(Alarm, Driver.act, lambda frame: is_inside(frame, RemoteIterator.__next__, 2)):
-        collect(batches, found)
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="Alarm has interrupted this pass"):
-            collect(batches, found)
-    loader.load_state_dict(loader.state_dict())
-    assert found + as_lists(loader) == expected
-
-
-def collect(batches, found):
-    for batch in batches:
-        found.append(batch.tolist())
-
-
-def is_inside(frame, function, times):
-    """Whether a frame was called by so many of a function, each by the next."""
-    while frame is not None and times:
-        times -= frame.f_code is function.__code__
-        frame = frame.f_back
-    return not times
 
 
 class InterruptedOnce(Decode):
