@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -20,9 +18,9 @@ import torch
 from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
 from tests.conftest import TIMEOUT_SCALE, close_client
-from tests.support.peers import MessageType, message, preamble, session_of
+from tests.support.peers import preamble, session_of
 from tests.support.quick import quick_server
-from tests.support.tampering import Bomb, EncryptedProxy, dial, num_loaded, recv_frame
+from tests.support.tampering import Bomb, EncryptedProxy, dial, num_loaded
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,20 +150,6 @@ def test_client_that_shows_no_certificate(server, certificates):
     ):
         secure.recv(1)
     server.logged(r"refused .*TLS failed: peer did not return a certificate")
-
-
-def test_pickle_after_a_preamble_without_tls_is_not_loaded(server, trace):
-    bomb = pickle.dumps(Bomb(trace))
-    for tls in (False, True):
-        with dial(server.address, preamble(tls=tls)) as sock:
-            sock.sendall(message(MessageType.CALL, bomb, 1))
-            sock.shutdown(socket.SHUT_WR)
-            if not tls:
-                assert recv_frame(sock).type == MessageType.REFUSED
-            while sock.recv(65536):
-                pass
-    server.logged(r"refused .*TLS failed: ")
-    assert num_loaded(trace) == 0
 
 
 def test_renewed_certificates_serve_new_connections(zygote, certificates, monkeypatch, tmp_path, trace):

@@ -388,16 +388,6 @@ def test_transform_gets_samples_as_they_were_after_an_interrupt(expected):
     assert found + as_lists(batches) == expected
 
 
-class Unpicklable(IterableDataset):
-    def __iter__(self):
-        yield {"lock": threading.Lock()}
-
-
-def test_raw_sample_that_cannot_be_sent_is_named(wide_servers):
-    with pytest.raises(SerializationError, match=r"samples\[0\]\['lock'\] is a _thread.lock"):
-        next(iter(make(wide_servers[0].address, Unpicklable(), num_workers=1)))
-
-
 class Locked(Stream):
     def __init__(self):
         super().__init__()
