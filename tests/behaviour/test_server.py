@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import gc
 import logging
 import os
 import re
-import resource
 import signal
 import socket
 import sys
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
-from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, stat_of, wait_until
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support import tasks
 from tests.support.clocks import in_server
-from tests.support.datasets import Augmented, Numbers, Processes
+from tests.support.datasets import Augmented, Numbers
 from tests.support.forks import status_of_fork
 from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
@@ -212,21 +208,6 @@ def test_drain_ends_after_its_grace_or_at_a_second_signal(serve, fifo, grace):
         assert "memory" not in server.log
 
 
-def test_drain_reaches_workers_beside_one_that_stands_still_and_has_not_read_what_came_before(serve):
-    server = serve(before=SHORT_QUEUES)
-    stopped = call(server, os.getpid)
-    dataset = RPCDataset(server.address, Processes)
-    _index, other, _session = dataset[0]
-    os.kill(stopped, signal.SIGSTOP)
-    wait_until(lambda: stat_of(stopped)[0] == "T")
-    for _ in range(50):
-        assert "stopped" in session_of(server.address).stack_of(1)
-    server.signal(signal.SIGTERM)
-    wait_until(lambda: not is_running(other))
-    os.kill(stopped, signal.SIGCONT)
-    assert server.wait() == 0
-
-
 def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
     """The word waits for it."""
     server = serve()
@@ -399,35 +380,6 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
     assert call(server, os.getpid) > 0
 
 
-class Exhausts(Numbers):
-    """Leaves its session this number of descriptors."""
-
-    def __init__(self, num_left):
-        super().__init__(1)
-        self.num_left = num_left
-
-    def __len__(self):
-        free = [os.dup(0) for _ in range(self.num_left + 1)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], free[-1]))
-        for descriptor in free:
-            os.close(descriptor)
-        return 1
-
-
-@pytest.mark.parametrize("num_left", [0, 2])  # a connection comes with two
-def test_session_without_descriptors_goes_on(serve, num_left):
-    server = serve()
-    session = session_of(server.address).wait().pid
-    dataset = RPCDataset(server.address, Exhausts, num_left)
-    with pytest.raises(RPCError):
-        call(server, os.getpid)
-    del dataset
-    gc.collect()
-    with contextlib.suppress(OSError):
-        RPCDataset(server.address, Exhausts, num_left)
-    assert is_running(session)
-
-
 def test_session_that_stands_still_stops_nobody_else(serve, start_client):
     """Its queue fills with connections, and those that hand them over wait; the node server does not."""
     limits = "node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05"
@@ -446,31 +398,6 @@ def test_session_that_stands_still_stops_nobody_else(serve, start_client):
 
 
 # --- the embedded pool
-
-
-class SignalMasks(Dataset):
-    """Which signals a worker, its session and its node server block."""
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        server = int(stat_of(os.getppid())[1])
-        pids = os.getpid(), os.getppid(), server
-        return [re.search(r"SigBlk:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1] for pid in pids]
-
-
-def test_embedded_pool_hears_signals_whoever_starts_it(clean_client):  # noqa: ARG001
-    found = []
-
-    def start():
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        found.extend(RPCDataloader(SignalMasks(), batch_size=None, num_workers=1))
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    assert found == [["0" * 16] * 3]
 
 
 EMBEDDED = """
@@ -559,5 +486,5 @@ def test_embedded_pool_that_does_not_start_is_an_error_and_leaves_nothing(monkey
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConnectError, match=r"the embedded pool did not start \(exit status 1\)"):
-        RPCDataset("local:1", SignalMasks)
+        RPCDataset("local:1", Numbers)
     assert os.listdir(long_tmpdir) == []

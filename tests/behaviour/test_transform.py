@@ -206,21 +206,18 @@ class Empty(Stream):
         return LateNumbers(self, 0, 1)
 
 
-class WhenDrawn:
-    """Waits until the stream has been asked for so many samples."""
-
-    def __init__(self, log, num_samples):
-        self.log, self.num_samples = log, num_samples
-
-    def __call__(self, sample):
-        wait_until(lambda: len(notes(self.log)) >= self.num_samples)
-        return sample["number"]
+def await_third_batch(log, sample):
+    """A transform: the stream has been asked for that."""
+    wait_until(lambda: len(notes(log)) > 8)
+    return sample["number"]
 
 
 def test_batch_that_is_there_does_not_wait_for_those_after_skipped_ones(wide_servers, fifo, tmp_path):
     log = str(tmp_path / "log")
     options = {"num_workers": 2, "on_error": "skip", "timeout": 5 * TIMEOUT_SCALE}
-    batches = iter(make(wide_servers[0].address, Empty(fifo, log), WhenDrawn(log, 9), **options))
+    batches = iter(
+        make(wide_servers[0].address, Empty(fifo, log), functools.partial(await_third_batch, log), **options)
+    )
     assert next(batches).tolist() == [0, 1, 2, 3]
     Path(fifo).write_text("")
     assert as_lists(batches) == [[8, 9, 10, 11]]
@@ -298,18 +295,28 @@ def test_arguments_that_are_changed_later_hold_for_the_stream(tmp_path):
 
 
 class Deadly(Stream):
-    """Ends its process before its second batch."""
+    """Ends its process when its first batch has arrived."""
 
     def __iter__(self):
         for sample in super().__iter__():
             if sample["number"] == 4:
+                wait_until(lambda: "arrived" in notes(self.log))
+                note(self.log, "ends")
                 os.kill(os.getpid(), signal.SIGKILL)
             yield sample
 
 
+def await_three_ends(log, sample):
+    """A transform."""
+    note(log, "arrived")
+    wait_until(lambda: notes(log).count("ends") == 3)
+    return sample["number"]
+
+
 def test_stream_that_ends_every_worker_is_an_error_in_its_turn(wide_servers, tmp_path):
     log = str(tmp_path / "log")
-    batches = iter(make(wide_servers[0].address, Deadly(log=log), WhenDrawn(log, 3 * 5), num_workers=2))
+    transform = functools.partial(await_three_ends, log)
+    batches = iter(make(wide_servers[0].address, Deadly(log=log), transform, num_workers=2))
     assert next(batches).tolist() == [0, 1, 2, 3]
     with pytest.raises(ConnectionLostError, match="batch 1 has ended 3 workers in a row"):
         next(batches)
