@@ -33,7 +33,7 @@ TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
 AT_ONCE = 8 * TIMEOUT_SCALE
 
 # Each session would import them with the modules of tests, or each server: 0.2 to 2 s.
-IMPORTED_OFTEN = ("encodings.idna", "h5py", "hypothesis", "lmdb", "numpy.random", "pytest")
+IMPORTED_OFTEN = ("encodings.idna", "h5py", "hypothesis", "numpy.random", "pytest")
 
 # Each training would, the second one with its optimizer: 3 s. Not imported elsewhere, as every fork costs more then.
 OF_TRAININGS = ("sklearn.datasets", "torch._dynamo", "tqdm")

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback
 from tests.conftest import wait_until
-from tests.support import datasets, file_datasets
+from tests.support import datasets
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import State, notes
@@ -211,24 +212,18 @@ def test_dataset_is_let_go_with_its_last_reference(shared_server, gone):
 # Datasets that a fork cannot inherit
 
 
-@pytest.fixture
-def paths(tmp_path):
-    return file_datasets.write_numbers(str(tmp_path))
-
-
 @pytest.mark.parametrize(
-    ("factory", "kind", "reason"),
-    [
-        (datasets.Threaded, None, "started threads"),
-        (file_datasets.Hdf5, "h5", "holds files open"),
-        (file_datasets.Lmdb, "lmdb", "holds files open"),
-        (file_datasets.Zip, "zip", "holds files open"),
-    ],
+    ("factory", "reason"), [(datasets.Threaded, "started threads"), (datasets.Zipped, "holds files open")]
 )
 def test_dataset_that_cannot_be_inherited_is_built_in_workers_with_one_warning(
-    shared_server, paths, caplog, factory, kind, reason
+    shared_server, tmp_path, caplog, factory, reason
 ):
-    args = (paths[kind],) if kind else ()
+    args = ()
+    if factory is datasets.Zipped:
+        args = (str(tmp_path / "numbers.zip"),)
+        with zipfile.ZipFile(*args, "w") as file:
+            for index in range(20):
+                file.writestr(str(index), str(index * 2))
     dataset = RPCDataset(shared_server.address, factory, *args)
     loader = RPCDataloader(dataset, batch_size=4)
     for _epoch in range(2):
