@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -19,6 +20,7 @@ from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition, errors_of_rank
+from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.raw import RawBatch, pack
 from rpcdataloader.host.environment import Additions
@@ -162,8 +164,6 @@ class RPCDataloader(LoaderTools[_T_co]):
         source_workers: int = 1,
         snapshot_every_n_steps: int = 1,
     ) -> None:
-        if num_workers == "auto":
-            num_workers = Auto()
         # A list: in Python 3.12, a debugger that looks here adds the names of this comprehension to them.
         arguments = {name: value for name, value in [*locals().items()] if name not in ("self", "__class__")}
         for name in ("workers", "retry_on", "env", "py_modules"):
@@ -171,19 +171,13 @@ class RPCDataloader(LoaderTools[_T_co]):
                 arguments[name] = list(arguments[name])
         if isinstance(dataset, type):
             raise TypeError(f"dataset is a class: give an object, or RPCDataset(workers, {dataset.__qualname__}, ...)")
-        check_numbers(num_workers=num_workers, min_workers=min_workers)
-        if num_workers < 0:
-            raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
+        arguments["num_workers"] = num_workers = _check_num_workers(num_workers, dataset, transform)
+        check_numbers(min_workers=min_workers)
         where = _where(dataset, arguments["workers"], num_workers)
         for name in ("env", "py_modules"):
             if arguments[name] is not None and isinstance(dataset, RPCDataset):
                 raise ValueError(f"{name} is too late for an RPCDataset, which is built: give it to the RPCDataset")
         check_min_workers(min_workers, num_workers, where)
-        if isinstance(num_workers, Auto) and transform is None and isinstance(dataset, IterableDataset):
-            raise ValueError(
-                "num_workers='auto' cannot be used with an iterable-style dataset: the number of workers decides which "
-                "shards each of them reads, and so the batches; give a number"
-            )
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
@@ -235,6 +229,7 @@ class RPCDataloader(LoaderTools[_T_co]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         if self._where is None:
             return self._iterate_here()
+        self.num_workers = _check_num_workers(self.num_workers, self.dataset, self.transform)
         settings = PassSettings.of(self)
         # A state of the beginning has nothing to resume.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
@@ -289,7 +284,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         if self._progress is None:
             return 0
         settings, progress = self._progress
-        return progress.num_skipped + (settings.sampler.num_skipped if isinstance(settings.sampler, Source) else 0)
+        sampler = settings.sampler
+        return progress.num_skipped + (sampler.loader.num_skipped if isinstance(sampler, Source) else 0)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -338,7 +334,8 @@ class RPCDataloader(LoaderTools[_T_co]):
     def _begin_remote(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator:
         assert self._where is not None
         assert not isinstance(self._where, Inline)
-        recorder, pickling = self._new_recorder(), 0.0
+        before = self._recorder.snapshot() if self._recorder is not None and self._recorder.batches else None
+        recorder, pickling = Recorder(threading.RLock(), time.monotonic(), before, self._trace), 0.0
         if isinstance(settings.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(settings.dataset)
         else:
@@ -387,6 +384,21 @@ def check_transform(loader: RPCDataloader[Any], where: Where | None) -> None:
     check_numbers(source_workers=loader.source_workers)
     if loader.source_workers < 1:
         raise ValueError(f"source_workers must be at least 1, but is {loader.source_workers}")
+
+
+def _check_num_workers(num_workers: int | str, dataset: object, transform: object) -> int:
+    """Check the user's choice, which may have changed since the loader was made."""
+    chosen = Auto() if num_workers == "auto" else num_workers
+    check_numbers(num_workers=chosen)
+    assert not isinstance(chosen, str)
+    if chosen < 0:
+        raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
+    if isinstance(chosen, Auto) and transform is None and isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "num_workers='auto' cannot be used with an iterable-style dataset: the number of workers decides which "
+            "shards each of them reads, and so the batches; give a number"
+        )
+    return chosen
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:

@@ -167,11 +167,6 @@ class Source:
         self.loader.generator.manual_seed(draw_base_seed(self.generator))
         return _RawSamples(self.loader._begin_quietly(), auto_collation=self._auto_collation)
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of skipped samples of the stream in the last pass."""
-        return self.loader.num_skipped  # type: ignore[no-any-return]
-
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch."""
         return self.capture()()

@@ -20,6 +20,7 @@ import torch
 
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.fetch.samples import stopped
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.state import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
@@ -314,7 +315,10 @@ def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[]
         if isinstance(sampler, Source):
             return {"sampler": sampler.capture()}
         # The sampler may go on changing the same object.
-        return {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
+        try:
+            return {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
+        except StopIteration as stop:
+            raise stopped("state_dict() of the sampler") from stop
 
     return get_state if stateful else None
 

@@ -251,8 +251,9 @@ class Progress:
         self.num_yielded -= skipped.is_whole
         self.in_step &= not skipped.is_whole
         if skipped.num_samples and self.num_skipped > max_skipped:
+            number = "1 sample was" if self.num_skipped == 1 else f"{self.num_skipped} samples were"
             raise BadSamplesError(
-                f"{self.num_skipped} samples were skipped in this pass, more than max_skipped={max_skipped}; at last "
+                f"{number} skipped in this pass, more than max_skipped={max_skipped}; at last "
                 f"{where} skipped {skipped.text}"
             ) from loads_exception(skipped.error)
         logger.warning("%s skipped %s" if skipped.num_samples else "%s: %s", where, skipped.text)

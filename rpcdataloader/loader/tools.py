@@ -59,7 +59,7 @@ class LoaderTools(DataLoader[_T_co]):
         until the new one has delivered more than its first window. It takes some milliseconds, in any thread.
         :doc:`waiting` explains each bound. It is ``unclear`` before the first batch.
         """
-        if (iterator := self._current) is not None:
+        if self._last is not None and (iterator := self._last()) is not None:
             return iterator.driver.diagnosis()
         if self._recorder is None or not (self._has_workers or self._recorder.batches):
             return Diagnosis(0.0, "unclear", NO_PASS, short="no batch yet")
@@ -122,11 +122,6 @@ class LoaderTools(DataLoader[_T_co]):
             recorder.trace, recorder.next_probe = trace, 0.0
 
     @property
-    def _current(self) -> RemoteIterator | None:
-        """The last iterator while in use."""
-        return None if self._last is None else self._last()
-
-    @property
     def _has_workers(self) -> bool:
         return self._where is not None and not isinstance(self._where, Inline)
 
@@ -163,11 +158,6 @@ class LoaderTools(DataLoader[_T_co]):
         if self._recorder is not None:
             self._recorder.is_told = True
         return batches
-
-    def _new_recorder(self) -> Recorder:
-        """Return the recorder of the next pass."""
-        before = self._recorder.snapshot() if self._recorder is not None and self._recorder.batches else None
-        return Recorder(threading.RLock(), time.monotonic(), before, self._trace)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this loader's last iterator for :meth:`load_state_dict`, as torchdata's loaders do.

@@ -101,6 +101,8 @@ def test_number_that_is_set_later_holds_from_the_next_pass_on(workers):
     slow_down(iter(loader))
     loader.num_workers = NUM_OFFERED - 1
     wait_for_crew(iter(loader), NUM_OFFERED - 1)
+    loader.num_workers = "auto"
+    slow_down(iter(loader))
 
 
 def test_what_is_given_back_is_free_for_another_loop_and_asked_for_again(workers, caplog):

@@ -145,6 +145,11 @@ def test_batches_that_are_asked_for_at_once_are_skipped_as_a_whole(where):
     assert loader.num_skipped == 9
 
 
+def test_one_bad_sample_is_no_plural():
+    with pytest.raises(BadSamplesError, match=r"^1 sample was skipped in this pass, more than max_skipped=0; "):
+        list(make(Bad(BAD[0]), "inline", max_skipped=0))
+
+
 def test_too_many_bad_samples_are_an_error_that_has_the_last_one_as_its_cause(where):
     loader = make(Bad(*BAD), where, max_skipped=2)
     iterator = iter(loader)

@@ -210,6 +210,18 @@ def test_a_state_is_plain_numbers_where_those_of_numpy_were_given():
     assert json.loads(json.dumps(sampler.state_dict()))["epoch"] == 1
 
 
+def test_rounding_leaves_no_budget_unused():
+    """Three times 0.1 is above 0.3, for a computer."""
+    for padded in True, False:
+        (sampler,) = ranks(np.full(90, 0.1), 1, max_cost=0.3, padded=padded, window=90)
+        assert {len(batch) for batch in sampler} == {3}
+
+
+def test_budget_is_the_same_as_integer_and_as_float():
+    (one,), (other,) = ranks(lengths(100), 1, max_cost=2000), ranks(lengths(100), 1, max_cost=2000.0)
+    other.load_state_dict(one.state_dict())
+
+
 def test_state_of_other_costs_is_refused():
     (one,), (other,) = ranks(lengths(100), 1), ranks(lengths(100, seed=1), 1)
     with pytest.raises(ValueError, match="belongs to other costs, or to another max_cost"):

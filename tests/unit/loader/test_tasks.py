@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from rpcdataloader import RPCDataloader
 from rpcdataloader.loader.tasks import Progress, Task
 
 
@@ -20,6 +21,25 @@ def test_progress_does_not_depend_on_the_order(order):
     deliver(progress, order)
     deliver(expected, range(4))
     assert progress == expected
+
+
+class Stateful:
+    """A sampler whose state cannot be had, by a mistake."""
+
+    def __iter__(self):
+        return iter([1, 2])
+
+    def state_dict(self):
+        return next(iter([]))
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_state_of_a_sampler_that_raises_stop_iteration_ends_no_epoch():
+    loader = RPCDataloader([0, 10, 20], batch_size=None, sampler=Stateful(), workers="inline")
+    with pytest.raises(RuntimeError, match=r"state_dict\(\) of the sampler raised StopIteration"):
+        list(loader)
 
 
 def test_batch_past_a_missing_one_costs_the_same_after_thousands():
