@@ -117,10 +117,6 @@ class Driver:
         """The progress of the pass; changes with it."""
         return self.begun.progress
 
-    def is_usable(self) -> bool:
-        """Whether another epoch can begin."""
-        return os.getpid() == self.pid and self.engine.failure is None and not self.is_closed
-
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
         """Open the first workers; before anything else, as no node counts as up until then.
 
@@ -393,21 +389,24 @@ class Driver:
         """
         ends: list[End] = []
         for action in todo.actions:
+            seat = self.seats.get(getattr(action, "worker", None) or 0)
             match action:
                 case Cancel():
-                    self._cancel(action, todo.begun)
+                    sent = None if seat is None else seat.sent.get(action.number)
+                    if seat is not None and sent is not None and sent.begun is todo.begun:
+                        seat.worker.connection.cancel(sent.request_id)
                 case Open():
                     self._open(action)
                 case Close():
                     self._close(action.worker)
                 case Restart():
-                    self._restart(action.worker, todo.begun)
+                    if seat is not None:  # the consumer draws for this epoch when all workers know of it
+                        seat.restart(self.executor.restarting(todo.begun))
                 case End():
                     ends.append(action)
                 case Seek():
                     self.executor.seek(action.node, action.delay, self.feed)
                 case ReportWait():
-                    seat = None if action.worker is None else self.seats.get(action.worker)
                     self.executor.report_wait(action, None if seat is None else seat.worker)
                 case Say():
                     self.executor.say(action)
@@ -416,11 +415,6 @@ class Driver:
         for seat in todo.seats:
             seat.send()
 
-    def _cancel(self, action: Cancel, begun: Pass) -> None:
-        seat = self.seats.get(action.worker)
-        if seat is not None and (sent := seat.sent.get(action.number)) is not None and sent.begun is begun:
-            seat.worker.connection.cancel(sent.request_id)
-
     def _close(self, number: int) -> None:
         with self.condition:
             seat = self.seats.get(number)
@@ -428,11 +422,6 @@ class Driver:
                 self._unwanted.add(number)
         if seat is not None:
             seat.worker.close()
-
-    def _restart(self, number: int, begun: Pass) -> None:
-        # The consumer draws for this epoch when all workers know of it.
-        if (seat := self.seats.get(number)) is not None:
-            seat.restart(self.executor.restarting(begun))
 
     def _opening(self, place: int) -> Opening:
         """Make the first request to a worker, for the present epoch."""

@@ -205,7 +205,14 @@ class Executor:
         for worker, task in late:
             reason = f"{describe(task)} took longer than {limit:g} s"
             task.stack = worker.session.end_worker(worker.number, reason)
-        self._client.start_thread("rpcdl-report", functools.partial(_report_ends, late, limit), self._closed)
+
+        def report() -> None:
+            for worker, task in late:
+                assert task.stack is not None
+                text = "%s took longer than %g s (task_timeout) on %s, which was here:\n%s"
+                logger.warning(text, describe(task), limit, worker.name, task.stack())
+
+        self._client.start_thread("rpcdl-report", report, self._closed)
 
     # The user
 
@@ -215,23 +222,12 @@ class Executor:
 
     def report_wait(self, action: ReportWait, worker: RemoteWorker | None) -> None:
         """Report the batch that the consumer waits for, and its worker; in a new thread, as the stack takes time."""
-        report = functools.partial(self._report_wait, action, worker)
+
+        def report() -> None:
+            where, stack = "which is not assigned", ""
+            if worker is not None:
+                where, stack = f"which is at {worker.name}", "\n" + worker.session.stack_of(worker.number)
+            begin = f"{self._settings.partition.label}the loop has waited {action.seconds:.0f} s"
+            logger.warning("%s for %s, %s (%s)%s", begin, describe(action.payload), where, action.summary, stack)
+
         self._client.start_thread("rpcdl-report", report, self._closed)
-
-    def _report_wait(self, action: ReportWait, worker: RemoteWorker | None) -> None:
-        where, stack = "which is not assigned", ""
-        if worker is not None:
-            where, stack = f"which is at {worker.name}", "\n" + worker.session.stack_of(worker.number)
-        label = self._settings.partition.label
-        task = describe(action.payload)
-        waited = f"{label}the loop has waited {action.seconds:.0f} s for {task}, {where} ({action.summary}){stack}"
-        logger.warning("%s", waited)
-
-
-def _report_ends(late: Sequence[tuple[RemoteWorker, Task]], limit: float | None) -> None:
-    for worker, task in late:
-        assert task.stack is not None
-        where, stack = worker.name, task.stack()
-        logger.warning(
-            "%s took longer than %g s (task_timeout) on %s, which was here:\n%s", describe(task), limit, where, stack
-        )

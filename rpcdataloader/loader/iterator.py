@@ -314,11 +314,11 @@ class RemoteIterator(PassIterator):
         return to_status(diagnosis, self._name, self._rank, wait, wanted)
 
     def reset(self, reported_length: int | None) -> bool:
-        if not self.driver.is_usable():
+        driver = self.driver
+        if os.getpid() != driver.pid or driver.engine.failure is not None or driver.is_closed:
             return False
         self._reported_length = reported_length
         self._ready = 0.0
-        driver = self.driver
         driver.tell()
         before = self.progress.base_seed, self.progress.epoch
         num_streams = len(driver.streams)

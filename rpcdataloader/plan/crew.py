@@ -153,9 +153,9 @@ class Crew(Generic[N]):
                 other.late_at = now + self._options.connect_timeout
                 if other.is_late:
                     other.is_late = False
-                    self.roster.filled(other.place, other.node)
+                    self.roster.places[other.place].node = other.node
         worker.late_at, place = math.inf, worker.place
-        self.roster.filled(place, worker.node)
+        self.roster.places[place].node = worker.node
         return [
             other
             for other in self
@@ -208,7 +208,7 @@ class Crew(Generic[N]):
         if is_current and (not loss.node_is_up or (not loss.came and not loss.was_refused)):
             self.roster.node_down(node)
         if not is_needed:
-            self.roster.close(place)
+            self.roster.places[place].is_closed = True
         elif not worker.is_sent_away and not (loss.has_retired and loss.node_is_up):
             self._last_error = loss.error
             if not self.roster.is_hopeless(node):  # why it is says more
@@ -370,7 +370,7 @@ class Crew(Generic[N]):
                     guess = "perhaps it is full, or builds a dataset"
                     self.say(f"no worker has started on {worker.node} within {limit:g} s; {guess}")
                 worker.is_late, worker.late_at = True, now + limit
-                self.roster.ask_again(worker.place)
+                self.roster.places[worker.place].refused_by.clear()
 
     def say(self, text: str, *, is_warning: bool = True) -> None:
         """Queue a message for the user."""

@@ -28,7 +28,9 @@ MAX_PAUSE = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class _Place(Generic[N]):
+class Place(Generic[N]):
+    """Where a worker may be."""
+
     home: N
     node: N | None = None  # node where its worker is, or is being opened
     is_closed: bool = False  # a worker is no longer needed, or unavailable
@@ -46,12 +48,13 @@ class Roster(Generic[N]):
         nodes: All nodes that were ever a part of this pass.
         pauses: Last back-off of each node that is being tried.
         mute: Nodes that have not answered in time.
+        places: Possible workers, by number.
         expects_more: True if unknown nodes may still be added.
         most: Limit on the places in use, of which the first ones are preferred; None for no limit.
     """
 
     def __init__(self, homes: Sequence[N], others: Sequence[N] = (), *, needs_all: bool = False) -> None:
-        self._places = [_Place(home) for home in homes]
+        self.places = [Place(home) for home in homes]
         self.nodes = list(dict.fromkeys([*homes, *others]))
         self.pauses: dict[N, float] = {}
         self._needs_all = needs_all
@@ -70,7 +73,7 @@ class Roster(Generic[N]):
         """Note that workers can be opened there."""
         self._up.add(node)
         self.pauses.pop(node, None)
-        for place in self._places:
+        for place in self.places:
             place.refused_by.discard(node)
 
     def node_down(self, node: N) -> None:
@@ -101,8 +104,8 @@ class Roster(Generic[N]):
         self._hopeless.discard(node)
         if node not in self.nodes:
             self.nodes.append(node)
-            self._places += [_Place(node) for _ in range(num_places)]
-        for place in self._places:
+            self.places += [Place(node) for _ in range(num_places)]
+        for place in self.places:
             # A stream's place closes when the stream has ended, unless it was given up.
             if place.home == node and (place.is_given_up or not self._needs_all):
                 place.is_closed = place.is_given_up = False
@@ -110,8 +113,8 @@ class Roster(Generic[N]):
     def remove(self, node: N) -> None:
         """Remove a node from this pass, with its places, unless there are no others."""
         self.node_hopeless(node)
-        if not self._needs_all and any(place.home != node for place in self._places if not place.is_closed):
-            for place in self._places:
+        if not self._needs_all and any(place.home != node for place in self.places if not place.is_closed):
+            for place in self.places:
                 place.is_closed = place.is_closed or place.home == node
 
     def to_try(self) -> list[N]:
@@ -145,7 +148,7 @@ class Roster(Generic[N]):
     @property
     def num_places(self) -> int:
         """Number of possible workers."""
-        return sum(not place.is_closed for place in self._places)
+        return sum(not place.is_closed for place in self.places)
 
     @property
     def num_used(self) -> int:
@@ -155,12 +158,12 @@ class Roster(Generic[N]):
     @property
     def spare(self) -> set[int]:
         """Places beyond :attr:`most`, which have no worker."""
-        return {number for number, place in enumerate(self._places) if not place.is_closed} - self._used.keys()
+        return {number for number, place in enumerate(self.places) if not place.is_closed} - self._used.keys()
 
     @property
-    def _used(self) -> dict[int, _Place[N]]:
+    def _used(self) -> dict[int, Place[N]]:
         """Places that are to have a worker, by number."""
-        possible = ((number, place) for number, place in enumerate(self._places) if not place.is_closed)
+        possible = ((number, place) for number, place in enumerate(self.places) if not place.is_closed)
         return dict(itertools.islice(possible, self.most))
 
     # Places
@@ -169,7 +172,7 @@ class Roster(Generic[N]):
         """Change :attr:`most`; where it exceeds the places, those whose home had no room are asked for again."""
         self.most = most
         if most is not None and most > self.num_used and not self._needs_all:
-            for place in self._places:
+            for place in self.places:
                 if place.home in place.refused_by and place.home not in self._hopeless:
                     place.refused_by.discard(place.home)
                     place.is_closed = False
@@ -197,7 +200,7 @@ class Roster(Generic[N]):
         """
         opened: list[tuple[int, N]] = []
         is_deserted = self._is_deserted
-        load = Counter(place.node for place in self._places)
+        load = Counter(place.node for place in self.places)
         used = self._used
         for number, place in used.items():
             node = self._choose(number, load, is_deserted)
@@ -208,18 +211,11 @@ class Roster(Generic[N]):
                     opened.append((number, node))
         # A mute home may answer at last, whatever stands in for it.
         for number, place in ({} if self._needs_all else used).items():
-            is_unasked = (number, place.home) not in self._asked and (number, place.home) not in opened
-            if self._is_mute_home(place) and is_unasked:
+            is_mute = place.home in self.mute and place.home in self._up and place.home not in place.refused_by
+            if is_mute and (number, place.home) not in self._asked and (number, place.home) not in opened:
                 place.node = place.home if place.node is None else place.node
                 opened.append((number, place.home))
         return opened
-
-    def _is_mute_home(self, place: _Place[N]) -> bool:
-        return place.home in self.mute and place.home in self._up and place.home not in place.refused_by
-
-    def filled(self, number: int, node: N) -> None:
-        """Note that a place has, or will soon have, the worker that was asked for at ``node``."""
-        self._places[number].node = node
 
     def vacated(self, number: int, node: N, stand_in: N | None = None, *, was_refused: bool = False) -> None:
         """Note that a place's worker has ended at ``node``; ignored if the place is filled at another node since.
@@ -228,7 +224,7 @@ class Roster(Generic[N]):
             stand_in: Node of a worker that has stood in for this one, and continues to.
             was_refused: True if the node has no room for a worker.
         """
-        place = self._places[number]
+        place = self.places[number]
         if place.node == node:
             place.node = stand_in
         if was_refused:
@@ -236,22 +232,14 @@ class Roster(Generic[N]):
             if not self._needs_all and place.node is None and node == place.home:
                 place.is_closed = True
 
-    def ask_again(self, number: int) -> None:
-        """Forget which nodes had no room for a place's worker."""
-        self._places[number].refused_by.clear()
-
-    def close(self, number: int) -> None:
-        """Close a place that no longer needs a worker."""
-        self._places[number].is_closed = True
-
     def give_up(self, number: int) -> None:
         """Leave a place vacant though it needs a worker."""
-        self._places[number].is_closed = self._places[number].is_given_up = True
-        self._places[number].refused_by.clear()
+        self.places[number].is_closed = self.places[number].is_given_up = True
+        self.places[number].refused_by.clear()
 
     def is_at_home(self, number: int, node: N) -> bool:
         """Whether the node is the home of a place, where its worker is preferred; streams have no preference."""
-        return not self._needs_all and self._places[number].home == node
+        return not self._needs_all and self.places[number].home == node
 
     def is_home_up(self, number: int) -> bool:
         """Whether a vacant place gets a worker at home."""
@@ -260,8 +248,8 @@ class Roster(Generic[N]):
 
     def reopen(self) -> None:
         """Begin another epoch: every place is needed again."""
-        has_other_homes = not self._needs_all and any(place.home not in self._hopeless for place in self._places)
-        for place in self._places:
+        has_other_homes = not self._needs_all and any(place.home not in self._hopeless for place in self.places)
+        for place in self.places:
             place.is_closed = place.home in self._hopeless and has_other_homes
             place.is_given_up = False
             place.refused_by.clear()
@@ -270,11 +258,11 @@ class Roster(Generic[N]):
     def is_stuck(self) -> bool:
         """Whether the pass cannot go on with the filled places."""
         if self._needs_all:
-            return any(place.node is None and (place.is_given_up or not place.is_closed) for place in self._places)
-        return all(place.node is None for place in self._places)
+            return any(place.node is None and (place.is_given_up or not place.is_closed) for place in self.places)
+        return all(place.node is None for place in self.places)
 
     def _choose(self, number: int, load: Counter[N | None], is_deserted: bool) -> N | None:
-        place = self._places[number]
+        place = self.places[number]
         is_settled = self._is_settled(number)
         if place.home in self._up and place.home not in self.mute and place.home not in place.refused_by:
             return place.node if is_settled and self._needs_all else place.home
@@ -289,7 +277,7 @@ class Roster(Generic[N]):
 
     def _is_settled(self, number: int) -> bool:
         """Whether a place has a worker that is not late, or is leaving."""
-        node = self._places[number].node
+        node = self.places[number].node
         return number in self._settled or (node is not None and (number, node) not in self._asked)
 
     @property

@@ -27,7 +27,7 @@ from itertools import takewhile
 from typing import Any
 
 from rpcdataloader.plan.actions import Load, PlanOptions
-from rpcdataloader.plan.workers import PATIENCE, Pace, WorkerPace, choose, choose_backup, keep_until
+from rpcdataloader.plan.workers import FINISH, PATIENCE, Pace, WorkerPace, choose_backup, keep_until
 
 # The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A
 # memory limit must hold when sizes vary, where an average is too low half of the time; without the sinking, one giant
@@ -324,8 +324,10 @@ class Table:
         """The worker that is expected to finish one more task first; None while that has no room for it."""
         if not self._roomy:
             return None
-        best = choose(self._roomy.values(), now)
-        if best.finish <= PATIENCE * self._least_finish and now < best.overdue_at():
+        best = min(self._roomy.values(), key=FINISH)
+        if now >= best.overdue_at():  # it comes last
+            best = min((one for one in self._roomy.values() if now < one.overdue_at()), key=FINISH, default=best)
+        elif best.finish <= PATIENCE * self._least_finish:
             return best  # without a look at all of the others
         self._least_finish = min((worker.finish for worker in self._full.values()), default=math.inf)
         kept_until = keep_until(best, self._full.values(), now)

@@ -48,7 +48,7 @@ _RENEWAL = 8  # answers between two computations, which keeps it cheap
 # worker dictates the pace: all others, with the window full, come to wait for its task.
 PATIENCE = 1.5
 
-_FINISH = attrgetter("finish")
+FINISH = attrgetter("finish")
 
 
 class Pace:
@@ -141,14 +141,6 @@ class WorkerPace:
         return math.inf if self.in_flight else self.since + _STALE_FACTOR * self.finish
 
 
-def choose(roomy: Collection[WorkerPace], now: float) -> WorkerPace:
-    """The best of the workers with room, of which there is at least one: the soonest of those that are not overdue."""
-    best = min(roomy, key=_FINISH)
-    if now < best.overdue_at():
-        return best
-    return min((worker for worker in roomy if now < worker.overdue_at()), key=_FINISH, default=best)
-
-
 def choose_backup(workers: Iterable[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
     """The worker for the backup task of a straggler at ``first``, on another host if possible; None if none is on time.
 
@@ -175,9 +167,9 @@ def keep_until(best: WorkerPace, full: Collection[WorkerPace], now: float) -> fl
         if stale_at <= now:
             return now
         limit = best.finish / PATIENCE
-    other = min(full, key=_FINISH, default=None)
+    other = min(full, key=FINISH, default=None)
     if other is not None and other.overdue_at() <= now:
-        other = min((worker for worker in full if now < worker.overdue_at()), key=_FINISH, default=None)
+        other = min((worker for worker in full if now < worker.overdue_at()), key=FINISH, default=None)
     return now if other is None or other.finish >= limit else min(other.overdue_at(), stale_at)
 
 

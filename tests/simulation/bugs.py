@@ -115,7 +115,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
     "plan.roster": [
         (
             "a node that has refused a worker is never asked again",
-            "for place in self._places:\n            place.refused_by.discard(node)",
+            "for place in self.places:\n            place.refused_by.discard(node)",
             "pass",
         ),
         ("a new epoch remembers who had no room", "place.refused_by.clear()", "pass"),
@@ -133,12 +133,12 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("a stand-in is forgotten", "place.node = stand_in", "place.node = None"),
         (
             "streams whose workers die are forgotten",
-            "self._places[number].is_closed = self._places[number].is_given_up = True",
-            "self._places[number].is_closed = True",
+            "self.places[number].is_closed = self.places[number].is_given_up = True",
+            "self.places[number].is_closed = True",
         ),
         (
             "the last nodes that are removed take their places with them",
-            "if not self._needs_all and any(place.home != node for place in self._places if not place.is_closed):",
+            "if not self._needs_all and any(place.home != node for place in self.places if not place.is_closed):",
             "if not self._needs_all:",
         ),
         (
@@ -152,7 +152,11 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "answering = [node for node in candidates if node not in self.mute]",
             "answering = candidates",
         ),
-        ("a home that does not answer is not asked again", "if self._is_mute_home(place) and is_unasked:", "if False:"),
+        (
+            "a home that does not answer is not asked again",
+            "if is_mute and (number, place.home) not in self._asked and (number, place.home) not in opened:",
+            "if False:",
+        ),
         (
             "places that the loop does not want get workers",
             "dict(itertools.islice(possible, self.most))",
@@ -191,7 +195,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a node that had no room is not asked again for one that does not answer",
-            "self.roster.ask_again(worker.place)",
+            "self.roster.places[worker.place].refused_by.clear()",
             "pass",
         ),
         (
@@ -273,7 +277,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "self.feed(lambda engine, _now: engine.crew.open_failed(",
             "(lambda engine, _now: engine.crew.open_failed(",
         ),
-        ("workers are not told of another epoch", "self._restart(action.worker, todo.begun)", "pass"),
+        ("workers are not told of another epoch", "seat.restart(self.executor.restarting(todo.begun))", "pass"),
         ("late workers are not ended", "if ends:", "if False:"),
         ("workers of a pass that is left stay", "self.executor.close(workers)", "pass"),
         ("the consumer sleeps past what is due", "if self._due <= now:", "if False:"),
