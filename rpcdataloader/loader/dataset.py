@@ -93,7 +93,7 @@ class RPCDataset(Dataset[Any]):
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
             os.environ.update(additions.variables)
-            access = _Inline(_check_kind(dataset(*args, **kwargs)))
+            access = _Inline(dataset(*args, **kwargs))
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
             parts = {"dataset": dataset, "args": args, "kwargs": kwargs}
@@ -185,8 +185,9 @@ class _Inline:
     """A dataset of this process, with the same interface as a remote one."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self.name = type(dataset).__name__
+        self.dataset, self.name = dataset, type(dataset).__name__
+        if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+            raise TypeError(f"{self.name} is not a dataset: define __getitem__ or derive from IterableDataset")
 
     def length(self) -> int:
         return len(self.dataset)
@@ -197,14 +198,7 @@ class _Inline:
     def query(self, func: Callable[..., Any], *args: Any) -> Any:
         return func(self.dataset, *args)
 
-    def change(self, func: Callable[..., Any], *args: Any) -> Any:
-        return func(self.dataset, *args)
-
-
-def _check_kind(dataset: Any) -> Any:
-    if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
-        raise TypeError(f"{type(dataset).__name__} is not a dataset: define __getitem__ or derive from IterableDataset")
-    return dataset
+    change = query
 
 
 def _unchanged(sample: Any) -> Any:

@@ -102,7 +102,6 @@ class Driver:
         self.streams = list(begun.progress.streams)
         self.seats: dict[int, Seat] = {}
         self._openings: dict[int, Opening] = {}  # ready first requests, by place
-        self._unwanted: set[int] = set()  # workers to close before they are requested
         self._carrier = intake.carrier
         self.ahead: Entry | None = None
         self.taken: Entry | None = None
@@ -398,7 +397,8 @@ class Driver:
                 case Open():
                     self._open(action)
                 case Close():
-                    self._close(action.worker)
+                    if seat is not None:  # otherwise it is lost, or not requested yet
+                        seat.worker.close()
                 case Restart():
                     if seat is not None:  # the consumer draws for this epoch when all workers know of it
                         seat.restart(self.executor.restarting(todo.begun))
@@ -414,14 +414,6 @@ class Driver:
             self._end(ends, todo.begun)
         for seat in todo.seats:
             seat.send()
-
-    def _close(self, number: int) -> None:
-        with self.condition:
-            seat = self.seats.get(number)
-            if seat is None:
-                self._unwanted.add(number)
-        if seat is not None:
-            seat.worker.close()
 
     def _opening(self, place: int) -> Opening:
         """Make the first request to a worker, for the present epoch."""
@@ -441,8 +433,8 @@ class Driver:
                 if self.is_closed:
                     return
                 if opening.begun is self.begun:
-                    is_wanted = action.worker not in self._unwanted
-                    self._unwanted.discard(action.worker)
+                    member = self.engine.crew.members.get(action.worker)
+                    is_wanted = member is not None and not member.is_closed
                     if is_wanted and (session := self.executor.session(action.node)) is not None:
                         # With the condition: the worker is ready only after its first request was sent.
                         try:

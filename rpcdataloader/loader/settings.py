@@ -81,10 +81,6 @@ class PassSettings:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        def replace(**values: Any) -> None:
-            for name, value in values.items():
-                object.__setattr__(self, name, value)
-
         names = "prefetch_factor", "max_retries", "reconnect_timeout", "max_skipped"
         check_numbers(**{name: getattr(self, name) for name in names}, task_timeout=self.task_timeout or 0)
         if self.prefetch_factor < 0:
@@ -100,14 +96,15 @@ class PassSettings:
         ):
             if not is_valid:
                 raise ValueError(f"{name} must be {range_}, but is {getattr(self, name)!r}")
-        replace(
-            partition=make_partition(self.partition) or current_partition(),
-            max_in_flight_bytes=_bytes(self.max_in_flight_bytes),
-            retry_on=_exceptions(self.retry_on),
-            device=find_device(self.device),
-            env=choose_variables(self.env),
-            py_modules=choose_modules(self.py_modules),
-        )
+        for name, value in {
+            "partition": make_partition(self.partition) or current_partition(),
+            "max_in_flight_bytes": _bytes(self.max_in_flight_bytes),
+            "retry_on": _exceptions(self.retry_on),
+            "device": find_device(self.device),
+            "env": choose_variables(self.env),
+            "py_modules": choose_modules(self.py_modules),
+        }.items():
+            object.__setattr__(self, name, value)
         if self.retry_on and self.iterable:
             raise ValueError("retry_on is for map-style datasets: a stream cannot be retried after an exception")
 

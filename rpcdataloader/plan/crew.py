@@ -134,8 +134,6 @@ class Crew(Generic[N]):
     @property
     def superfluous(self) -> list[Member[N]]:
         """Workers whose places are not used."""
-        if self.roster.most is None:
-            return []
         spare = self.roster.spare
         return [worker for worker in self if worker.place in spare and not worker.is_sent_away]
 

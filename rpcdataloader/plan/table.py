@@ -253,9 +253,7 @@ class Table:
             True if the task is condemned: it counts as answered, and an error is delivered in its place. Its stream
             ends with it, as no worker gets past the task.
         """
-        task = self.tasks.get(number)
-        if task is None or task.size_bytes is not None:
-            return False  # answered by another worker
+        task = self.tasks[number]
         task.killed += (end,)
         if len(task.killed) < self._max_deaths or task.holders:
             return False

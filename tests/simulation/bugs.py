@@ -268,7 +268,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "crew = self.engine.crew",
             "crew = self.engine.crew\n            self.feed(lambda _engine, _now: None)",
         ),
-        ("a worker that was closed before it was opened stays", "self._unwanted.add(number)", "pass"),
+        ("a worker that was closed before it was opened stays", "and not member.is_closed", ""),
         ("a lost worker is kept, with its tasks", "self.seats.pop(number, None)", "pass"),
         ("a lost node wakes nobody", "self.has_changed = True\n            self.condition.notify_all()", "pass"),
         ("a worker that is sent the first requests of an earlier epoch", "if opening.begun is self.begun:", "if True:"),
