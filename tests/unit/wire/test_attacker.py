@@ -17,7 +17,7 @@ from tests.unit.wire.test_frames import KEY, content, feed, join
 from tests.unit.wire.test_handshake import CLIENT, SECRET, SERVER, SESSION_ID, decode
 
 NAMES = st.sampled_from(["host", "role", "pid", "rank", "nonce", "proof"])
-session_ids = st.sampled_from([SESSION_ID, bytes(16)])
+preambles = st.sampled_from([Preamble(SESSION_ID), Preamble(bytes(16)), Preamble(SESSION_ID, tls=True)])
 
 DIGESTED = (MessageType.CALL, MessageType.BUILD)
 
@@ -101,27 +101,27 @@ class Handshakes(RuleBasedStateMachine):
         super().__init__()
         self.all = []
 
-    def begin(self, identity, session_id):
+    def begin(self, identity, preamble):
         number = len(self.all)
         nonce = number.to_bytes(32, "big")
-        side = Handshake(SECRET, dataclasses.replace(identity, pid=number), Preamble(session_id), nonce)
+        side = Handshake(SECRET, dataclasses.replace(identity, pid=number), preamble, nonce)
         self.all.append(side)
         return side
 
-    @rule(target=sides, session_ids=st.tuples(session_ids, session_ids))
-    def two_begin(self, session_ids):
-        return multiple(self.begin(CLIENT, session_ids[0]), self.begin(SERVER, session_ids[1]))
+    @rule(target=sides, preambles=st.tuples(preambles, preambles))
+    def two_begin(self, preambles):
+        return multiple(self.begin(CLIENT, preambles[0]), self.begin(SERVER, preambles[1]))
 
     @rule(
         target=words,
-        session_ids=st.tuples(session_ids, session_ids),
+        preambles=st.tuples(preambles, preambles),
         num_steps=st.integers(0, 4).map(lambda left: 4 - left),
         place=st.none() | st.integers(0, 3),
         name=NAMES,
     )
-    def two_talk(self, session_ids, num_steps, place, name):
+    def two_talk(self, preambles, num_steps, place, name):
         """As far as this goes, with one field of one message changed, or the preamble, or nothing."""
-        client, server = self.begin(CLIENT, session_ids[0]), self.begin(SERVER, session_ids[1])
+        client, server = self.begin(CLIENT, preambles[0]), self.begin(SERVER, preambles[1])
         said, speaker, hearer = [], client, server
         for step in range(num_steps):
             for spoken in self.hear(speaker):
@@ -129,13 +129,11 @@ class Handshakes(RuleBasedStateMachine):
                 self.tell(hearer, said[-1])
             speaker, hearer = hearer, speaker
         if num_steps == 4 and place is None:
-            assert (client in self.convinced) == (server in self.convinced) == (session_ids[0] == session_ids[1])
+            assert (client in self.convinced) == (server in self.convinced) == (preambles[0] == preambles[1])
         return multiple(*said)
 
     def hear(self, side):
-        data = side.data_to_send()
-        data = data.removeprefix(Preamble(SESSION_ID).encode()).removeprefix(Preamble(bytes(16)).encode())
-        return decode(data)
+        return decode(side.data_to_send().removeprefix(side._preamble.encode()))
 
     @rule(target=words, side=sides)
     def listen(self, side):

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import gc
-import weakref
 
 import numpy
 import pytest
@@ -162,7 +160,8 @@ def test_golden_sealed_message(type, body_digest, mac, block_digest):
         "010203"  # payload
         "6c61726765"  # first block; the second one is empty
     )
-    assert join(fourth(), type, 0x0123456789ABCDEF, b"\1\2\3", [b"large", b""]) == golden
+    blocks = [array.array("b", b"large"), numpy.empty((0, 3))]  # whatever their format
+    assert join(fourth(), type, 0x0123456789ABCDEF, b"\1\2\3", blocks) == golden
     (message,) = feed(Decoder(heap_blocks, fourth()), golden)
     assert content(message) == (type, 0, 0x0123456789ABCDEF, b"\1\2\3", [b"large", b""])
 
@@ -222,46 +221,9 @@ def test_blocks_of_one_message_are_offered_together_and_refilled_from_where_they
     assert content(message) == (MessageType.CALL, 0, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
 
 
-@pytest.mark.parametrize(
-    "buffer",
-    [
-        bytearray(b"abcdefgh"),
-        bytes(range(256)) * 80,  # too large a payload to be joined to its header
-        array.array("d", [1.5, 2.5]),
-        numpy.arange(6, dtype=numpy.int16).reshape(2, 3),
-        numpy.float64(3.5).reshape(()),
-        numpy.empty((0, 3)),
-        memoryview(b"abcdefgh")[2:5],
-    ],
-    ids=lambda buffer: type(buffer).__name__,
-)
-def test_buffers_of_any_format_are_sent_as_their_bytes(buffer):
-    view = memoryview(buffer)
-    data = join(None, MessageType.REPLY, 1, view, [view])
-    [message] = feed(Decoder(heap_blocks), data)
-    assert content(message) == (MessageType.REPLY, 0, 1, view.tobytes(), [view.tobytes()])
-
-
 def test_buffer_that_is_not_contiguous_is_refused():
     with pytest.raises(TypeError, match="contiguous"):
         encode(None, MessageType.REPLY, 1, b"", [memoryview(b"abcdefgh")[::2]])
-
-
-def test_blocks_of_a_message_that_was_cut_are_freed_without_the_garbage_collector():
-    allocated = []
-
-    def record(request_id, sizes):
-        blocks = heap_blocks(request_id, sizes)
-        allocated.extend(weakref.ref(block.view) for block in blocks)
-        return blocks
-
-    gc.disable()
-    try:
-        decoder = Decoder(record)
-        assert feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"])[:-1]) == []
-        assert [view() for view in allocated] == [None]
-    finally:
-        gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------------- limits
@@ -292,20 +254,6 @@ def test_message_at_every_limit_is_accepted():
     assert len(feed(Decoder(heap_blocks, limits=LIMITS), data)) == 1
     data = join(None, MessageType.CALL, 1, bytes(10), [bytes(50)] * 3, limits=LIMITS)
     assert len(feed(Decoder(heap_blocks, limits=LIMITS), data)) == 1
-
-
-@pytest.mark.parametrize("type", [MessageType.CALL, MessageType.BUILD])
-def test_blocks_of_requests_are_checked(type):
-    data = join(Sealer(KEY), type, 1, b"payload", [b"block 0"])
-    with pytest.raises(RemoteProtocolError, match="the blocks of message 1 were altered"):
-        feed(Decoder(heap_blocks, Sealer(KEY)), data[:-1] + b"!")
-
-
-def test_blocks_of_replies_are_not_covered_by_the_mac():
-    # They are batches, too many to hash; TLS is there for them. If this changes, the documentation has to.
-    data = join(Sealer(KEY), MessageType.REPLY, 1, b"payload", [b"block 0"])
-    [message] = feed(Decoder(heap_blocks, Sealer(KEY)), data[:-1] + b"!")
-    assert bytes(message.blocks[0].view) == b"block !"
 
 
 def test_body_without_mac_is_checked_too():
