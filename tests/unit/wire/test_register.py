@@ -74,43 +74,24 @@ def test_file_that_stays_malformed_is_warned_of_once(tmp_path, register, caplog)
     assert register.problems == {path.name: "address is of another type"}
 
 
-def test_named_pipe_link_and_folder_are_no_servers_and_their_names_write_no_line_of_their_own(
-    tmp_path, register, caplog
-):
+def test_what_others_may_have_put_there_is_no_server_and_its_name_writes_no_line_of_its_own(tmp_path, register, caplog):
     real = tmp_path / "elsewhere"
     real.write_bytes(server("a").encode())
     real.chmod(0o600)
     (tmp_path / "link.server.json").symlink_to(real)
     os.mkfifo(tmp_path / "pipe.server.json", 0o600)
     (tmp_path / "a\n\x1b[31mready.server.json").mkdir()
+    write(tmp_path, server("open")).chmod(0o646)
+    write(tmp_path, server("shared")).chmod(0o644)
     for _ in range(PATIENCE):
-        assert register.look() == {}
+        assert found(register) == (server("shared"),)
     names = ["a\n\x1b[31mready.server.json", "link.server.json", "pipe.server.json"]
-    assert register.problems == dict.fromkeys(names, "it is not a regular file")
+    assert register.problems == {
+        **dict.fromkeys(names, "it is not a regular file"),
+        server("open").file_name("0"): "it is open to other users (mode 0646): run chmod 600",
+    }
     warnings = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
     assert f"{tmp_path}/a\\n\\x1b[31mready.server.json is not used: it is not a regular file" in warnings
-
-
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_file_that_others_may_write_to_is_not_believed(tmp_path, register, mode):
-    path = write(tmp_path, server("a"))
-    path.chmod(mode)
-    assert register.look() == {}
-    assert register.problems == {path.name: f"it is open to other users (mode {mode:04o}): run chmod 600"}
-    path.chmod(0o644)
-    assert found(register) == (server("a"),)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
-def test_file_of_another_user_is_not_believed(tmp_path, register, monkeypatch):
-    path = write(tmp_path, server("a"))
-    os.chown(path, 12345, -1)
-    assert register.look() == {}
-    assert register.problems == {path.name: "it belongs to user 12345"}
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert found(register) == (server("a"),)
-    os.chown(path, 0, -1)
-    assert found(register) == (server("a"),)
 
 
 @pytest.mark.parametrize("address", [Address("127.0.0.1", 6543), Address(path="/run/pool")])
@@ -179,12 +160,6 @@ def test_content_of_a_file():
     assert ServerEntry.decode(CONTENT) == NODE
 
 
-@pytest.mark.parametrize("address", [Address("::1", 1), Address(path="/run/a pool"), Address("10.0.0.1", 65535)])
-def test_every_kind_of_address(address):
-    entry = dataclasses.replace(NODE, address=address)
-    assert ServerEntry.decode(entry.encode()) == entry
-
-
 def changed(**fields):
     return json.dumps({**json.loads(CONTENT), **fields}).encode()
 
@@ -197,20 +172,14 @@ def test_fields_of_later_versions_are_left_alone():
     ("content", "problem"),
     [
         (b"", "is not JSON"),
-        (CONTENT[:-2], "is not JSON"),
-        (b"\0" * 100, "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[]", "is not a JSON object"),
         (b"[" * 4096, "is n"),  # "is nested too deeply", or from Python 3.12 on "is not JSON"
-        (b"{}", "address is of another type"),
         (changed(address=None), "address is of another type"),
         (changed(address="node01"), "cannot read the address 'node01': write host:port"),
-        (changed(address="node01:0"), "cannot read the address"),
-        (changed(address="unix:socket"), "cannot read the address"),
         (changed(address="node01:6543\x1b[2J"), "cannot read the address"),
         (changed(address="\ud800:1"), "cannot read the address"),
         (changed(num_workers=True), "num_workers is of another type"),
-        (changed(num_workers=2.0), "num_workers is of another type"),
         (changed(started="now"), "started is of another type"),
     ],
 )
@@ -229,9 +198,3 @@ def test_anything_else_is_refused(content, problem):
 def test_addresses_that_are_for_their_machine_alone(alone, addresses):
     for address in addresses:
         assert dataclasses.replace(NODE, address=Address.parse(address)).is_for_its_machine_alone is alone
-
-
-def test_names_of_files_are_names_of_files():
-    assert NODE.file_name("0a1b") == "node01-6543-4711-0a1b.server.json"
-    odd = dataclasses.replace(NODE, host="../.node 1", address=Address(path="/run/pool"))
-    assert odd.file_name("0a1b") == "____node_1-unix-4711-0a1b.server.json"
