@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rpcdataloader.errors import AuthenticationError, ConnectionLostError
+from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.connecting import listen_tcp
 from rpcdataloader.wire.transport import Transport
@@ -172,15 +172,6 @@ def test_receiver_of_a_large_block_sleeps_until_much_has_come(tcp_pair):
     wait_until(lambda: low_water(theirs) > 1)
     ours.shutdown()
     assert receiving.result(FOREVER) == MIB - 1
-
-
-def test_reset_is_a_lost_connection_with_its_cause(tcp_pair):
-    ours, theirs = tcp_pair
-    theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    theirs.close()
-    with pytest.raises(ConnectionLostError, match="connection to node07:6543 lost: Connection reset by peer") as raised:
-        ours.recv_into([memoryview(bytearray(10))])
-    assert isinstance(raised.value.__cause__, ConnectionResetError)
 
 
 @pytest.mark.parametrize(
