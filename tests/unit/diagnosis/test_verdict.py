@@ -67,44 +67,29 @@ PASSES = {
     "unclear": {"consumer": 0.01, "blocked": 0.01},
 }  # fmt: skip
 
-# What follows the numbers of a step: all kinds of numbers.
+# What follows the numbers of a step: the advice with its numbers.
 SENTENCES = {
-    "start dataset": (
-        "3.2 s passed before the first batch, 3 s of it on building the dataset: make the RPCDataset once, outside "
-        "of the loop, or its constructor faster."
-    ),
-    "workers": (
-        "4 workers: 100 % on a CPU (95 fetch, 5 collate), 0 % not on a CPU, 0 % waiting for a CPU. Add 5 workers (4"
-        " to 7)."
-    ),
     "workers, up to the link": (
         "4 workers: 100 % on a CPU (95 fetch, 5 collate), 0 % not on a CPU, 0 % waiting for a CPU. Add 3 workers (2"
         " to 5), for 313 it/s, which is all that the link allows."
-    ),
-    "workers, that hardly get a CPU": (
-        "4 workers: 5 % on a CPU (5 fetch), 0 % not on a CPU, 95 % waiting for a CPU; CPUs of their nodes 3.5 of 4 "
-        "busy. Add 1 worker on other CPUs (1 to 1)."
     ),
     "workers, that sleep on full nodes": (
         "4 workers: 5 % on a CPU (5 fetch), 95 % not on a CPU, 0 % waiting for a CPU; CPUs of their nodes 4 of 4 busy."
         " Add 5 workers on the same CPUs (4 to 7)."
     ),
-    "node worker": (
-        "Single batches are late while later ones are here, 25 % of that by worker 1: look at that worker, or hide "
-        "it with a larger prefetch_factor or in_order=False."
-    ),
-    "network": (
-        "The network carries 29.4 it/s (118 MB/s): send less than 4 MB per batch (uint8 in place of float32, crops,"
-        " compressed data), or use a faster link."
-    ),
-    "trainer receiving": (
-        "This process spends 40 ms on receiving and rebuilding each batch of 1 kB: use larger batches, fewer "
-        "tensors and less that must be unpickled."
-    ),
     "setting prefetch_factor": (
         "Each batch takes 80 ms, 4 may be in flight, and 12 are needed: set prefetch_factor=3 (now 1)."
     ),
-    "unclear": "What is known of 91 batches does not say why. Let it run for longer.",
+}
+
+# What a progress bar has room for.
+SHORT = {
+    "none": "waits 0 %",
+    "start init": "waits 62 %: init",
+    "workers": "waits 50 %: 5 more workers",
+    "workers, as fast as the link": "waits 50 %: workers",
+    "trainer sampler": "waits 33 %: sampler",
+    "setting max_in_flight_bytes": "waits 38 %: bytes in flight",
 }
 
 
@@ -118,6 +103,7 @@ def test_sentence_of_each_bound(name):
     assert "\n" not in text
     assert text.endswith(".")
     assert 0 < len(diagnosis.short) <= 30
+    assert diagnosis.short == SHORT.get(name, diagnosis.short)
 
 
 def test_every_sentence_has_a_pass():
@@ -130,21 +116,6 @@ def test_page_has_a_section_for_each_bound():
     page = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
     bounds = dict.fromkeys(name.split()[0] for name in WORDS)
     assert re.findall(r"^### `(\w+)`\n\n.", page, re.MULTILINE) == list(bounds)
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("none", "waits 0 %"),
-        ("start init", "waits 62 %: init"),
-        ("workers", "waits 50 %: 5 more workers"),
-        ("workers, as fast as the link", "waits 50 %: workers"),
-        ("trainer sampler", "waits 33 %: sampler"),
-        ("setting max_in_flight_bytes", "waits 38 %: bytes in flight"),
-    ],
-)
-def test_verdict_fits_a_progress_bar(name, short):
-    assert diagnose(records(**PASSES[name])).short == short
 
 
 @pytest.mark.parametrize(("seconds", "is_urgent"), [(0.5, False), (4.0, True)])
@@ -172,46 +143,6 @@ def test_numbers_of_a_diagnosis():
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
 
 
-# With prefetch_factor=1, workers that are the bound rest between two tasks.
-WITHOUT_PREFETCHING = {"consumer": 0.0025, "blocked": 0.0075, "prefetch_factor": 1, "stages": ALONE}
-
-
-@pytest.mark.parametrize(
-    ("options", "bound"),
-    [
-        # The first batch counts more than a little of our own time.
-        ({"consumer": 0.005, "own": 0.0003, "first_wait": 1.0}, "start"),
-        ({"consumer": 0.005, "own": 0.0003, "first_wait": 0.01}, "trainer"),
-        # The window is the bound beside workers only if it allows far less.
-        ({**WITHOUT_PREFETCHING, "latency": 0.02}, "setting"),
-        ({**WITHOUT_PREFETCHING, "latency": 0.004}, "workers"),
-        # Copies in the thread of the loop are no work of its own.
-        ({"consumer": 0.01, "own": 0.03, "copy": 0.028}, "trainer copies"),
-        ({"consumer": 0.01, "own": 0.03, "copy": 0.002}, "trainer next"),
-        ({"consumer": 0.03, "copy": 0.03}, "none"),  # nobody waits for them
-    ],
-    ids=str,
-)
-def test_bound_where_two_are_near(options, bound):
-    diagnosis = diagnose(records(**options))
-    assert f"{diagnosis.bound} {diagnosis.part}".startswith(bound)
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "spread"), [(4, (0.01, 0.01, 0.01, 0.01, 0.5)), (1, (0.01, 0.5, 0.01, 0.01, 0.01))]
-)
-def test_long_tasks_of_a_dataset_count(num_workers, spread):
-    """Four workers with 80 % of samples of 10 ms, and 20 % of 500 ms: 37 batches per second at most."""
-    recorder = make_recorder(workers=dict.fromkeys(range(num_workers), "node07"))
-    for number in range(300):
-        seconds = spread[(number + number // 5) % 5]
-        task = Stages(fetch=seconds, cpu=0.01, fetch_cpu=0.01)
-        record(recorder, num_batches=1, worker=number % num_workers, stages=task, consumer=0.01, blocked=0.03)
-    diagnosis = diagnose(recorder.snapshot())
-    assert diagnosis.bound == "workers"
-    assert diagnosis.evidence["workers_rate"] == pytest.approx(num_workers / 0.108, rel=0.05)
-
-
 @pytest.mark.parametrize("name", ["local", "unix:/run/pool"])
 def test_unix_socket_is_no_network(name):
     options = PASSES["network"] | {"workers": dict.fromkeys(range(4), name)}
@@ -236,11 +167,6 @@ def test_pass_that_has_delivered_nothing_says_what_it_waits_for(start, what):
     assert diagnosis.text == f"No batch after 500 ms: waiting for {what}."
 
 
-def test_pass_of_one_batch_has_waited_for_its_start():
-    diagnosis = diagnose(record(num_batches=1, first_wait=1.0, consumer=0.5).snapshot())
-    assert diagnosis.bound == "start"
-
-
 @pytest.mark.parametrize("num_batches", range(2, 12))
 def test_pass_of_few_batches_claims_nothing(num_batches):
     diagnosis = diagnose(record(num_batches=num_batches, consumer=0.01, blocked=0.1).snapshot())
@@ -249,30 +175,9 @@ def test_pass_of_few_batches_claims_nothing(num_batches):
         assert diagnosis.text.endswith(f" of {num_batches} batches does not say why. Let it run for longer.")
 
 
-def test_batch_that_does_not_come_counts_before_it_comes():
-    recorder = record(num_batches=100)
-    assert diagnose(recorder.snapshot()).wait_share == 0
-    diagnosis = diagnose(recorder.snapshot(waiting=100.0))
-    assert diagnosis.wait_share > 0.95
-
-
 def test_loop_that_does_nothing_takes_any_number_of_batches():
     diagnosis = diagnose(records(consumer=0.0, blocked=0.005))
     assert diagnosis.evidence["demand_rate"] == math.inf
     assert diagnosis.bound == "workers"
     assert diagnosis.more_workers is None
     assert diagnosis.text.endswith("give it a training step.")
-
-
-def test_node_that_costs_a_fifth_is_the_bound_even_if_it_is_not_the_only_one():
-    slow_node = {"workers": TWO_NODES, "slow": {2: LATE, 3: LATE}}
-    diagnosis = diagnose(records(**slow_node, consumer=0.002, blocked=0.01))
-    assert diagnosis.evidence["needed_rate"] == pytest.approx(500)
-    assert diagnosis.bound == "node"
-
-
-def test_device_that_stands_still_for_copies_is_a_wait_though_next_returns_at_once():
-    diagnosis = diagnose(records(consumer=0.03, copy=0.03, stalled=0.02))
-    assert (diagnosis.bound, diagnosis.part) == ("trainer", "copies")
-    assert diagnosis.wait_share == pytest.approx(2 / 3, abs=0.01)
-    assert diagnosis.evidence["demand_rate"] == pytest.approx(100, rel=0.02)
