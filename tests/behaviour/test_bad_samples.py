@@ -87,6 +87,7 @@ class Flaky(Bad):
     def __getitem__(self, index):
         if notes(self.log).count(str(index)) < self.losses.get(index, 0):
             note(self.log, index)
+            torch.rand(index)
             raise Lost(index)
         return super().__getitem__(index)
 
@@ -252,6 +253,7 @@ def test_what_may_pass_is_tried_again_before_it_is_skipped(where, tmp_path, capl
     assert loader.num_skipped == 2
     assert notes(log).count("2") == 1
     assert notes(log).count("9") >= 2  # a backup task may have failed, too
+    assert set(re.findall(r" is retried in 0.5 s: (\w+)", caplog.text)) == {"Lost"}
     (warning,) = (text for text in warned(caplog) if "skipped" in text)
     assert "skipped 2 samples (indices 9, 10)" in warning
 

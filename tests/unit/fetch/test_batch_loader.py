@@ -103,13 +103,6 @@ def test_init_function_that_stops_an_iteration_is_an_error_and_leaves_nothing_be
     assert not inline or random.getstate() == state
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3)])
-def test_no_sample_is_under_way_after_an_exception(error):
-    with pytest.raises(type(error)):
-        load(Bad(error))
-    assert seeding._current_seed is None
-
-
 # Seeds
 
 
@@ -117,28 +110,19 @@ def seed_at(position, purpose=seeding.SAMPLE):
     return seeding.derive_seeds(purpose, 2**62 + 5, 0, position)[0]
 
 
-def test_samples_are_seeded_by_their_position_over_all_ranks():
-    *_, seeds = load(Augmented(), position=10, rank=1, world_size=4)
-    assert seeds.tolist() == [seed_at(41), seed_at(45), seed_at(49)]
-    _metrics, sample, *_rest = make_loader(Augmented(), auto_collation=False).load(3, 17, 17)
-    assert sample[4] == seed_at(17)
-
-
-def test_getitems_is_seeded_once_with_its_first_position():
+def test_position_over_all_ranks_seeds_a_sample_its_first_one_samples_at_once_and_its_number_a_batch():
     class Batched:
         def __getitems__(self, indices):
-            return [(seeding.get_sample_seed(), torch.rand(()).item()) for _ in indices]
+            return [seeding.get_sample_seed() for _ in indices]
 
-    seeds, drawn = load(Batched(), position=10, batch_number=5)
-    assert set(seeds.tolist()) == {seed_at(10)}
-    assert len(set(drawn.tolist())) == 3
-
-
-def test_collate_is_seeded_by_the_number_of_the_batch_over_all_ranks():
-    def seed(_samples):
-        return seeding.get_sample_seed()
-
-    assert load([0, 1, 2], batch_number=5, collate_fn=seed, rank=1, world_size=4) == seed_at(21, seeding.BATCH)
+    *_, seeds = load(Augmented(), position=10, rank=1, world_size=4)
+    assert seeds.tolist() == [seed_at(41), seed_at(45), seed_at(49)]
+    assert make_loader(Augmented(), auto_collation=False).load(3, 17, 17)[1][4] == seed_at(17)
+    assert set(load(Batched(), position=10).tolist()) == {seed_at(10)}
+    of_batch = load(
+        [0, 1], (0, 1), collate_fn=lambda _samples: seeding.get_sample_seed(), batch_number=5, rank=1, world_size=4
+    )
+    assert of_batch == seed_at(21, seeding.BATCH)
 
 
 # The default collate
@@ -267,38 +251,6 @@ def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way
 def test_what_is_no_fault_of_a_sample_is_raised(error):
     with pytest.raises(error):
         load(Bad(error("x")), skips=True)
-
-
-class Passing(Augmented):
-    """Draws, and then raises so many times."""
-
-    def __init__(self, num_failures):
-        self.num_failures = num_failures
-
-    def __getitem__(self, index):
-        sample = super().__getitem__(index)
-        if self.num_failures:
-            self.num_failures -= 1
-            raise ConnectionResetError(index)
-        return sample
-
-    def get_batch(self, indices):
-        return [self[index] for index in indices]
-
-
-class PassingBatches(Passing):
-    __getitems__ = Passing.get_batch
-
-
-@pytest.mark.parametrize("dataset", [Passing, PassingBatches])
-def test_what_may_pass_is_retried_with_the_same_random_numbers(dataset, caplog):
-    options = {"retry_on": (OSError,), "max_retries": 1}
-    assert_same(load(dataset(1), [3, 4], **options), load(dataset(0), [3, 4]))
-    assert "at position 0 is retried in 0.5 s: ConnectionResetError: 3" in caplog.text
-    with pytest.raises(ConnectionResetError):
-        load(dataset(2), [3, 4], **options)
-    with pytest.raises(ConnectionResetError):
-        load(dataset(1), [3, 4], retry_on=(LookupError,), max_retries=1)
 
 
 class Drawing:
