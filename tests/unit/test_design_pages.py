@@ -1,4 +1,4 @@
-"""The files, events and actions that the design page and CONTRIBUTING.md name are those of the package."""
+"""The files and actions that the design page and CONTRIBUTING.md name are those of the package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader.plan import actions
-from rpcdataloader.plan.crew import Crew
-from rpcdataloader.plan.engine import Engine
-from rpcdataloader.plan.table import Table
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("design*.md")]}
@@ -34,13 +31,6 @@ def test_files_of_page_exist(page):
     assert missing_files(PAGES[page]) == []
 
 
-def test_a_missing_file_is_found():
-    page = (
-        "`rpcdataloader/plan/engine.py`, `crew.py`, `driver.py`, `plan/none.py`, `tests/none`, `none/`, `figures.json`"
-    )
-    assert missing_files(page) == ["driver.py", "plan/none.py", "tests/none", "none/"]
-
-
 def column_of(page: str, title: str) -> list[str]:
     """The names in the first column of the table under this title."""
     (table,) = re.findall(rf"^\| {title} \|.*\n\|[-| ]*\n((?:\|.*\n)+)", PAGES[page], re.MULTILINE)
@@ -49,21 +39,6 @@ def column_of(page: str, title: str) -> list[str]:
 
 def test_actions_of_page_are_those_of_the_engine():
     assert sorted(column_of("design.md", "action")) == sorted(kind.__name__ for kind in actions.Action.__args__)
-
-
-def test_events_of_page_are_those_that_the_engine_is_fed():
-    parts = {"table": Table, "crew": Crew}
-    named = set()
-    for name in column_of("design.md", "event"):
-        part, _, event = name.rpartition(".")
-        assert hasattr(parts.get(part, Engine), event), name
-        named.add(event)
-    fed = re.findall(
-        r"\bengine\.(?:table\.|crew\.)?(\w+)\(",
-        "".join(path.read_text() for path in (ROOT / "rpcdataloader" / "loader").glob("*.py")),
-    )
-    # Questions, and the end of a pass.
-    assert set(fed) - named == {"act", "due", "long_wait", "forget"}
 
 
 def test_folders_of_the_layout_are_those_of_the_package():
