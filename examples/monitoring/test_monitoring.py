@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from rpcdataloader.status.report import METRICS, as_metrics
-from tests.unit.test_status_metrics import WAITING, look
+from tests.unit.test_status_report import WAITING, look_at
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
-TEXT = as_metrics(look(WAITING), 0)
+TEXT = as_metrics(look_at(WAITING), 0)
 LABELS = {
     name: re.findall(r"[{,](\w+)=", line)
     for name in METRICS

@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = {
     "plan": "unit/plan simulation/test_simulation.py simulation/test_demand.py behaviour/test_auto.py",
     "diagnosis": "unit/diagnosis simulation/test_diagnosis.py behaviour/test_diagnosis.py",
-    "wire": "unit/wire unit/test_status_metrics.py behaviour/test_batches.py behaviour/test_exceptions.py "
+    "wire": "unit/wire unit/test_status_report.py behaviour/test_batches.py behaviour/test_exceptions.py "
     "behaviour/test_attacks.py behaviour/test_copies.py behaviour/test_shared_memory.py behaviour/test_tls.py",
     "fetch": "unit/fetch behaviour/test_bad_samples.py behaviour/test_determinism.py behaviour/test_iterable.py",
     "client": "unit/client behaviour/test_rpc.py behaviour/test_dataset.py behaviour/test_recovery.py",

@@ -1,17 +1,19 @@
-"""Looks as text and as data."""
+"""Looks as text, as data and as metrics."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import shutil
+import subprocess
 
 import pytest
 
-from rpcdataloader.status.report import NodeAnswer, as_text, in_time, make_document
+from rpcdataloader.status.report import METRICS, STATES, NodeAnswer, as_metrics, as_text, in_time, make_document
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
 READY = NodeAnswer("node01:6543", NODE, version="0.1.0")
 GONE = NodeAnswer("node03:6543", error="cannot connect to node03:6543: connection refused")
-REFUSED = NodeAnswer("node04:6543", error="not the same secret", is_refused=True)
 
 
 def look(*answers, before=None, ignored=None):
@@ -27,20 +29,6 @@ def compare(now, before=None):
 def with_worker(node=NODE, client=None, **worker):
     client = dataclasses.replace(CLIENT, **(client or {}), workers=[dataclasses.replace(WORKER, **worker)])
     return dataclasses.replace(node, clients=[client])
-
-
-@pytest.mark.parametrize(
-    ("answers", "status"),
-    [
-        ([READY], 0),
-        ([], 1),
-        ([READY, GONE], 1),
-        ([READY, REFUSED], 2),
-        ([GONE, REFUSED], 2),
-    ],
-)
-def test_exit_status(answers, status):
-    assert look(*answers)["exit_status"] == status
 
 
 # --- rates
@@ -179,3 +167,94 @@ def test_names_cannot_do_anything_to_a_terminal():
 )  # fmt: skip
 def test_time(seconds, text):
     assert in_time(seconds) == text
+
+
+# --- metrics
+
+
+IDLE = dataclasses.replace(CLIENT, pid=5, host="gpu02")
+STOPPED = dataclasses.replace(WORKER, number=2, process_state="T")
+
+
+def look_at(*clients):
+    return look(NodeAnswer("node01:6543", with_clients(*clients)), NodeAnswer("node02:6543", error="refused"))
+
+
+def metrics_of(document, num_failures=0):
+    """The value of each series."""
+    lines = [line for line in as_metrics(document, num_failures).splitlines() if not line.startswith("#")]
+    found = dict(line.rsplit(" ", 1) for line in lines)
+    assert len(found) == len(lines), "a series comes twice"
+    return {name.removeprefix("rpcdataloader_"): float(value) for name, value in found.items()}
+
+
+def test_node_servers():
+    found = metrics_of(look_at(dataclasses.replace(WAITING, workers=[WORKER, STOPPED]), IDLE))
+    assert found['batches_total{node="node01:6543"}'] == NODE.tasks
+    assert found['sent_bytes_total{node="node01:6543"}'] == NODE.sent_bytes
+    assert found['clients{node="node01:6543"}'] == 2
+    assert [found[f'workers{{node="node01:6543",state="{state}"}}'] for state in ("running", "stopped", "idle")] == [
+        2,
+        1,
+        0,
+    ]
+    states = {state: found[f'node_state{{node="node02:6543",state="{state}"}}'] for state in STATES}
+    assert states == {"ready": 0, "unreachable": 1, "refused": 0}
+    assert 'batches_total{node="node02:6543"}' not in found
+
+
+def test_clients():
+    found = metrics_of(look_at(WAITING, IDLE), num_failures=3)
+    labels = 'client="gpu01",rank="3"'
+    assert found[f"client_wait_ratio{{{labels}}}"] == 0.31
+    assert found[f'client_bound{{{labels},bound="workers"}}'] == 1
+    assert found[f"client_demand_batches_per_second{{{labels}}}"] == 120
+    assert found[f"client_workers{{{labels}}}"] == 1
+    assert found["workers_wanted"] == 20 + 1
+    assert found["exporter_failures_total"] == 3
+    assert 'client_wait_ratio{client="gpu02",rank=""}' not in found
+
+
+def test_demand_without_limit_and_workers_that_would_not_help_are_left_out():
+    loop = dataclasses.replace(LOOP, demand_per_second=None, more_workers=None, wanted_workers=0)
+    found = metrics_of(look_at(dataclasses.replace(WAITING, loops=[loop])))
+    assert not [name for name in found if name.startswith("client_demand")]
+    assert found["workers_wanted"] == 0
+
+
+def test_process_ids_are_no_labels():
+    again = dataclasses.replace(WAITING, pid=9999, loops=[dataclasses.replace(LOOP, wait_share=0.9)])
+    found = metrics_of(look_at(WAITING, again))
+    assert found.keys() == metrics_of(look_at(WAITING)).keys()
+    # One that waits most stands for them, and their workers are added up.
+    assert found['client_wait_ratio{client="gpu01",rank="3"}'] == 0.9
+    assert found['client_workers{client="gpu01",rank="3"}'] == 2
+
+
+def test_what_a_client_makes_up_is_one_series_and_one_line():
+    evil = 'a"} 1\nrpcdataloader_workers_wanted 99 \\'
+    client = dataclasses.replace(WAITING, host=evil)
+    twin = dataclasses.replace(client, host=evil.replace("\n", "\t"))
+    found = metrics_of(look_at(client, twin))
+    assert found["workers_wanted"] == 40
+    name = r"a\"} 1\\nrpcdataloader_workers_wanted 99 \\"
+    assert found[f'client_bound{{client="{name}",rank="3",bound="workers"}}'] == 1
+
+
+def test_every_metric_is_named_and_explained_and_told():
+    text = as_metrics(look_at(WAITING), 0)
+    for name, (meaning, _key) in METRICS.items():
+        assert re.fullmatch("rpcdataloader_[a-z_]+", name)
+        assert meaning.endswith(".")
+        kind = "counter" if name.endswith("_total") else "gauge"
+        assert f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n{name}" in text
+    assert set(re.findall(r"[{,](\w+)=", text)) == {"node", "client", "rank", "state", "bound"}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
+def test_promtool_finds_nothing_wrong():
+    for document in look_at(WAITING, IDLE), make_document(1000.0, [], {}):
+        checked = subprocess.run(
+            ["promtool", "check", "metrics"], input=as_metrics(document, 0), capture_output=True, text=True, check=False
+        )
+        assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
