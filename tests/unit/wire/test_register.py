@@ -171,8 +171,6 @@ def test_fields_of_later_versions_are_left_alone():
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "is not JSON"),
-        (b"\xff\xfe", "is not JSON"),
         (b"[]", "is not a JSON object"),
         (b"[" * 4096, "is n"),  # "is nested too deeply", or from Python 3.12 on "is not JSON"
         (changed(address=None), "address is of another type"),

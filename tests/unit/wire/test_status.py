@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,11 @@ from rpcdataloader.wire.status import (
     slowest_rank,
 )
 
+COUNTS: dict[str, Any] = {"calls": 1, "received_bytes": 10, "sent_bytes": 20}
 WORKER = WorkerStatus(
+    **COUNTS,
     tasks=5,
-    calls=1,
     errors=0,
-    received_bytes=10,
-    sent_bytes=20,
     number=1,
     pid=300,
     state="running",
@@ -49,11 +49,9 @@ LOOP = LoopStatus(
     numbers={"demand_rate": 120.0, "batch_bytes": 1.5e6, "fetch_seconds": 0.02},
 )
 CLIENT = ClientStatus(
+    **COUNTS,
     tasks=7,
-    calls=1,
     errors=2,
-    received_bytes=10,
-    sent_bytes=20,
     host="gpu01",
     pid=2304,
     rank=None,
@@ -67,11 +65,9 @@ CLIENT = ClientStatus(
     workers=[WORKER],
 )
 NODE = NodeStatus(
+    **COUNTS,
     tasks=8,
-    calls=1,
     errors=2,
-    received_bytes=10,
-    sent_bytes=20,
     host="node01",
     pid=100,
     uptime_seconds=100.0,
