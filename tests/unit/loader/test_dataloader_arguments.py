@@ -16,22 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.host.environment import Module
 from rpcdataloader.loader.waits import Wants
+from tests.support.datasets import Numbers
 
 ADDRESS = "node07.invalid:6543"
-
-
-class Numbers:
-    def __init__(self, size=10):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
-
-    def __repr__(self):
-        return f"Numbers({self.size})"
 
 
 class Stream(IterableDataset):
@@ -83,7 +70,7 @@ ARGUMENTS = {
 
 def test_every_argument_stays_an_attribute():
     # Lightning and others rebuild loaders from their attributes.
-    dataset = Numbers()
+    dataset = range(10)
     loader = RPCDataloader(dataset, num_workers=2, **ARGUMENTS)
     assert {name: getattr(loader, name) for name in ARGUMENTS} == ARGUMENTS
     assert loader.dataset is dataset
@@ -114,7 +101,7 @@ def test_every_argument_stays_an_attribute():
         {"batch_sampler": [[1]], "drop_last": True},
         {"batch_size": None, "drop_last": True},
         {"multiprocessing_context": "thread"},
-        {"shuffle": True, "dataset": Numbers(0)},
+        {"shuffle": True, "dataset": range(0)},
         {"shuffle": True, "dataset": None},
         {"shuffle": True, "dataset": Stream()},
         {"sampler": [1], "dataset": Stream()},
@@ -123,7 +110,7 @@ def test_every_argument_stays_an_attribute():
     ids=str,
 )
 def test_refused_as_by_torch(options, workers):
-    options = {"dataset": Numbers(), "num_workers": 1, **options}
+    options = {"dataset": range(10), "num_workers": 1, **options}
     with pytest.raises((ValueError, TypeError)) as theirs:
         DataLoader(**options)
     with pytest.raises((ValueError, TypeError)) as ours:
@@ -138,20 +125,20 @@ def test_refused_as_by_torch(options, workers):
 )
 def test_what_needs_workers_is_refused_without(options):
     with pytest.raises(ValueError) as theirs:  # noqa: PT011  compared below
-        DataLoader(Numbers(), **options)
+        DataLoader(range(10), **options)
     with pytest.raises(ValueError) as ours:  # noqa: PT011
-        RPCDataloader(Numbers(), **options)
+        RPCDataloader(range(10), **options)
     assert str(ours.value) == str(theirs.value)
 
 
 def test_more_workers_than_cpus_warn_as_torch_does():
     with warnings.catch_warnings(record=True) as theirs:
         warnings.simplefilter("always")
-        DataLoader(Numbers(), num_workers=1000)
+        DataLoader(range(10), num_workers=1000)
     with warnings.catch_warnings(record=True) as ours:
         warnings.simplefilter("always")
-        RPCDataloader(Numbers(), num_workers=1000)
-        RPCDataloader(Numbers(), num_workers=1000, workers=ADDRESS)  # those are not on this machine
+        RPCDataloader(range(10), num_workers=1000)
+        RPCDataloader(range(10), num_workers=1000, workers=ADDRESS)  # those are not on this machine
     assert [str(warning.message) for warning in ours] == [str(warning.message) for warning in theirs]
     assert len(theirs) == 1
 
@@ -176,11 +163,7 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         ({"dataset": Numbers}, TypeError, r"dataset is a class: give an object, or RPCDataset\(workers, Numbers, \."),
         ({"dataset": None, "sampler": [1]}, TypeError, "dataset of type NoneType has no __getitem__"),
         ({"dataset": {1}}, TypeError, "set has no __getitem__"),
-        (
-            {"dataset": Stream(), "num_workers": "auto"},
-            ValueError,
-            "'auto' cannot be used with an iterable-style .* sh",
-        ),
+        ({"dataset": Stream(), "num_workers": "auto"}, ValueError, "'auto' cannot be used with an iterable-style"),
         ({"dataset": Stream(), "retry_on": OSError}, ValueError, "retry_on is for map-style datasets"),
         ({"transform": abs}, ValueError, "transform is for iterable-style datasets"),
         ({"dataset": Stream(), "transform": abs, "workers": None}, ValueError, "transform needs workers"),
@@ -190,11 +173,7 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         # How
         ({"num_workers": "2"}, TypeError, "num_workers must be a whole number or 'auto', but is '2'"),
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1, but is 0"),
-        (
-            {"max_in_flight_bytes": math.inf},
-            ValueError,
-            "max_in_flight_bytes must be at least 1, and finite, but is inf",
-        ),
+        ({"max_in_flight_bytes": math.inf}, ValueError, "must be at least 1, and finite, but is inf"),
         ({"max_in_flight_bytes": "1GB"}, TypeError, "max_in_flight_bytes must be a number, but is '1GB'"),
         ({"max_retries": 0}, ValueError, "max_retries must be at least 1, but is 0"),
         ({"max_retries": None}, TypeError, "max_retries must be a number, but is None"),
@@ -215,12 +194,12 @@ def test_more_workers_than_cpus_warn_as_torch_does():
 )
 def test_bad_values_are_named(options, error, message):
     with pytest.raises(error, match=message):
-        RPCDataloader(**{"dataset": Numbers(), "workers": ADDRESS, **options})
+        RPCDataloader(**{"dataset": range(10), "workers": ADDRESS, **options})
 
 
 def test_numbers_of_numpy_are_numbers():
     numbers = {"num_workers": 2, "max_in_flight_bytes": 1 << 30, "max_retries": 2, "prefetch_factor": 3}
-    RPCDataloader(Numbers(), workers=ADDRESS, **{name: np.int64(number) for name, number in numbers.items()})
+    RPCDataloader(range(10), workers=ADDRESS, **{name: np.int64(number) for name, number in numbers.items()})
     assert json.dumps(Wants(np.int64(1), np.int64(0)).wanted(present=1, more=2)) == "1"  # for a report
 
 
@@ -230,7 +209,7 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize(
     ("workers", "dataset", "options", "error", "message"),
     [
-        ("inline", Numbers(), {}, TypeError, r"must be a callable that makes the dataset, but is a Numbers; an instan"),
+        ("inline", range(10), {}, TypeError, r"must be a callable that makes the dataset, but is a range; an instan"),
         (Numbers, 10, {}, TypeError, "workers come first"),
         ("inline", Numbers, {"build": "Node"}, ValueError, "build must be 'node' or 'worker', but is 'Node'"),
         ("inline", object, {}, TypeError, "object is not a dataset: define __getitem__"),
