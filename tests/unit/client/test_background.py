@@ -72,14 +72,6 @@ def test_lines_come_at_the_end_of_an_interpreter_that_starts_no_thread(printer, 
     assert capsys.readouterr().err == "(node01:6543 worker 3) last words\n"
 
 
-def test_nothing_of_a_line_changes_the_terminal_or_begins_another_line(printer, capsys):
-    printer.put("node\x1b[2J worker 1", "a\tb\x1b]0;title\x07\r\n(node02 worker 1) c\u202e\x9b1mé 😀\x00")
-    printer.close()
-    assert capsys.readouterr().err == (
-        "(node\\x1b[2J worker 1) a\tb\\x1b]0;title\\x07\\r\\n(node02 worker 1) c\\u202e\\x9b1mé 😀\\x00\n"
-    )
-
-
 def test_standard_error_that_is_gone_does_no_harm(printer, monkeypatch):
     for broken in None, io.BytesIO():
         monkeypatch.setattr(sys, "stderr", broken)

@@ -78,13 +78,6 @@ def test_malformed_lists_are_refused(workers, problem):
         find_workers(workers, {})
 
 
-@pytest.mark.parametrize(
-    "workers", ["a:1,[::1]:2,unix:/x", "local", "local:4", "inline", "@/run/pool", "a:1,@/x,local:2"]
-)
-def test_text_of_what_was_understood_is_understood_alike(workers):
-    assert str(find_workers(workers, {})) == workers
-
-
 def test_error_in_the_environment_names_the_variable():
     with pytest.raises(ValueError, match=f"environment variable {WORKERS_VARIABLE}: cannot read the address 'node01'"):
         find_workers(None, {WORKERS_VARIABLE: "node01"})

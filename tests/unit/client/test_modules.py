@@ -107,17 +107,6 @@ def test_what_cannot_be_sent_is_refused(folder, given, error, text):  # noqa: AR
         choose_modules(given)
 
 
-def test_package_with_an_extension_module_is_refused(folder):
-    (folder / "shapes" / "fast.cpython-311-x86_64-linux-gnu.so").touch()
-    with pytest.raises(ValueError, match=r"shapes has .*fast.*\.so, which is built for one kind of machine: install"):
-        choose_modules(["shapes"])
-    (folder / "_multiarray.so").touch()
-    with pytest.raises(
-        ValueError, match=r"_multiarray is not a Python file, but .*\.so: install it on the nodes instead"
-    ):
-        choose_modules(["./_multiarray.so"])
-
-
 def test_package_that_is_too_large_is_refused_before_it_is_read(folder):
     with open(folder / "shapes" / "weights.bin", "wb") as file:
         file.truncate(300 << 30)

@@ -47,16 +47,18 @@ def test_more_ranks_than_workers_double_up_evenly(num_workers, excess):
 # Who this process is
 
 
-@pytest.mark.parametrize("environ", [{}, {"RANK": "1"}, {"WORLD_SIZE": "2"}, {"SLURM_PROCID": "1"}])
-def test_without_both_variables_a_process_is_alone(environ):
-    assert current_partition(environ) == Partition(0, 1)
-
-
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
 
 
-def test_torchrun_comes_before_the_step_of_slurm_that_it_runs_in():
-    assert current_partition({**STEP, "RANK": "6", "WORLD_SIZE": "8"}) == Partition(6, 8)
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        *((environ, Partition(0, 1)) for environ in ({}, {"RANK": "1"}, {"WORLD_SIZE": "2"}, {"SLURM_PROCID": "1"})),
+        ({**STEP, "RANK": "6", "WORLD_SIZE": "8"}, Partition(6, 8)),  # of torchrun, within a step
+    ],
+)
+def test_rank_is_that_of_both_variables(environ, expected):
+    assert current_partition(environ) == expected
 
 
 def test_torch_distributed_comes_before_the_environment(monkeypatch):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import PlanOptions, Say
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.engine import Engine
 
 
@@ -13,14 +12,6 @@ def start(homes, **options) -> Engine[str]:
     for node in homes:
         engine.crew.node_up(node, 1)
     return engine
-
-
-def test_a_message_names_its_node_once():
-    engine = start(["a"])
-    engine.crew.add_nodes(["b"])
-    engine.crew.node_hopeless("b", ConnectionLostError("b: the node server refused this connection"))
-    (said,) = [action for action in engine.act(0.0) if isinstance(action, Say)]
-    assert said.text == "b is no longer used: the node server refused this connection"
 
 
 def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():

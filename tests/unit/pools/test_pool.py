@@ -171,15 +171,6 @@ def test_loops_of_all_clients_count_once_by_their_latest_report():
     assert count_wanted([]) == 0
 
 
-def test_node_that_is_lost_is_replaced():
-    engine = Engine()
-    with Pool(engine, 2, ORDER, LIMIT) as workers:
-        engine.nodes[0].answer = OSError("its machine has gone")
-        wait_until(lambda: list(workers) == ["10.0.0.1:6543", "10.0.0.2:6543"])
-        assert engine.nodes[0].calls == ["release"]
-    assert engine.published[-1] == ["10.0.0.1:6543", "10.0.0.2:6543"]
-
-
 def test_end_of_the_cluster_does_not_make_a_block_fail():
     engine = Engine()
     with Pool(engine, 2, ORDER, LIMIT):
