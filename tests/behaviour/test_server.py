@@ -20,10 +20,10 @@ import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
-from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, stat_of, wait_until
 from tests.support import tasks
 from tests.support.clocks import in_server
-from tests.support.datasets import Augmented, Numbers
+from tests.support.datasets import Augmented, Numbers, Processes
 from tests.support.forks import status_of_fork
 from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
@@ -206,6 +206,21 @@ def test_drain_ends_after_its_grace_or_at_a_second_signal(serve, fifo, grace):
         assert "ended 1 sessions that were still busy after 0.2 s" in server.log
         assert "was ended: still busy 0.2 s after it was told to drain" in server.log
         assert "memory" not in server.log
+
+
+def test_drain_reaches_workers_beside_one_that_stands_still_and_has_not_read_what_came_before(serve):
+    server = serve(before=SHORT_QUEUES)
+    stopped = call(server, os.getpid)
+    dataset = RPCDataset(server.address, Processes)
+    _index, other, _session = dataset[0]
+    os.kill(stopped, signal.SIGSTOP)
+    wait_until(lambda: stat_of(stopped)[0] == "T")
+    for _ in range(50):
+        assert "stopped" in session_of(server.address).stack_of(1)
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: not is_running(other))
+    os.kill(stopped, signal.SIGCONT)
+    assert server.wait() == 0
 
 
 def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
@@ -405,13 +420,16 @@ import contextlib, os, signal, sys, time
 from pathlib import Path
 from rpcdataloader import RPCDataloader
 import torch
+before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as in some threads of libraries
 loader = RPCDataloader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2)
 assert torch.cat([x for x, in loader]).tolist() == list(range(8))
 found = []
 for task in os.listdir("/proc/self/task"):
     with contextlib.suppress(FileNotFoundError):  # a thread of the pass that has ended
         found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+signal.pthread_sigmask(signal.SIG_SETMASK, before)
 (pid,) = found
+assert f"SigBlk:\t{'0' * 16}" in Path(f"/proc/{pid}/status").read_text()
 print(pid, flush=True)
 """
 IS_KILLED_WHILE_A_FORK_OF_IT_LIVES_ON = """
