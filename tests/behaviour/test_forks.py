@@ -32,17 +32,22 @@ def fork(function):
 
 
 def test_forks_in_the_middle_of_an_epoch_disturb_nothing(shared_server):
-    dataset = RPCDataset(shared_server.address, Processes, 60)
+    dataset = RPCDataset(shared_server.address, Processes, 65)
     iterator = iter(RPCDataloader(dataset, persistent_workers=True))
     samples = []
 
     def consume(count):
         samples.extend(tuple(map(int, next(iterator))) for _ in range(count))
 
+    def go_on():
+        with pytest.raises(LocalProtocolError, match=r"this iterator belongs to process \d+, of which"):
+            next(iterator)
+
     for fork_something in (
         lambda: subprocess.run([sys.executable, "-c", ""], check=True).returncode == 0,
         lambda: os.system("true") == 0,
         lambda: fork(lambda: None) == 0,
+        lambda: fork(go_on) == 0,
         lambda: fork(lambda: sys.exit(3)) == 3,
         lambda: fork(lambda: os._exit(4)) == 4,
     ):
@@ -57,7 +62,7 @@ def test_forks_in_the_middle_of_an_epoch_disturb_nothing(shared_server):
     consume(5)
     del theirs
     consume(20)
-    assert [index for index, _, _ in samples] == list(range(60))
+    assert [index for index, _, _ in samples] == list(range(65))
     assert len({pid for _, pid, _ in samples}) <= 2
     assert len({session for _, _, session in samples}) == 1
     with pytest.raises(StopIteration):

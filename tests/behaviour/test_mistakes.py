@@ -12,7 +12,6 @@ import re
 import socket
 import threading
 import time
-import warnings
 
 import pytest
 from torch.utils.data import Subset
@@ -71,28 +70,6 @@ def ask_for_too_many(address):
         load(address, min_workers=3)
 
 
-def go_on_in_a_fork(address):
-    iterator = iter(RPCDataloader(Numbers(8), workers=address))
-    next(iterator)
-    read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python, about threads
-        child = os.fork()
-    if child == 0:
-        try:
-            next(iterator)
-        except BaseException as error:
-            os.write(write_end, f"{type(error).__name__}: {error}".encode())
-        os._exit(0)
-    os.close(write_end)
-    with open(read_end) as told:
-        text = told.read()
-    os.waitpid(child, 0)
-    assert len(list(iterator)) == 7  # nothing is lost
-    assert text.startswith("LocalProtocolError: ")
-    raise LocalProtocolError(text)
-
-
 # By name: what is done with the address of a node server, what it raises, and a pattern of its text and its notes.
 # fmt: off
 MISTAKES = {
@@ -110,7 +87,6 @@ MISTAKES = {
         r"took longer than 0\.2 s while it loaded sample 0(.|\n)*in __getitem__"),
     "init function that fails": (lambda a: load(a, worker_init_fn=no_scratch), OSError,
         r"no scratch disk.*worker_init_fn\(\d\), worker"),
-    "iterator in a fork": (go_on_in_a_fork, LocalProtocolError, r"this iterator belongs to process \d+, of which"),
 }
 # fmt: on
 
@@ -133,7 +109,6 @@ def server(zygote, tmp_path_factory):
     assert os.listdir(folder) == []
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_named(server, name):
     make, expected, words = MISTAKES[name]

@@ -34,6 +34,7 @@ from tests.support.datasets import (
     notes,
     wait_for,
 )
+from tests.support.differential import Raised, steps
 from tests.support.peers import session_of
 from tests.support.quick import quick_server
 
@@ -311,17 +312,11 @@ class DeadlyStreams(IterableDataset):
 
 def consume(loader):
     """Samples that were delivered, and the errors in place of batches."""
-    samples, errors = [], []
-    iterator = iter(loader)
-    while True:
-        try:
-            samples += [int(sample) for sample in next(iterator)]
-        except StopIteration:
-            return samples, errors
-        except ConnectionLostError as exc:
-            errors.append(str(exc))
-            # A loader that is at its end raises the same error at every call.
-            assert len(errors) < 20
+    taken = list(steps(iter(loader)))
+    errors = [step for step in taken if isinstance(step, Raised)]
+    assert {error.type for error in errors} == {ConnectionLostError}
+    samples = [int(sample) for step in taken[:-1] if not isinstance(step, Raised) for sample in step]
+    return samples, [error.line for error in errors]
 
 
 # More than are ever under way at once, side by side: for some time, there is no answer at all.
@@ -433,32 +428,10 @@ def test_batches_are_the_same_when_workers_retire(server, retiring, caplog, data
     assert max(makers.count(maker) for maker in makers) <= MAX_TASKS + PREFETCH
 
 
-class Leaky(Numbers):
-    """Fails for some samples, and dies of one, once."""
-
-    def __init__(self, marker):
-        super().__init__()
-        self.marker = marker
-
-    def __getitem__(self, index):
-        if index == 9 and not os.path.exists(self.marker):
-            open(self.marker, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if index in (3, 4):
-            raise KeyError(index)
-        return index
-
-
 def test_worker_for_each_batch_is_no_death_and_a_death_is_still_one(serve, tmp_path, caplog):
     server = serve("--num-workers", "1", "--max-tasks-per-worker", "1")
-    iterator = iter(RPCDataloader(Leaky(str(tmp_path / "marker")), workers=server.address, max_retries=2))
-    seen, failed = [], []
-    for _ in range(20):
-        try:
-            seen.append(int(next(iterator)))
-        except KeyError as error:
-            failed.append(error.args[0])
-    assert (failed, seen) == ([3, 4], [0, 1, 2, *range(5, 20)])
+    dataset = datasets.Deadly(20, {9}, "SIGKILL", marker=str(tmp_path / "marker"))
+    assert [int(index) for index in RPCDataloader(dataset, workers=server.address, max_retries=2)] == [*range(20)]
     (message,) = [record.getMessage() for record in caplog.records if record.name == "rpcdataloader.loader"]
     assert "was killed by SIGKILL" in message
     assert "another worker starts there" in message

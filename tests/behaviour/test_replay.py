@@ -32,23 +32,17 @@ def numbers(batches, count):
 def test_first_batches_come_again_and_again(options):
     loader = RPCDataloader(Numbers(100), batch_size=2, **options)
     assert numbers(loader.replay(3), 8) == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    loader = RPCDataloader(Numbers(4), batch_size=2, **options)  # with fewer batches, all of them
+    assert numbers(loader.replay(), 3) == [[0, 1], [2, 3], [0, 1]]
 
 
-def test_loader_with_fewer_batches_repeats_all_of_them(options):
-    assert numbers(RPCDataloader(Numbers(4), batch_size=2, **options).replay(), 5) == [
-        [0, 1], [2, 3], [0, 1], [2, 3], [0, 1],
-    ]  # fmt: skip
-
-
-def test_stream_without_batches_has_nothing_to_replay(options):
+def test_what_cannot_be_replayed_is_an_error_at_once(options):
+    with pytest.raises(ValueError, match="num_batches must be at least 1, not 0"):
+        RPCDataloader(Numbers(), **options).replay(0)
     with pytest.raises(ValueError, match="no batches"):
         RPCDataloader(Parts([0] * 4), **options).replay()
-
-
-@pytest.mark.parametrize("num_batches", [0, -1])
-def test_number_of_batches_is_positive(num_batches):
-    with pytest.raises(ValueError, match=f"num_batches must be at least 1, not {num_batches}"):
-        RPCDataloader(Numbers(), workers="nowhere:1").replay(num_batches)
+    with pytest.raises(IndexError, match="is not below 20"):
+        RPCDataloader(Numbers(), sampler=[0, 20], **options).replay()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -127,8 +121,3 @@ def test_its_pass_is_neither_told_nor_diagnosed(shared_server, caplog):
     loader.replay(100)
     assert caplog.text == ""
     assert loader.diagnosis() == before
-
-
-def test_exception_of_the_dataset_is_raised_at_once(options):
-    with pytest.raises(IndexError, match="is not below 20"):
-        RPCDataloader(Numbers(), sampler=[0, 20], **options).replay()

@@ -62,13 +62,11 @@ case "$*" in *slow*) cat {folder}/fifo;; esac
 class Starter:
     """``python -m rpcdataloader.ssh`` at a terminal."""
 
-    def __init__(self, folder: Path, *options: str, before: str = "pass", is_stopped: bool = False) -> None:
+    def __init__(self, folder: Path, *options: str, before: str = "pass") -> None:
         self._folder = folder
         self._output = folder / "output"
         self._errors = folder / "errors"
         self.terminal, terminal = pty.openpty()
-        if is_stopped:
-            os.write(self.terminal, b"\x13")  # Ctrl-S
         take_terminal = "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
         # Whoever runs the tests may have left the terminal behind.
         heed = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"
@@ -78,7 +76,7 @@ class Starter:
                 [sys.executable, "-c", run, str(folder / "hosts"), *options],
                 stdin=terminal,
                 stdout=output,
-                stderr=terminal if is_stopped else errors,
+                stderr=errors,
                 env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
                 cwd=folder,
                 start_new_session=True,
@@ -189,8 +187,7 @@ def test_secret_goes_through_the_connection_and_is_in_no_command_line(start, tmp
 
 
 def test_servers_are_told_that_the_starter_is_there_from_the_beginning_and_again(start, tmp_path):
-    """Though the terminal takes nothing of what it has to say."""
-    starter = start("node1", "node2", before=in_server("heartbeat"), is_stopped=True)
+    starter = start("node1", "node2", before=in_server("heartbeat"))
     starter.workers()
     for server in starter.servers():
         wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)

@@ -41,63 +41,16 @@ def line_of(func, text):
     return f'File "{__file__}", line {line} in {func.__name__}'
 
 
-# --- helpers
+# --- what happens
 
 
-class Side:
-    """The session of this process on a server, and its first worker, which serves ``rpc_async``."""
-
-    def __init__(self, address):
-        self.address = address
-        self.session = session_of(address)
-        self.pid = self.call(os.getpid)
-        self.number = 1
-
-    def call(self, func, *args):
-        return rpc_async(self.address, func, args).wait()
-
-    def start(self, func, *args):
-        return rpc_async(self.address, func, args, timeout=None)
-
-    def stack(self):
-        return self.session.stack_of(self.number)
-
-    def load(self):
-        """Samples that another worker has loaded."""
-        return list(RPCDataloader(range(3), None, workers=self.address, num_workers=1))
-
-
-@pytest.fixture
-def side(shared_server):
-    return Side(shared_server.address)
-
-
-def wait_for_stack(side, *texts):
-    """Until all of ``texts`` are in its stack: the worker is on its way there."""
-    found = []
-
-    def look():
-        found.append(side.stack())
-        return all(text in found[-1] for text in texts)
-
-    try:
-        wait_until(look)
-    except AssertionError:
-        raise AssertionError(f"not all of {texts} are in:\n{found[-1]}") from None
-
-
-# --- stacks
-
-
-def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
-    side.start(say_and_hold_gil, str(tmp_path / "runs"))
+def test_session_serves_others_while_it_waits_for_a_stack(shared_server, tmp_path):
+    address, session = shared_server.address, session_of(shared_server.address)
+    rpc_async(address, say_and_hold_gil, (str(tmp_path / "runs"),), timeout=None)
     wait_until((tmp_path / "runs").exists)
-    wait = side.session.end_worker(side.number, "for a test")
-    assert side.load() == [0, 1, 2]
+    wait = session.end_worker(1, "for a test")
+    assert list(RPCDataloader(range(3), None, workers=address, num_workers=1)) == [0, 1, 2]
     assert "R (running)\nno Python stack: it did not let another of its threads run" in wait()
-
-
-# --- the end
 
 
 @pytest.mark.parametrize(
@@ -105,17 +58,16 @@ def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
 )
 def test_worker_that_hangs_is_ended_with_the_reason_and_its_stack(serve, func, text):
     server = serve()
-    side = Side(server.address)
-    hanging = side.start(func)
-    wait_for_stack(side, text)
-    wait = side.session.end_worker(side.number, "took longer than 5 s")
+    session, pid = session_of(server.address), rpc_async(server.address, os.getpid).wait()
+    hanging = rpc_async(server.address, func, timeout=None)
+    wait_until(lambda: text in session.stack_of(1), what=lambda: session.stack_of(1))
+    wait = session.end_worker(1, "took longer than 5 s")
     assert text in wait()
     with pytest.raises(ConnectionLostError) as caught:
         hanging.wait()
-    name = rf"worker {side.number} \(pid {side.pid}\) on {re.escape(server.address)}"
-    assert re.fullmatch(rf"{name} was ended: took longer than 5 s", str(caught.value))
-    wait_until(lambda: not is_running(side.pid))
-    assert side.session.fate(side.number).reason == "was ended: took longer than 5 s"
+    assert str(caught.value) == f"worker 1 (pid {pid}) on {server.address} was ended: took longer than 5 s"
+    wait_until(lambda: not is_running(pid))
+    assert session.fate(1).reason == "was ended: took longer than 5 s"
     wait_until(lambda: "was ended: took longer than 5 s" in server.log)
     # The session goes on, and the next call has another worker.
-    assert side.call(os.getppid) == side.session.wait().pid
+    assert rpc_async(server.address, os.getppid).wait() == session.wait().pid

@@ -297,10 +297,6 @@ def test_over_tls(serve, files, certificates, monkeypatch, look, look_at):
     node = look_at(server)
     assert node["calls"] == 1
     assert node["sent_bytes"] > 0
-    old = serve(*files, "--advertise", "localhost", before=OLD)
-    status, document = look(old.address)
-    assert (status, document["nodes"][0]["state"]) == (2, "refused")
-    assert "runs CPython 3.9, " in document["nodes"][0]["error"]
     monkeypatch.delenv("RPCDATALOADER_TLS_CA")
     with pytest.raises(SystemExit) as caught:
         ask_for_status(server.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -54,11 +55,13 @@ def test_every_batch_is_followed_on_the_tracks_of_its_worker_and_of_the_consumer
 
 
 def test_passes_inside_of_the_block_are_traced_and_others_are_not(make, tmp_path):
+    """An exception may end the block."""
     loader = make(persistent_workers=True)
     list(loader)
-    with loader.trace(tmp_path / "trace.json"):
+    with contextlib.suppress(LookupError), loader.trace(tmp_path / "trace.json"):
         for _ in range(2):
             list(loader)
+        raise LookupError
     list(loader)
     assert len(of_kind(load(tmp_path / "trace.json"), "X", "next")) == 40
 
@@ -90,10 +93,3 @@ def test_each_rank_writes_a_file_of_its_own(make, tmp_path, monkeypatch, caplog)
         list(loader)
     events = load(tmp_path / "trace-1.json")
     assert any(process.startswith("[rank 1 of 4] trainer") for process, _ in tracks_of(events).values())
-
-
-def test_block_that_is_left_by_an_exception_writes_its_file(make, tmp_path):
-    loader = make()
-    with pytest.raises(StopIteration), loader.trace(tmp_path / "trace.json"):
-        next(iter([*loader][20:]))
-    assert numbers_of(load(tmp_path / "trace.json")) == list(range(20))

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import ConnectionLostError
 from tests.support.datasets import Deadly
+from tests.support.differential import Raised, steps
 
 
 class DeadlyBatches(Deadly):
@@ -36,17 +37,10 @@ def unchanged(samples):
 
 def error_of(loader):
     """The one error of a pass, and how many batches came."""
-    iterator, num_batches, caught = iter(loader), 0, None
-    while True:
-        try:
-            next(iterator)
-            num_batches += 1
-        except StopIteration:
-            assert caught is not None
-            return caught, num_batches
-        except ConnectionLostError as error:
-            assert caught is None
-            caught = str(error)
+    *taken, _end = steps(iter(loader))
+    (error,) = [step for step in taken if isinstance(step, Raised)]
+    assert error.type is ConnectionLostError
+    return error.line, len(taken) - 1
 
 
 KILLED = "was killed by SIGKILL (perhaps out of memory)"
