@@ -21,21 +21,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rpcdataloader.wire.messages import MAX_CHARS, printable
 
+if TYPE_CHECKING:
+    from rpcdataloader.client.connection import Connection
+
 logger = logging.getLogger("rpcdataloader.client")
-
-
-class Outlet(Protocol):
-    """What has messages to send."""
-
-    def fileno(self) -> int:
-        """The descriptor of its socket; -1 once that is closed."""
-
-    def flush(self) -> bool:
-        """Send what the kernel takes without a wait; returns False if it has no room for the rest. Never raises."""
 
 
 class _Bell:
@@ -76,14 +69,14 @@ def _started(name: str, target: Callable[[], None]) -> threading.Thread:
 
 
 class Sender:
-    """A thread that flushes outlets.
+    """A thread that flushes connections.
 
     A connection sends what it can itself. It wakes the sender for the rest: messages from callers that must not be
     interrupted while they send, those of finalizers, and what a kernel has had no room for.
     """
 
     def __init__(self) -> None:
-        self._outlets: deque[Outlet] = deque()  # woken, and not flushed since
+        self._woken: deque[Connection] = deque()  # and not flushed since
         self._bell: _Bell | None = _Bell()
         self._lock = threading.Lock()
         # Guarded by the lock:
@@ -96,9 +89,9 @@ class Sender:
             if self._thread is None and not self._closed:
                 self._thread = _started("rpcdl-send", self._run)
 
-    def wake(self, outlet: Outlet) -> None:
-        """Let the thread flush ``outlet``; also for finalizers: never blocks, takes no lock."""
-        self._outlets.append(outlet)
+    def wake(self, connection: Connection) -> None:
+        """Let the thread flush ``connection``; also for finalizers: never blocks, takes no lock."""
+        self._woken.append(connection)
         self._ring()
 
     def _ring(self) -> None:
@@ -125,24 +118,24 @@ class Sender:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         bell = self._bell
         assert bell is not None  # it is not closed while the thread runs
-        blocked: list[Outlet] = []
+        blocked: list[Connection] = []
         while not self._closed:
             _wait(bell, blocked)
             woken = dict.fromkeys(blocked)
-            for _ in range(len(self._outlets)):
-                woken[self._outlets.popleft()] = None
-            blocked = [outlet for outlet in woken if not outlet.flush()]
+            for _ in range(len(self._woken)):
+                woken[self._woken.popleft()] = None
+            blocked = [connection for connection in woken if not connection.flush()]
             woken.clear()  # this frame must not keep them while it waits
 
 
-def _wait(bell: _Bell, blocked: list[Outlet]) -> None:
+def _wait(bell: _Bell, blocked: list[Connection]) -> None:
     """Wait until the bell is rung, or a kernel has room."""
     # Made anew each time: receivers close the sockets, whose numbers may then be those of others. Such a wait ends
     # early, and nothing else happens.
     poll = select.poll()
     poll.register(bell, select.POLLIN)
-    for outlet in blocked:
-        if (descriptor := outlet.fileno()) >= 0:
+    for connection in blocked:
+        if (descriptor := connection.fileno()) >= 0:
             poll.register(descriptor, select.POLLOUT)
     for descriptor, _events in poll.poll():
         if descriptor == bell.fileno():

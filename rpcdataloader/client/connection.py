@@ -351,9 +351,11 @@ class Connection:
     # --- sender
 
     def fileno(self) -> int:
+        """The descriptor of its socket; -1 before it is open, and once it is closed."""
         return -1 if self._channel is None else self._channel.transport.fileno()
 
     def flush(self) -> bool:
+        """Send what the kernel takes without a wait; returns False if it has no room for the rest. Never raises."""
         channel = self._channel
         if channel is None:
             return True  # once it is ready

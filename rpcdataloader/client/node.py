@@ -134,14 +134,9 @@ class LocalServer:
     The constructor starts it, so that its imports run beside the caller's next steps. It watches the pipe of its
     settings, so it ends with this process, however that ends. It is a session (setsid(2)) of its own, so that Ctrl-C in
     the terminal reaches the trainer alone.
-
-    Raises:
-        ConnectError: This system has no fork.
     """
 
     def __init__(self) -> None:
-        if not hasattr(os, "fork"):
-            raise ConnectError("an embedded pool needs fork; name remote workers, or use workers='inline'")
         self._folder = tempfile.mkdtemp(prefix=POOL_PREFIX)
         self.address = Address(path=os.path.join(self._folder, "socket"), name="local")
         # Of its own, so that the end of this server does not forget those of another.

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -195,15 +194,7 @@ def log_from_server(name: str, message: Message, printer: Printer) -> None:
 
 
 class WorkerOwner:
-    """A worker's owner; the worker's receiver thread calls every method. Methods do nothing here.
-
-    Attributes:
-        holder: What it uses the worker for, in words.
-        group: Number that the owners of workers for one thing share.
-    """
-
-    holder = "calls and questions to datasets"
-    group = 0
+    """A worker's owner; the worker's receiver thread calls every method. Methods do nothing here."""
 
     def worker_ready(self, worker: RemoteWorker) -> None:
         """The worker takes requests; earlier ones have waited for this moment."""
@@ -236,7 +227,6 @@ class RemoteWorker:
         self.retired = False
         self.exited: Exited | None = None
         self.draining = False
-        self.holder, self.group = owner.holder, owner.group
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings
@@ -309,9 +299,8 @@ class RemoteWorker:
                 is_wanted = not self.connection.has_ended
                 is_coming = is_wanted and self.session.has_room_soon(num_exited)
                 self._wait = room = room or Deadline(self._settings.connect_timeout)
-                reason = str(exc)
-                if holders := describe_holders(list(self.session.workers)):
-                    reason += f"; this process holds {holders}"
+                num_held = sum(worker.number > 0 for worker in list(self.session.workers))
+                reason = f"{exc}; this process holds {num_held}"
                 if not (is_wanted and (is_coming or self._keep_waiting()) and self._wait.pause(pause)):
                     self.was_refused = True
                     raise ConnectError(f"{self.session.name} is busy: {reason}") from None
@@ -360,12 +349,3 @@ class RemoteWorker:
         self.session.workers.discard(self)
         # Worker and connection refer to each other. The owner, and its objects, must not wait for the collector.
         del self._owner, self._keep_waiting
-
-
-def describe_holders(workers: Sequence[RemoteWorker]) -> str:
-    """Say which workers of a session this process holds; empty without any."""
-    held = [(worker.holder, worker.group) for worker in workers if worker.number]
-    num_groups = Counter(holder for holder, _group in set(held))
-    counts = Counter(holder for holder, _group in held).most_common()
-    several = {holder: f" ({number} such loaders)" for holder, number in num_groups.items() if number > 1}
-    return ", ".join(f"{count} for {holder}{several.get(holder, '')}" for holder, count in counts)

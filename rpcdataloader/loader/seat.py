@@ -124,7 +124,6 @@ class Seat(WorkerOwner):
 
     def __init__(self, driver: Driver, number: int) -> None:
         self.number = number
-        self.holder, self.group = f"a loader of {driver.executor.name}", id(driver)
         self.worker: RemoteWorker  # set once it was requested
         self.sent: dict[int, Sent] = {}
         # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks keep their order.

@@ -90,7 +90,6 @@ class Clients:
         self._loop = loop
         self._strangers = strangers
         self._readers: set[OutputReader] = set()
-        self._folders = Folders()
         self._by_id: dict[str, ClientRecord] = {}
         self._is_draining = False
         self.work: Counter[str] = Counter()
@@ -125,7 +124,7 @@ class Clients:
             id=begun.id,
             name=printable(begun.name),
             identity=begun.client,
-            folder=self._folders.name(),
+            folder=_name_folder(),
             row=row,
         )
         job = f" of job {printable(begun.client.job)}" if begun.client.job else ""
@@ -275,7 +274,7 @@ class Clients:
     def close(self) -> None:
         """Clean up after sessions whose end was not reported, and log the last output, which is still in pipes."""
         for client in self:
-            self._folders.remove(client.folder, wait=True)
+            _remove_folder(client.folder, wait=True)
         for reader in self._readers:
             reader.finish()
 
@@ -287,7 +286,7 @@ class Clients:
         """Clean up after an ended session and its workers; ``reason`` is the end of its process."""
         del self._by_id[client.id]
         self._loop.unwatch(client.sock.fileno())
-        self._folders.remove(client.folder)
+        _remove_folder(client.folder)
         if client.forwarding is not None:
             client.forwarding.close()
         client.forwarding = None  # the last lines of its workers go to the log only
@@ -306,33 +305,23 @@ class Clients:
         logger.log(level, text, client.name, reason, seconds, received, sent)
 
 
-class Folders:
-    """The folders in which the sessions of a node server keep modules of their clients.
+def _name_folder() -> str:
+    """A path for the modules of one session, which creates that folder; empty without a place for temporary files."""
+    try:
+        return os.path.join(tempfile.gettempdir(), f"rpcdataloader-{secrets.token_hex(16)}")
+    except FileNotFoundError:
+        return ""
 
-    A session that gets modules creates its folder. The node server names it, and removes it after the session's end.
+
+def _remove_folder(path: str, *, wait: bool = False) -> None:
+    """Remove the folder of an ended session, if it exists.
+
+    A program does the work, as the client may have put any number of files there, at any depth.
     """
-
-    def __init__(self) -> None:
-        self._ended: set[str] = set()
-
-    def name(self) -> str:
-        """Return a path for one session; empty if there is no place for temporary files."""
-        try:
-            return os.path.join(tempfile.gettempdir(), f"rpcdataloader-{secrets.token_hex(16)}")
-        except FileNotFoundError:
-            return ""
-
-    def remove(self, path: str, *, wait: bool = False) -> None:
-        """Remove the folder of an ended session, if it exists.
-
-        A program does the work, as the client may have put any number of files there, at any depth. An orphaned worker
-        may write until the kernel has ended it: what is left then goes with the next folder.
-        """
-        self._ended = {folder for folder in {*self._ended, path} if _is_ours(folder)}
-        if self._ended:
-            command = 'exec >/dev/null 2>&1; rm -rf -- "$@"' + ("" if wait else " &")
-            with contextlib.suppress(OSError):
-                subprocess.run(["sh", "-c", command, "sh", *self._ended], stdin=subprocess.DEVNULL, check=False)
+    if _is_ours(path):
+        command = 'exec >/dev/null 2>&1; rm -rf -- "$1"' + ("" if wait else " &")
+        with contextlib.suppress(OSError):
+            subprocess.run(["sh", "-c", command, "sh", path], stdin=subprocess.DEVNULL, check=False)
 
 
 def _is_ours(path: str) -> bool:

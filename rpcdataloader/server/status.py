@@ -15,7 +15,6 @@ import os
 import select
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
@@ -163,26 +162,18 @@ def ask_node(node: Link, *, stacks: bool) -> NodeStatus:
         os.close(ended)
 
 
-def _with_processes(status: NodeStatus, stacks: dict[int, str] | None) -> NodeStatus:
-    """Add what ``/proc`` says of the workers, and their stacks, by process id."""
-    return dataclasses.replace(
-        status,
-        clients=[
-            dataclasses.replace(client, workers=list(_observed(client.workers, stacks))) for client in status.clients
-        ],
-    )
-
-
 _NO_STACK = f"no stack: its session is building a dataset, or did not answer within {STACK_TIMEOUT:g} s"
 
 
-def _observed(workers: Iterable[WorkerStatus], stacks: dict[int, str] | None) -> Iterable[WorkerStatus]:
-    for worker in workers:
+def _with_processes(status: NodeStatus, stacks: dict[int, str] | None) -> NodeStatus:
+    """Add what ``/proc`` says of the workers, and their stacks, by process id."""
+
+    def observe(worker: WorkerStatus) -> WorkerStatus:
         use = process_use(worker.pid)
-        yield dataclasses.replace(
-            worker,
-            process_state=use.state,
-            cpu_seconds=use.cpu_seconds,
-            memory_bytes=use.memory_bytes,
-            stack=None if stacks is None else stacks.get(worker.pid, _NO_STACK),
+        stack = None if stacks is None else stacks.get(worker.pid, _NO_STACK)
+        return dataclasses.replace(
+            worker, process_state=use.state, cpu_seconds=use.cpu_seconds, memory_bytes=use.memory_bytes, stack=stack
         )
+
+    clients = [dataclasses.replace(client, workers=list(map(observe, client.workers))) for client in status.clients]
+    return dataclasses.replace(status, clients=clients)

@@ -229,24 +229,19 @@ def listen_unix(path: str) -> socket.socket:
 @contextlib.contextmanager
 def _alone_in(folder: str) -> Iterator[None]:
     """Keep others out of this block that use the same folder, if it may be read and its file system has locks."""
+    deadline = Deadline(LOCK_TIMEOUT)
     with contextlib.ExitStack() as opened:
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             opened.callback(os.close, descriptor)
-            deadline = Deadline(LOCK_TIMEOUT)
-            while not _lock(descriptor) and deadline.pause(0.01):
-                pass
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if deadline.pause(0.01):
+                        continue
+                break
         yield
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # no locks of folders here
-    return True
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, str, str] | None:
