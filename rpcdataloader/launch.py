@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 # Before torch and numpy are imported below: their thread pools would make this process's forks unsafe.
@@ -102,20 +102,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as exc:
         parser.error(str(exc))
     try:
-        with _logging(options.log_level) as log:
-            if insecure:
-                credentials = INSECURE
-            elif token_file == "-":
-                credentials = receive_credentials(sys.stdin.fileno())
-            else:
-                credentials = load_credentials(token_file=token_file)
-            run_server(
-                settings,
-                credentials,
-                log=log,
-                ready=functools.partial(print, flush=True),
-                lifeline=os.dup(sys.stdin.fileno()) if options.exit_with_stdin else None,
-            )
+        log = _begin_log(options.log_level, "%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s")
+        if insecure:
+            credentials = INSECURE
+        elif token_file == "-":
+            credentials = receive_credentials(sys.stdin.fileno())
+        else:
+            credentials = load_credentials(token_file=token_file)
+        run_server(
+            settings,
+            credentials,
+            log=log,
+            ready=functools.partial(print, flush=True),
+            lifeline=os.dup(sys.stdin.fileno()) if options.exit_with_stdin else None,
+        )
     except (RPCError, OSError, ImportError, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1
@@ -125,9 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_embedded() -> None:
     """Run a trainer's own node server, at the path on standard input, until that ends: the trainer has gone."""
     _hear_signals()
-    log = Output(2)
-    handler = logging.StreamHandler(log)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+    log = _begin_log("warning", "%(levelname)s %(name)s: %(message)s")
     path = os.fsdecode(sys.stdin.buffer.readline()).rstrip("\n")
     if not path:
         return
@@ -155,20 +153,11 @@ def _tell_trainer(line: str) -> None:
         print(line, flush=True)
 
 
-@contextlib.contextmanager
-def _logging(level: str) -> Iterator[Output]:
+def _begin_log(level: str, form: str) -> Output:
     log = Output(2)
-    handler = logging.StreamHandler(log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"))
-    root, package = logging.getLogger(), logging.getLogger("rpcdataloader")
-    before = package.level
-    package.setLevel(level.upper())
-    root.addHandler(handler)
-    try:
-        yield log
-    finally:
-        root.removeHandler(handler)
-        package.setLevel(before)
+    logging.basicConfig(format=form, handlers=[logging.StreamHandler(log)])
+    logging.getLogger("rpcdataloader").setLevel(level.upper())
+    return log
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import re
@@ -40,11 +41,14 @@ def fails(capsys):
 
     def fails(*options):
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        package = logging.getLogger("rpcdataloader")
+        level = package.level
         try:
             status = launch.main(options)
         except SystemExit as exc:
             status = exc.code
         finally:
+            package.setLevel(level)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         out, err = capsys.readouterr()
