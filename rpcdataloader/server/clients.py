@@ -251,14 +251,14 @@ class Clients:
         if client.row.running[0]:
             client.process.kill(reason)
         else:
-            self._loop.call_at(time.monotonic() + END_TIMEOUT, lambda: client.process.kill(reason))
+            self._loop.call_after(END_TIMEOUT, lambda: client.process.kill(reason))
 
     def _look_for_vanished(self) -> None:
         """End the sessions of clients whose host vanished while data was under way to it; otherwise keep-alive does."""
         for client in self:
             if not client.is_gone and transport.is_cut_off(client.sock):
                 client.disconnect()
-        self._loop.call_at(time.monotonic() + transport.CUT_OFF_PERIOD, self._look_for_vanished)
+        self._loop.call_after(transport.CUT_OFF_PERIOD, self._look_for_vanished)
 
     def disconnect(self) -> None:
         """End all sessions, as if their clients had gone."""

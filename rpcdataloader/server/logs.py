@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sched
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.events import Link
-from rpcdataloader.server.processes import Loop, Timer
+from rpcdataloader.server.processes import Loop
 from rpcdataloader.wire.messages import MAX_CHARS, printable
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -113,7 +114,7 @@ class Forwarding:
         self._end = 0.0  # of the present second
         self._room = 0
         self._num_left_out = 0
-        self._timer: Timer | None = None  # of the note
+        self._timer: sched.Event | None = None  # of the note
 
     def take(self, line: str, name: str) -> None:
         """Forward a line of ``name``, such as ``worker 3``, or count it."""
@@ -129,18 +130,17 @@ class Forwarding:
         self._room = -1
         self._num_left_out += 1
         if self._num_left_out == 1:
-            self._timer = self._loop.call_at(self._end, self._note)
+            self._timer = self._loop.call_after(self._end - now, self._note)
 
     def _note(self) -> None:
         if self._session.offer(events.Printed(f"{self._num_left_out} lines left out", "")):
             self._num_left_out = 0
         else:
-            self._timer = self._loop.call_at(time.monotonic() + 1.0, self._note)
+            self._timer = self._loop.call_after(1.0, self._note)
 
     def close(self) -> None:
         """Forward nothing more: the session has ended."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._loop.cancel(self._timer)
 
 
 class RateLimit:

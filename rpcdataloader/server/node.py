@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sched
 import select
 import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
@@ -23,7 +23,7 @@ from rpcdataloader.server import events
 from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, ClientRecord, Clients
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import LimitedLog
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, Timer, fork, reap_orphans
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, fork, reap_orphans
 from rpcdataloader.server.session import run_gate
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.status import describe_node
@@ -66,7 +66,7 @@ class Stranger:
     peer: str  # the same with the port
     since: float
     gate: Child | None = None
-    timer: Timer | None = None  # the end of its time
+    timer: sched.Event | None = None  # the end of its time
     is_refused: bool = False  # True while its peer is expected to close it
 
 
@@ -109,14 +109,14 @@ class NodeServer:
         self._strangers = LimitedLog()
         self._clients = Clients(context, self._loop, self._strangers)
         self._lifeline = lifeline
-        self._silence: Timer | None = None  # of the owner
+        self._silence: sched.Event | None = None  # of the owner
         self.registration: Registration | None = None
         self._renewal: Process | None = None  # a fork, as a file server may hang
         self._unproved: set[Stranger] = set()
         self._children: dict[int, Child] = {}  # by process id
         self._started = time.monotonic_ns()
         self._is_draining = False
-        self._grace_over: Timer | None = None
+        self._grace_over: sched.Event | None = None
         self._num_stops = 0
         self.signals = StopSignals()
 
@@ -126,7 +126,7 @@ class NodeServer:
         if self._lifeline is not None:
             self._loop.watch(self._lifeline, self._on_lifeline)
         if self.registration is not None:
-            self._call_after(RENEWAL_PERIOD, self._renew)
+            self._loop.call_after(RENEWAL_PERIOD, self._renew)
         self._accept_again()
         try:
             while not self._is_draining or self._clients:
@@ -151,9 +151,6 @@ class NodeServer:
         self._listener.close()
         self._context.log.finish()
 
-    def _call_after(self, seconds: float, function: Callable[[], object]) -> Timer:
-        return self._loop.call_at(time.monotonic() + seconds, function)
-
     # --- connections
 
     def _accept_again(self) -> None:
@@ -163,7 +160,7 @@ class NodeServer:
     def _pause_accepting(self, seconds: float) -> None:
         """Leave connections in the kernel's queue for a while, or until one of the unproved ones makes room."""
         self._loop.unwatch(self._listener.fileno())
-        self._call_after(seconds, self._accept_again)
+        self._loop.call_after(seconds, self._accept_again)
 
     def _on_connection(self) -> None:
         if not self._has_room():
@@ -177,7 +174,7 @@ class NodeServer:
         if accepted is not None:
             connection = Stranger(*accepted, time.monotonic())
             self._unproved.add(connection)
-            connection.timer = self._call_after(PROOF_TIMEOUT, lambda: self._on_late(connection))
+            connection.timer = self._loop.call_after(PROOF_TIMEOUT, lambda: self._on_late(connection))
             self._look_at(connection)
 
     def _has_room(self) -> bool:
@@ -223,7 +220,7 @@ class NodeServer:
             if self._clients.hand_over(client, sock, connection.peer):
                 self._drop(connection, "its session has it")
             else:
-                self._call_after(RETRY_PAUSE, lambda: self._look_at(connection))
+                self._loop.call_after(RETRY_PAUSE, lambda: self._look_at(connection))
 
     def _refuse(self, connection: Stranger) -> None:
         """Tell a peer that its session is unknown, and wait until it has read that: closing now would discard it."""
@@ -246,7 +243,7 @@ class NodeServer:
                 process, link = fork_linked(run)
             except OSError as exc:
                 self._warn_of_exhaustion(exc)
-                self._call_after(EXHAUSTED_PAUSE, lambda: self._look_at(connection))
+                self._loop.call_after(EXHAUSTED_PAUSE, lambda: self._look_at(connection))
                 return
             failed.pop_all()
         pid = process.pid
@@ -274,8 +271,7 @@ class NodeServer:
         """Count a connection no longer among the unproved ones."""
         self._unproved.discard(connection)
         self._loop.unwatch(connection.sock.fileno())
-        if connection.timer is not None:
-            connection.timer.cancel()
+        self._loop.cancel(connection.timer)
         if connection.gate is not None:
             connection.gate.connection = None
         self._accept_again()
@@ -381,11 +377,10 @@ class NodeServer:
 
     def _on_lifeline(self) -> None:
         assert self._lifeline is not None
-        if self._silence is not None:
-            self._silence.cancel()
+        self._loop.cancel(self._silence)
         with contextlib.suppress(OSError):  # a terminal that was closed
             if os.read(self._lifeline, 4096):
-                self._silence = self._call_after(LIFELINE_SILENCE, self._on_owner_gone)
+                self._silence = self._loop.call_after(LIFELINE_SILENCE, self._on_owner_gone)
                 return
         self._on_owner_gone()
 
@@ -395,7 +390,7 @@ class NodeServer:
         logger.info("the owner of this server has gone")
         self._drain()
         if self._context.settings.grace == 0 and self._grace_over is not None:
-            self._grace_over.cancel()
+            self._loop.cancel(self._grace_over)
             self._clients.disconnect()
 
     def _drain(self) -> None:
@@ -411,7 +406,7 @@ class NodeServer:
         for connection in list(self._unproved):
             self._drop(connection, "the node server is draining")
         self._clients.drain()
-        self._grace_over = self._call_after(grace, self._on_grace_over)
+        self._grace_over = self._loop.call_after(grace, self._on_grace_over)
 
     def _on_grace_over(self) -> None:
         grace = self._context.settings.grace
@@ -427,7 +422,7 @@ class NodeServer:
     def _renew(self) -> None:
         if self._is_draining:
             return
-        self._call_after(RENEWAL_PERIOD, self._renew)
+        self._loop.call_after(RENEWAL_PERIOD, self._renew)
         if self._renewal is None or self._renewal.reap() is not None:
             with contextlib.suppress(OSError):  # no room for another process
                 self._renewal = fork(self._renew_in_fork)

@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import heapq
-import itertools
 import logging
 import math
 import multiprocessing.util
 import os
 import random
+import sched
 import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 
 # Under its full name: numpy imports it at first use, which would be in every fork.
 import numpy.random
@@ -56,25 +54,13 @@ WORKER_OOM_SCORE = 500
 _QUIET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@dataclass(slots=True)
-class Timer:
-    """A function that a loop calls at a time."""
-
-    function: Callable[[], object] | None
-
-    def cancel(self) -> None:
-        """Drop the function; idempotent."""
-        self.function = None
-
-
 class Loop:
     """Waits for descriptors and times, in a node server or a session."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._handlers: dict[int, Callable[[], object]] = {}
-        self._timers: list[tuple[float, int, Timer]] = []  # a heap of times, with a tie-break
-        self._order = itertools.count()
+        self._timers = sched.scheduler(time.monotonic)
 
     def watch(self, descriptor: int, handler: Callable[[], object], events: int = select.POLLIN) -> None:
         """Call ``handler`` on any of ``events``. The handler must cope with finding nothing to read."""
@@ -86,26 +72,25 @@ class Loop:
         if self._handlers.pop(descriptor, None):
             self._poll.unregister(descriptor)
 
-    def call_at(self, when: float, function: Callable[[], object]) -> Timer:
-        """Call ``function`` at a time of :func:`time.monotonic`."""
-        timer = Timer(function)
-        heapq.heappush(self._timers, (when, next(self._order), timer))
-        return timer
+    def call_after(self, seconds: float, function: Callable[[], object]) -> sched.Event:
+        """Call ``function`` after ``seconds``; returns the timer."""
+        return self._timers.enter(seconds, 0, function)
+
+    def cancel(self, timer: sched.Event | None) -> None:
+        """Drop a timer, unless it is over."""
+        with contextlib.suppress(ValueError):
+            self._timers.cancel(timer)  # type: ignore[arg-type]  # None is not there, as one that is over
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for events and times, at most ``timeout`` seconds, and call their handlers and functions."""
         seconds = math.inf if timeout is None else timeout
-        if self._timers:
-            seconds = min(seconds, self._timers[0][0] - time.monotonic())
+        for timer in self._timers.queue[:1]:
+            seconds = min(seconds, timer.time - time.monotonic())
         for descriptor, _events in self._poll.poll(None if seconds == math.inf else max(0.0, seconds) * 1000 + 1):
             # An earlier handler of this round may have dropped the descriptor, or even reused its number.
             if handler := self._handlers.get(descriptor):
                 handler()
-        now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            timer = heapq.heappop(self._timers)[2]
-            if timer.function is not None:
-                timer.function()
+        self._timers.run(blocking=False)
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -315,9 +300,7 @@ def name_process(name: str) -> None:
 
 
 def _pidfd_open(pid: int) -> int:
-    if hasattr(os, "pidfd_open"):
-        return os.pidfd_open(pid)
-    # The Pythons of conda and uv are built against headers older than the running kernels.
+    # The Pythons of conda and uv lack it: they are built against headers older than the running kernels.
     descriptor: int = _libc.syscall(_SYS_PIDFD_OPEN, pid, 0)
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -355,9 +338,8 @@ def keep_freed_memory() -> None:
     buffers never frees one, and then returns the memory of every decoded image: 735 page faults and 1 ms of kernel
     time each, for a photograph of 640x427.
     """
-    if hasattr(_libc, "mallopt"):
-        _libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        _libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+    _libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+    _libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
 @contextlib.contextmanager

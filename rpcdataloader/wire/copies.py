@@ -8,7 +8,6 @@ under /proc. If it cannot, as in another container, the sender hears so and send
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import itertools
 import mmap
@@ -49,8 +48,6 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 def memory_file(name: str) -> int:
     """Return the descriptor of a new file in memory; raises ``OSError`` where that is not allowed."""
-    if not hasattr(_libc, "memfd_create"):  # before glibc 2.27
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     descriptor: int = _libc.memfd_create(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -69,8 +69,6 @@ class PageablePool:
     """
 
     def __init__(self, max_bytes: int = _MAX_KEPT_BYTES) -> None:
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
         self._max_bytes = max_bytes
         self._start_empty()
         _pools.add(self)
@@ -175,18 +173,16 @@ class PinnedAllocator:
 
 def pinned_allocator() -> PinnedAllocator | None:
     """Return the allocator for ``pin_memory=True``, or warn as torch does and return None without an accelerator."""
-    problem = _why_not_pinned()
-    if problem is None:
+    if _has_accelerator():
         return PinnedAllocator()
-    warnings.warn(f"'pin_memory' argument is set as true but {problem}", stacklevel=_depth_of_caller())
+    text = "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be used."
+    warnings.warn(text, stacklevel=_depth_of_caller())
     return None
 
 
 def pinned_allocator_for(device: torch.device) -> PinnedAllocator | None:
     """The allocator for copies to ``device``; None if torch cannot pin memory for it."""
-    if _why_not_pinned() is not None:
-        return None
-    return PinnedAllocator(device_index=device.index, page_lock=PageLock(device))
+    return PinnedAllocator(device_index=device.index, page_lock=PageLock(device)) if _has_accelerator() else None
 
 
 def _depth_of_caller() -> int:
@@ -214,14 +210,8 @@ def _pinned_empty(device_index: int | None) -> Callable[[int], torch.Tensor]:
     return empty
 
 
-def _why_not_pinned() -> str | None:
-    # torch.accelerator came with torch 2.6.
-    accelerator = getattr(torch, "accelerator", None)
-    if not (accelerator.is_available() if accelerator else torch.cuda.is_available()):
-        return "no accelerator is found, then device pinned memory won't be used."
-    if accelerator and accelerator.current_accelerator().type == "mps":
-        return "not supported on MPS now, device pinned memory won't be used."
-    return None
+def _has_accelerator() -> bool:
+    return bool(getattr(torch, "accelerator", torch.cuda).is_available())  # torch.accelerator came with torch 2.6
 
 
 def _round_up(size_bytes: int) -> int:
