@@ -68,7 +68,7 @@ def rpc_async(
     allocator = (pinned_allocator() if pin_memory else None) or client.allocator
     call = Call(func, tuple(args or ()), dict(kwargs or {}), keep=rref)
     future = _CallFuture()
-    answer = _PendingResult(future)
+    unsettled: list[Future[Any]] = [future]  # one of two threads gets it, as a pop is atomic
 
     def complete(reply: Message | RPCError) -> None:
         try:
@@ -76,21 +76,22 @@ def rpc_async(
             if rref:
                 result = RRef(worker, result, worker.connection.release)
         except BaseException as exc:
-            answer.fail(exc)
+            _fail(unsettled, exc)
         else:
-            answer.succeed(result)
+            with contextlib.suppress(IndexError):
+                unsettled.pop().set_result(result)
 
     try:
         worker = client.node(address).rpc_worker()
         number = worker.call(call, complete, allocator)
     except ConnectionLostError as exc:
-        answer.fail(exc)
+        _fail(unsettled, exc)
         return future
     if timeout is not None:
         # The alarm must not keep the arguments, which may contain RRefs.
         name = getattr(func, "__qualname__", None) or repr(func)
         remaining = start + timeout - time.monotonic()
-        timer = client.alarm.call_after(remaining, lambda: _expire(worker, number, answer, name, timeout))
+        timer = client.alarm.call_after(remaining, lambda: _expire(worker, number, unsettled, name, timeout))
         Future.add_done_callback(future, lambda _future: timer.cancel())
     return future
 
@@ -123,24 +124,12 @@ class _CallFuture(Future[Any]):
             super().add_done_callback(lambda _future: callers.call(run))
 
 
-class _PendingResult:
-    """Completes a future once, by the reply or the deadline."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._futures = [future]
-
-    # Only one of two threads gets the future, as the pop is atomic.
-
-    def succeed(self, result: Any) -> None:
-        with contextlib.suppress(IndexError):
-            self._futures.pop().set_result(result)
-
-    def fail(self, error: BaseException) -> None:
-        with contextlib.suppress(IndexError):
-            self._futures.pop().set_exception(error)
+def _fail(unsettled: list[Future[Any]], error: BaseException) -> None:
+    with contextlib.suppress(IndexError):
+        unsettled.pop().set_exception(error)
 
 
-def _expire(worker: RemoteWorker, number: int, answer: _PendingResult, name: str, timeout: float) -> None:
+def _expire(worker: RemoteWorker, number: int, unsettled: list[Future[Any]], name: str, timeout: float) -> None:
     worker.connection.cancel(number)
     state = "" if worker.number else " (still connecting)"
-    answer.fail(RPCTimeoutError(f"{name} on {worker.name}{state} did not finish within {timeout:g} s"))
+    _fail(unsettled, RPCTimeoutError(f"{name} on {worker.name}{state} did not finish within {timeout:g} s"))
