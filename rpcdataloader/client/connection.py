@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rpcdataloader.client.background import Sender
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
@@ -24,28 +24,16 @@ from rpcdataloader.wire.messages import pack_blocks, pack_handles
 from rpcdataloader.wire.shared import Borrower
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PageLock, PinnedAllocator
 
+if TYPE_CHECKING:
+    from rpcdataloader.client.session import RemoteSession
+    from rpcdataloader.client.worker import RemoteWorker
+
 logger = logging.getLogger("rpcdataloader.client")
 
 # Larger messages take the caller too long to seal.
 MAX_SENT_NOW_BYTES = 1 << 16
 
 _ALL_SIGNALS = signal.valid_signals()
-
-
-class Listener(Protocol):
-    """Owner of a connection; the receiver thread calls every method."""
-
-    def ready(self) -> None:
-        """The server has sent its WELCOME: waiting requests are sent now."""
-
-    def received(self, message: Message) -> None:
-        """A message came that answers no request: EXITED, LOG, GOAWAY."""
-
-    def explain(self, error: RPCError) -> RPCError:
-        """Add the reason why the connection ended; the result fails the pending requests."""
-
-    def lost(self, error: RPCError) -> None:
-        """The connection has ended, or never opened; pending requests have failed already."""
 
 
 @dataclass(slots=True)
@@ -66,6 +54,8 @@ class Connection:
     Args:
         name: Name in messages and threads; see :meth:`rename` for a better one, such as ``node07:6543/2``.
         open_channel: Function that connects, authenticates, and reads the welcome, in the receiver thread.
+        owner: Object that the receiver thread tells when the server is ``ready``, what was ``received`` and answers no
+            request, and that the connection is ``lost``, after it has asked the object to ``explain`` the error.
         sender: Thread that sends what callers do not.
 
     Attributes:
@@ -76,14 +66,14 @@ class Connection:
         self,
         name: str,
         open_channel: Callable[[], Channel],
-        listener: Listener,
+        owner: RemoteSession | RemoteWorker,
         allocator: Allocator,
         sender: Sender,
     ) -> None:
         self.name = name
         self.error: RPCError | None = None
         self._open_channel = open_channel
-        self._listener = listener
+        self._owner = owner
         self._allocator = allocator
         self._channel: Channel | None = None
         self._borrower: Borrower | None = None  # of a worker on this machine
@@ -273,7 +263,7 @@ class Connection:
             channel.borrow_with(self._borrow)
         channel.transport.read_ahead()
         self._sender.start()
-        self._listener.ready()
+        self._owner.ready()
         self._sender.wake(self)  # for earlier requests
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):
@@ -288,7 +278,7 @@ class Connection:
             elif message.type == MessageType.MAPPING:
                 self._map(message.payload, channel)
             else:
-                self._listener.received(message)
+                self._owner.received(message)
             # This frame must not keep the batch while it waits for the next one.
             del message
 
@@ -328,7 +318,7 @@ class Connection:
             # From now on, callers take another connection.
             self.has_ended = True
         if self.error is None:
-            error = self._listener.explain(error)
+            error = self._owner.explain(error)
         with self._lock:
             self._borrower = None  # memory without blocks goes now
             if self.error is None:
@@ -338,7 +328,7 @@ class Connection:
             self._outbox.clear()
         for request in pending.values():
             request.complete(self._reason())
-        self._listener.lost(self.error)
+        self._owner.lost(self.error)
 
     def _reason(self) -> RPCError:
         """Why the connection ended; a copy for each request, as one error would collect the tracebacks of all."""
