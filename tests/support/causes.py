@@ -21,14 +21,18 @@ def burn(seconds: float) -> None:
         pass
 
 
-class Causes(Dataset):
+class Endless(Dataset):
+    """Has no end that a test meets."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+
+class Causes(Endless):
     """Samples take time on a CPU and without one; a sample has ``size`` numbers."""
 
     def __init__(self, cpu: float = 0.0, stall: float = 0.0, size: int = 1) -> None:
         self.cpu, self.stall, self.size = cpu, stall, size
-
-    def __len__(self) -> int:
-        return 1_000_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
         factor = 10 if os.environ.get(SLOW_NODE) else 1
@@ -49,41 +53,30 @@ class StreamOfCauses(IterableDataset):
         return map(self.samples.__getitem__, range(self.lengths[worker.id]))
 
 
-class Tails(Dataset):
+class Tails(Endless):
     """Of five samples, four take 10 ms, and one takes 500 ms."""
-
-    def __len__(self) -> int:
-        return 1_000_000
 
     def __getitem__(self, index: int) -> int:
         time.sleep(0.5 if (index + index // 5) % 5 == 0 else 0.01)
         return index
 
 
-class Unready(Dataset):
+class Unready(Endless):
     """The first sample in each worker takes a second."""
 
-    def __init__(self) -> None:
-        self.is_ready = False
-
-    def __len__(self) -> int:
-        return 1_000_000
+    seconds = 1.0
 
     def __getitem__(self, index: int) -> int:
-        if not self.is_ready:
-            time.sleep(1.0)
-            self.is_ready = True
+        time.sleep(self.seconds)
+        self.seconds = 0.0
         return index
 
 
-class Children(Dataset):
+class Children(Endless):
     """Each sample is the work of a process of its own."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 1_000_000
 
     def __getitem__(self, index: int) -> int:
         if (pid := os.fork()) == 0:
@@ -121,14 +114,11 @@ def unpack(seconds: float) -> Parcel:
     return Parcel(seconds)
 
 
-class Parcels(Dataset):
+class Parcels(Endless):
     """Samples that take the trainer some time to rebuild."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 1_000_000
 
     def __getitem__(self, index: int) -> tuple[int, Parcel]:
         return index, Parcel(self.seconds)

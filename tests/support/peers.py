@@ -13,34 +13,17 @@ from rpcdataloader.wire import frames, handshake
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.credentials import Credentials, load_credentials
-from rpcdataloader.wire.exceptions import loads_exception
-from rpcdataloader.wire.frames import HEADER_SIZE, MessageType
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID
-from rpcdataloader.wire.messages import Call, Welcome, pack_handles
+from rpcdataloader.wire.exceptions import loads_exception as loads_exception
+from rpcdataloader.wire.frames import HEADER_SIZE as HEADER_SIZE
+from rpcdataloader.wire.frames import MessageType as MessageType
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE as PREAMBLE_SIZE
+from rpcdataloader.wire.handshake import STATUS_ID as STATUS_ID
+from rpcdataloader.wire.messages import Call, Welcome
+from rpcdataloader.wire.messages import pack_handles as pack_handles
 from rpcdataloader.wire.pickling import dumps
-from rpcdataloader.wire.status import Report
+from rpcdataloader.wire.status import Report as Report
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE
-
-__all__ = [
-    "HEADER_SIZE",
-    "NEW_SESSION",
-    "PREAMBLE_SIZE",
-    "STATUS_ID",
-    "WRONG",
-    "MessageType",
-    "Report",
-    "Stranger",
-    "encode_call",
-    "loads_exception",
-    "message",
-    "open_as_client",
-    "open_channel_to",
-    "pack_handles",
-    "preamble",
-    "session_id_of",
-    "session_of",
-]
 
 WRONG = b"not the secret of the test suite"
 NEW_SESSION = bytes(16)
