@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from . import datasets
-from .bare import BareLoader
+from .bare import receive
 from .claims import Found, median_ratio
 from .loaders import make_environment, serve
 from .processes import ChildError, ask_trainer, describe_machine, measure_rounds, stop_by_signals
@@ -169,7 +169,7 @@ def _make_batches(task: Task, device: torch.device) -> Iterator[Any]:
         options["collate_fn"] = getattr(datasets, workload.collate)
     has_device = device.type != "cpu"
     if task.contestant == "bare":
-        return iter(BareLoader(task.addresses, _count_bytes(task.subject, task.batch_size)))
+        return receive(task.addresses, _count_bytes(task.subject, task.batch_size))
     if task.contestant == "resident":
         batch = torch.stack([factory(*args)[0]] * task.batch_size)
         return itertools.repeat(batch.to(device))

@@ -75,7 +75,7 @@ def serve(loader: str, workload: str, num_workers: int, env: dict[str, str], fol
             yield [stack.enter_context(node_server(num_workers, env, folder, *host))[0]]
         elif loader.startswith("bare"):
             args = [workload, "made" if loader == "bare-made" else "ready"]
-            yield stack.enter_context(run_servers("bare_sender", args, num_workers, env, folder))
+            yield stack.enter_context(run_servers("bare", args, num_workers, env, folder))
         elif loader == "original":
             yield stack.enter_context(run_servers("original", [], num_workers, env, folder))
         else:
@@ -92,7 +92,7 @@ def build(loader: str, name: str, addresses: list[str]) -> Iterable[Any]:
     from torch.utils.data import DataLoader, Subset
 
     from . import datasets
-    from .bare import BareLoader
+    from .bare import receive
 
     workload = WORKLOADS[name]
     factory = getattr(datasets, workload.dataset)
@@ -105,7 +105,7 @@ def build(loader: str, name: str, addresses: list[str]) -> Iterable[Any]:
         dataset = Subset(factory(*workload.args), range(_NUM_READY * workload.batch_size))
         return itertools.cycle(list(DataLoader(dataset, **options)))
     if loader.startswith("bare"):
-        return BareLoader(addresses, workload.batch_bytes)
+        return receive(addresses, workload.batch_bytes)
     # Not by an import statement, which type checkers would take to mean the package of this repository.
     package: Any = importlib.import_module("rpcdataloader")
     if hasattr(package, "Diagnosis") == (loader == "original"):
