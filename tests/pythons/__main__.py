@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 OWN = "{}.{}".format(*sys.version_info)
-OLDEST_TORCH = (2, 4)
+OLDEST_TORCH = {"3.13": "2.5.0"}  # and 2.4.0 for others
 
 PACKAGES = ["cloudpickle", "hypothesis", "numpy", "pillow", "pytest", "pytest-timeout", "pyyaml"]
 UNIT = ["tests/unit", "tests/simulation"]
@@ -45,23 +45,15 @@ def find(version: str) -> str | None:
     return None
 
 
-def oldest_torch(python: str) -> str:
-    """The oldest supported torch that there is for a Python."""
-    command = [python, "-m", "pip", "index", "versions", "torch"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    versions = [tuple(map(int, version)) for version in re.findall(r"(\d+)\.(\d+)\.(\d+)(?=[,\n])", found)]
-    return ".".join(map(str, min(version for version in versions if version >= OLDEST_TORCH)))
-
-
-def make_environment(program: str, folder: Path, torch: str) -> str:
+def make_environment(version: str, program: str, folder: Path, torch: str) -> str:
     """Install what tests need, and torch if it is wanted; returns the Python of the new environment."""
     subprocess.run([program, "-m", "venv", str(folder)], check=True)
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), *PACKAGES], check=True)
-    if torch != "none":
-        version = f"torch=={oldest_torch(python)}" if torch == "oldest" else "torch"
-        subprocess.run([*pip, version], check=True)
+    oldest = f"torch=={OLDEST_TORCH.get(version, '2.4.0')}"
+    for package in {"none": [], "oldest": [oldest], "newest": ["torch"]}[torch]:
+        subprocess.run([*pip, package], check=True)
     return python
 
 
@@ -69,21 +61,19 @@ def run(python: str, torch: str) -> tuple[bool, str]:
     """Run the tests; returns whether they pass, and a row of the table."""
     tests = [*WITHOUT_TORCH, *UNIT] if torch == "none" else [*UNIT, *INTEGRATION]
     fast = ["-m", "not slow and not study", "--timeout", "120", "--quiet"]
-    command = [python, "-m", "pytest", *fast, *tests]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        last = ""
-        for line in process.stdout:
+    with subprocess.Popen([python, "-m", "pytest", *fast, *tests], cwd=ROOT, stdout=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        lines: list[str] = []
+        for line in done.stdout:
             print(line, end="", flush=True)
-            last = line.strip() or last
-    summary = re.sub(r"=+|,? ?\d+ deselected,?|in [\d.]+s.*", "", last).strip(" ,")
-    program = "import platform; print(platform.python_version())"
-    version = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+            lines += filter(None, [line.strip()])
+    summary = re.sub(r"=+|,? ?\d+ deselected,?|in [\d.]+s.*", "", lines[-1]).strip(" ,")
+    show = "import platform; print(platform.python_version())"
     if torch != "none":
-        program = "import torch; print(torch.__version__)"
-        torch = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
-    what = "unit" if torch == "none" else "unit, some behaviour"
-    return process.returncode == 0, f"| {version} | {torch} | {what} | {summary} | {datetime.date.today()} |"
+        show += "; import torch; print(torch.__version__)"
+    versions = subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.split()
+    row = [*versions, *(["none", "unit"] if torch == "none" else ["unit, some behaviour"])]
+    return done.returncode == 0, f"| {' | '.join([*row, summary, str(datetime.date.today())])} |"
 
 
 def runs(versions: list[str], torches: list[str]) -> Iterator[tuple[bool, str]]:
@@ -92,26 +82,20 @@ def runs(versions: list[str], torches: list[str]) -> Iterator[tuple[bool, str]]:
         program = find(version)
         if program is None:
             yield True, f"| {version} | | | there is no such Python here | |"
-            continue
-        if version == OWN and not torches:
+        elif version == OWN and not torches:
             yield run(sys.executable, "own")
-            continue
-        for torch in torches or ["none"]:
-            with tempfile.TemporaryDirectory() as folder:
-                yield run(make_environment(program, Path(folder, "environment"), torch), torch)
+        else:
+            for torch in torches or ["none"]:
+                with tempfile.TemporaryDirectory() as folder:
+                    yield run(make_environment(version, program, Path(folder, "environment"), torch), torch)
 
 
 def main() -> int:
     """Run the tests and print the rows."""
     parser = argparse.ArgumentParser(prog="python -m tests.pythons", description=__doc__)
     parser.add_argument("versions", nargs="*", default=PYTHONS, choices=PYTHONS, help="(default: all)")
-    parser.add_argument(
-        "--torch",
-        nargs="+",
-        default=[],
-        choices=("oldest", "newest"),
-        help="install these versions of torch, for each Python (default: that of this environment, and none elsewhere)",
-    )
+    wanted = "install these versions of torch (default: that of this environment, and none for other Pythons)"
+    parser.add_argument("--torch", nargs="+", default=[], choices=("oldest", "newest"), help=wanted)
     options = parser.parse_args()
     found = list(runs(list(options.versions), options.torch))
     print("\n| Python | torch | tests | result | on |\n| --- | --- | --- | --- | --- |")
