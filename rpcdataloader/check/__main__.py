@@ -8,6 +8,7 @@ process. The constructor runs in a worker first, and in this process only if the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import math
 import os
@@ -117,10 +118,10 @@ def _workers(text: str) -> Where | None:
 
 
 def _rate(text: str) -> float:
-    rate = float(text)
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return rate
+    with contextlib.suppress(ValueError):
+        if 0 < (rate := float(text)) < math.inf:
+            return rate
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

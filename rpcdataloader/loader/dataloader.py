@@ -234,7 +234,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         # A state of the beginning has nothing to resume.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator = self._pass
-        if iterator is None or saved is not None or not iterator.reset(self._reported_length):
+        if iterator is None or saved is not None or not iterator.reset(self._IterableDataset_len_called):
             if saved is not None and saved["finished"] and not self.persistent_workers:
                 saved = None
             iterator = self._pass = None  # ends its workers, whose places are needed
@@ -297,10 +297,6 @@ class RPCDataloader(LoaderTools[_T_co]):
             )
         return False
 
-    @property
-    def _reported_length(self) -> int | None:
-        return self._IterableDataset_len_called  # last result of len(self)
-
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
         here = (
@@ -327,7 +323,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         if isinstance(self._where, Inline):
             os.environ.update(settings.env)
             local = access_of(settings.dataset) if isinstance(settings.dataset, RPCDataset) else settings.dataset
-            return InlineIterator(settings, local, saved, self._reported_length)
+            return InlineIterator(settings, local, saved, self._IterableDataset_len_called)
         with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):
             return self._begin_remote(settings, saved)
 
@@ -362,7 +358,9 @@ class RPCDataloader(LoaderTools[_T_co]):
             self._wants = Wants(self.num_workers, self.min_workers)
         prepare(dataset, placement.homes[: self._wants.most], wait=False)
         self._memory = get_client().allocator
-        iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length, self._wants)
+        iterator = RemoteIterator(
+            settings, dataset, placement, recorder, saved, self._IterableDataset_len_called, self._wants
+        )
         recorder.start.in_iter = time.monotonic() - recorder.start.begun
         self._last, self._recorder = weakref.ref(iterator), recorder
         return iterator

@@ -34,7 +34,7 @@ from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.seat import Intake, Seat
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.loader.tasks import Task
 from rpcdataloader.loader.waits import Wants, tell
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
@@ -111,11 +111,6 @@ class Driver:
         self.has_changed = True
         self.wants: Wants | None = None
 
-    @property
-    def progress(self) -> Progress:
-        """The progress of the pass; changes with it."""
-        return self.begun.progress
-
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
         """Open the first workers; before anything else, as no node counts as up until then.
 
@@ -154,7 +149,7 @@ class Driver:
             self._drawn.clear()
             now = self.now()
             self.recorder.begin(now)
-            self.engine.begin_epoch(now, self.progress.turn)
+            self.engine.begin_epoch(now, self.begun.progress.turn)
             todo = self.act(now)
         if todo is not None:
             self.carry_out(todo)
@@ -497,7 +492,7 @@ class Driver:
         self.note_setup()
         records = self.recorder.records()
         # Of a pass that was left, the first window says nothing.
-        is_known = self.progress.finished or records.totals.batches > records.setup.window
+        is_known = self.begun.progress.finished or records.totals.batches > records.setup.window
         return diagnose(records) if is_known else None
 
     def note_setup(self) -> None:

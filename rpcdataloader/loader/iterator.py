@@ -295,7 +295,7 @@ class RemoteIterator(PassIterator):
 
     @property
     def progress(self) -> Progress:
-        return self.driver.progress
+        return self.driver.begun.progress
 
     def report(self) -> LoopStatus | None:
         """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""

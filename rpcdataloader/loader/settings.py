@@ -153,9 +153,9 @@ class PassSettings:
 
 
 def check_numbers(**values: Any) -> None:
-    """Raise a ``TypeError`` if one of the values is not a number; those of workers are whole ones."""
+    """Raise a ``TypeError`` if one of the values is not a number; those that count something are whole ones."""
     for name, value in values.items():
-        is_count = name.endswith("workers")
+        is_count = name.endswith(("workers", "prefetch_factor", "max_retries"))
         if not isinstance(value, numbers.Integral if is_count else numbers.Real):
             or_auto = " or 'auto'" * (name == "num_workers")
             raise TypeError(f"{name} must be a {'whole ' * is_count}number{or_auto}, but is {value!r}")
@@ -169,10 +169,10 @@ def make_partition(partition: Any) -> Partition | None:
     """
     if partition is None or partition == "auto" or isinstance(partition, Partition):
         return partition if isinstance(partition, Partition) else None
-    if isinstance(partition, str) or not isinstance(partition, Sequence) or len(partition) != 2:
+    is_pair = isinstance(partition, Sequence) and len(partition) == 2
+    if not is_pair or not all(isinstance(number, numbers.Integral) for number in partition):
         raise ValueError(f"partition must be 'auto', None or (rank, world size), but is {partition!r}")
-    rank, world_size = partition
-    return Partition(int(rank), int(world_size))
+    return Partition(*map(int, partition))
 
 
 def _bytes(limit: Any) -> int:

@@ -279,7 +279,8 @@ class Pool:
             self._nodes[started] = None
         if len(self._nodes) >= self._size.number:
             self._engine.withdraw()
-        leaving = self._find_superfluous()
+        # Those that are too many: first those that still start, then the latest.
+        leaving = sorted(self._nodes, key=lambda node: self._nodes[node] is None)[self._size.number :]
         addresses = [address for node, address in self._nodes.items() if address and node not in leaving]
         if addresses != self._addresses:
             self._engine.publish(addresses)
@@ -288,20 +289,13 @@ class Pool:
                 self._changed.notify_all()
         # They stay in the pool until no loop can find them: the engine may fail to publish that.
         for node in leaving:
-            self._let_go(node)
+            if (left := self._nodes.pop(node)) is not None:
+                logger.info("the training loops no longer need the node server %s", left)
+            self._draining[node] = time.monotonic() + DRAIN_TIMEOUT if _stop(node) else 0.0
         for node, until in list(self._draining.items()):
             if time.monotonic() >= until or not _is_there(node):
                 del self._draining[node]
                 self._release(node)
-
-    def _find_superfluous(self) -> list[PoolNode]:
-        """Those that are too many: first those that still start, then the latest."""
-        return sorted(self._nodes, key=lambda node: self._nodes[node] is None)[self._size.number :]
-
-    def _let_go(self, node: PoolNode) -> None:
-        if (address := self._nodes.pop(node)) is not None:
-            logger.info("the training loops no longer need the node server %s", address)
-        self._draining[node] = time.monotonic() + DRAIN_TIMEOUT if _stop(node) else 0.0
 
     def _ask(self) -> None:
         while True:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import secrets
 import signal
@@ -77,11 +76,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds <= threading.TIMEOUT_MAX or math.isnan(seconds):
-        limit = f"below {threading.TIMEOUT_MAX:.3g}"
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0 and {limit}, got {text}")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= threading.TIMEOUT_MAX:
+            return seconds
+    limit = f"below {threading.TIMEOUT_MAX:.3g}"
+    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0 and {limit}, got {text}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

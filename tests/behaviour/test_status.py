@@ -262,6 +262,7 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
         ([], "name a node server, or set RPCDATALOADER_WORKERS"),
         (["node01"], "node01"),
         (["local:2"], "local:2 belongs to one training process"),
+        (["a:1", "--watch", "soon"], "expected a number of seconds above 0 and below 9.22e+09, got soon"),
         (["a:1", "--watch", "0"], "expected a number of seconds above 0 and below 9.22e+09, got 0"),
         (["a:1", "--serve", "0", "--json"], "leave --workers, --json and --stacks out"),
         (["a:1", "--serve", "here"], "--serve: cannot read the address 'here': write PORT, HOST:PORT or "),

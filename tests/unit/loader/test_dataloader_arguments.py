@@ -159,6 +159,7 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         ({"min_workers": 4, "num_workers": 2}, ValueError, "num_workers=2 and min_workers=4 contradict"),
         ({"partition": (2, 2)}, ValueError, "rank 2 of world size 2"),
         ({"partition": "all"}, ValueError, r"partition must be 'auto', None or \(rank, world size\)"),
+        ({"partition": (0.5, 2)}, ValueError, r"partition must be .* but is \(0.5, 2\)"),
         # What they load
         ({"dataset": Numbers}, TypeError, r"dataset is a class: give an object, or RPCDataset\(workers, Numbers, \."),
         ({"dataset": None, "sampler": [1]}, TypeError, "dataset of type NoneType has no __getitem__"),
@@ -176,7 +177,8 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         ({"max_in_flight_bytes": math.inf}, ValueError, "must be at least 1, and finite, but is inf"),
         ({"max_in_flight_bytes": "1GB"}, TypeError, "max_in_flight_bytes must be a number, but is '1GB'"),
         ({"max_retries": 0}, ValueError, "max_retries must be at least 1, but is 0"),
-        ({"max_retries": None}, TypeError, "max_retries must be a number, but is None"),
+        ({"max_retries": None}, TypeError, "max_retries must be a whole number, but is None"),
+        ({"prefetch_factor": 2.5}, TypeError, "prefetch_factor must be a whole number, but is 2.5"),
         ({"reconnect_timeout": None}, TypeError, "reconnect_timeout must be a number, but is None"),
         ({"reconnect_timeout": -1}, ValueError, "reconnect_timeout must be a number of seconds, 0 or more, but is -1"),
         ({"task_timeout": 0}, ValueError, "task_timeout must be a number of seconds above 0, or None, but is 0"),
