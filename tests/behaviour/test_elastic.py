@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import AuthenticationError, RemoteProtocolError
+from rpcdataloader.__main__ import main
+from rpcdataloader.errors import AuthenticationError, ConnectError, RemoteProtocolError
 from tests.behaviour.test_recovery import take
 from tests.conftest import AT_ONCE
 from tests.support.clocks import shorten
@@ -88,6 +90,42 @@ def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, re
     assert take(iterator, 400) == ([*range(400)], left - {first.pid})
 
 
+def test_servers_behind_a_name_are_followed(serve, monkeypatch, capsys):
+    """The answers of the resolver are made up."""
+    shorten(monkeypatch, "names")
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
+    first = serve("--num-workers", "1", "--host", "127.0.0.2", "--port", "0")
+    port = first.address.rpartition(":")[2]
+    second = serve("--num-workers", "1", "--host", "127.0.0.3", "--port", port)
+    hosts, resolve = ["127.0.0.2"], socket.getaddrinfo
+
+    def answer(host, *args, **options):
+        if host == "pool" and not hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [info for each in (hosts if host == "pool" else [host]) for info in resolve(each, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    pool = f"dns://pool:{port}"
+    iterator = iter(RPCDataloader(RPCDataset(pool, Hosted, 300)))
+    assert take(iterator, 50) == ([*range(50)], {first.pid})
+    hosts.append("127.0.0.3")
+    wait_for_crew(iterator, 2)
+    assert take(iterator, 150) == ([*range(50, 200)], {first.pid, second.pid})
+    hosts.remove("127.0.0.2")
+    wait_for_crew(iterator, 1)
+    take(iterator, 50)  # what was on its way
+    assert take(iterator, 50) == ([*range(250, 300)], {second.pid})
+    assert main(["status", pool]) == 0
+    told = capsys.readouterr().out
+    assert second.address in told
+    assert first.address not in told
+    hosts.clear()
+    main(["status", pool])
+    assert f"{pool}: no node server found\nignored pool: Name or service not known\n" in capsys.readouterr().out
+    with pytest.raises(ConnectError, match=r"behind the name pool, and none came within 1 s .pool: Name or service not"):
+        RPCDataset(pool, Hosted)
+
+
 # Servers that have names, and are not there
 
 
@@ -136,11 +174,8 @@ def test_enough_workers_are_waited_for(serve, register, first, absent, caplog, u
     assert told(caplog, absent) == []
 
 
-def test_server_that_refuses_this_client_is_an_error_and_not_missing(serve, first, tmp_path):
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("another secret of sixteen characters")
-    other = serve("--token-file", str(token))
+def test_server_that_refuses_this_client_is_an_error_and_not_missing(serve, first, other_secret):
+    other = serve("--token-file", str(other_secret))
     with pytest.raises(AuthenticationError, match=other.address):
         iter(RPCDataloader(Hosted(10), workers=[first.address, other.address]))
 

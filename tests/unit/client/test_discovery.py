@@ -91,7 +91,7 @@ def test_caller_comes_before_the_environment_and_the_environment_is_the_default(
     assert find_workers(None) == Remote((NODE,))
 
 
-# Node servers behind a DNS name; that of the resolver is in tests/behaviour/test_dns.py
+# Node servers behind a DNS name
 
 
 @pytest.fixture
