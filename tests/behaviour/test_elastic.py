@@ -122,7 +122,9 @@ def test_servers_behind_a_name_are_followed(serve, monkeypatch, capsys):
     hosts.clear()
     main(["status", pool])
     assert f"{pool}: no node server found\nignored pool: Name or service not known\n" in capsys.readouterr().out
-    with pytest.raises(ConnectError, match=r"behind the name pool, and none came within 1 s .pool: Name or service not"):
+    with pytest.raises(
+        ConnectError, match=r"behind the name pool, and none came within 1 s .pool: Name or service not"
+    ):
         RPCDataset(pool, Hosted)
 
 
