@@ -15,23 +15,6 @@ from tests.conftest import AT_ONCE, TIMEOUT_SCALE, is_running, stat_of, wait_unt
 from tests.support.clocks import in_server
 from tests.support.zygote import FORK_POOLS
 
-
-@pytest.fixture
-def start(zygote):
-    """Start trainers, which end with the test."""
-    scripts = []
-
-    def start(source, *args):
-        scripts.append(zygote.start(source, *args))
-        return scripts[-1]
-
-    yield start
-    for script in scripts:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(script.pid, signal.SIGKILL)
-        script.wait()
-
-
 # --- a trainer or a server that is killed
 
 # What is called last at the end of the program: by then, the package has closed everything. What comes after it is not
@@ -94,10 +77,10 @@ while True:
 )
 
 
-def start_trainer(start, server, gone, tmp_path, how, building="", has_child=""):
+def start_trainer(zygote, server, gone, tmp_path, how, building="", has_child=""):
     """A trainer in the middle of an epoch; gives the workers, too."""
     log = tmp_path / "log"
-    script = start(TRAINER, server.address, gone.path, log, how, building, has_child)
+    script = zygote.start(TRAINER, server.address, gone.path, log, how, building, has_child)
     wait_until(lambda: script.output.endswith("\n"), 30, lambda: script.errors)
     if building:
         wait_until(lambda: os.path.exists(building), 30, "a session that builds")
@@ -148,14 +131,14 @@ def stop_while_sending(trainer, workers):
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_nothing_is_left_of_a_trainer_that_ends_in_the_middle_of_a_batch(
-    serve, start, gone, tmp_path, busy, has_child, end
+    serve, zygote, gone, tmp_path, busy, has_child, end
 ):
     """Whatever its workers and its session do, and though a fork of it lives on."""
     # The server does not kill sessions that take long to end.
     server = serve("--num-workers", "2", before=in_server("end of a session, for ever"))
     building = str(tmp_path / "building") if busy == "building" else ""
     how = "sleep" if building else busy
-    script, workers = start_trainer(start, server, gone, tmp_path, how, building, has_child)
+    script, workers = start_trainer(zygote, server, gone, tmp_path, how, building, has_child)
     if busy == "sending":
         wait_until(lambda: stop_while_sending(script.pid, workers), 30)
     begun = time.monotonic()
@@ -175,10 +158,10 @@ def test_nothing_is_left_of_a_trainer_that_ends_in_the_middle_of_a_batch(
 
 
 @pytest.mark.parametrize("state", ["stopped worker", "stopped session", "building", "twice interrupted"])
-def test_nothing_is_left_of_a_server_that_ends(serve, start, gone, tmp_path, state):
+def test_nothing_is_left_of_a_server_that_ends(serve, zygote, gone, tmp_path, state):
     server = serve("--num-workers", "2")
     building = str(tmp_path / "building") if state in ("building", "twice interrupted") else ""
-    _script, workers = start_trainer(start, server, gone, tmp_path, "hold_gil", building)
+    script, workers = start_trainer(zygote, server, gone, tmp_path, "hold_gil", building)
     wait_until(lambda: len(server.processes()) == 3)
     processes = server.processes()
     assert workers <= set(processes)
@@ -198,6 +181,7 @@ def test_nothing_is_left_of_a_server_that_ends(serve, start, gone, tmp_path, sta
     server.wait()
     wait_until(lambda: gone.nobody_has_it() and not any(map(is_running, processes)))
     assert time.monotonic() - begun < AT_ONCE
+    script.kill()  # it waits for another server
 
 
 # --- a trainer that ends by itself, at a bad moment
@@ -278,26 +262,9 @@ def refuse(thread):
 atexit.register(setattr, threading.Thread, "start", refuse)
 """
 
-EXITS = [
-    IN_AN_EPOCH,
-    IN_AN_EPOCH + "del iterator\n",
-    IN_CALLS,
-    IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED,
-    IN_A_CALL_WHERE_NO_THREAD_CAN_START,
-]
-
-
-@pytest.mark.parametrize("num_rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_exits_in_the_middle_of_things_are_quick_and_silent(zygote, shared_server, num_rounds):
-    for _ in range(num_rounds):
-        for script in [zygote.start(CLOCK + body + END, shared_server.address) for body in EXITS]:
-            assert_ends_at_once(script, silent=True)
-    wait_until(lambda: not shared_server.processes(), what="sessions of programs that have ended")
-
-
 # It was registered before the package has registered its own, and so is called after that.
 IN_AN_EARLY_EXIT_FUNCTION = """
-import atexit, sys
+import sys
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectionLostError
 from tests.support.datasets import Numbers
@@ -307,18 +274,31 @@ def clean_up():
         try:
             use()
         except ConnectionLostError as error:
-            print(error)
+            assert f"{sys.argv[1]} can no longer be used: this process ends" in str(error)
+        else:
+            raise AssertionError
 
 atexit.register(clean_up)
 loader = RPCDataloader(RPCDataset(sys.argv[1], Numbers, 2))
 assert len(list(loader)) == 2
 """
 
+EXITS = [
+    IN_AN_EPOCH,
+    IN_AN_EPOCH + "del iterator\n",
+    IN_CALLS,
+    IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED,
+    IN_A_CALL_WHERE_NO_THREAD_CAN_START,
+    IN_AN_EARLY_EXIT_FUNCTION,
+]
 
-def test_exit_function_that_comes_too_late_is_told(zygote, shared_server):
-    ended = zygote.start(IN_AN_EARLY_EXIT_FUNCTION, shared_server.address).wait(60)
-    assert (ended.status, ended.errors) == (0, "")
-    assert ended.output.count(f"{shared_server.address} can no longer be used: this process ends") == 2
+
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_exits_in_the_middle_of_things_are_quick_and_silent(zygote, shared_server, num_rounds):
+    for _ in range(num_rounds):
+        for script in [zygote.start(CLOCK + body + END, shared_server.address) for body in EXITS]:
+            assert_ends_at_once(script, silent=True)
+    wait_until(lambda: not shared_server.processes(), what="sessions of programs that have ended")
 
 
 def test_exit_does_not_wait_for_a_server_that_never_answers(zygote):
@@ -342,10 +322,10 @@ def test_exit_ends_the_embedded_pool(zygote, tmp_path):
     [("refuses", END_BY_INTERRUPT), ("is silent", END), ("is silent", END_BY_INTERRUPT)],
     ids=["refuses", "is silent", "is silent and interrupted"],
 )
-def test_trainer_ends_at_once_while_a_node_is_sought(serve, start, tmp_path, how, end):
+def test_trainer_ends_at_once_while_a_node_is_sought(serve, zygote, tmp_path, how, end):
     servers = [serve("--num-workers", "1") for _ in range(2)]
     lost = servers[1]
-    script = start(SOUGHT + end, ",".join(server.address for server in servers), tmp_path / "marker")
+    script = zygote.start(SOUGHT + end, ",".join(server.address for server in servers), tmp_path / "marker")
     wait_until(lambda: "\n" in script.output, 30, lambda: script.errors)
     with contextlib.ExitStack() as stack:
         lost.signal(signal.SIGKILL)
@@ -358,41 +338,12 @@ def test_trainer_ends_at_once_while_a_node_is_sought(serve, start, tmp_path, how
     wait_until(lambda: not servers[0].processes(), what="workers of a trainer that has ended")
 
 
-def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, start, tmp_path):
+def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, zygote, tmp_path):
     server = serve("--num-workers", "2")
-    script = start(ENDING + END, server.address, tmp_path / "marker")
+    script = zygote.start(ENDING + END, server.address, tmp_path / "marker")
     wait_until(lambda: "\n" in script.output, 30, lambda: script.errors)
     for pid in script.output.split():
         os.kill(int(pid), signal.SIGSTOP)
     (tmp_path / "marker").touch()
     assert_ends_at_once(script)
     wait_until(lambda: not server.processes(), what="workers of a trainer that has ended")
-
-
-FORKED = """
-import os, sys, warnings
-from rpcdataloader import rpc_async
-from tests.support import tasks
-
-warnings.simplefilter("ignore")  # of Python, about forks of processes with threads
-def whereabouts():
-    return rpc_async(sys.argv[1], tasks.whereabouts).wait()
-
-ref = rpc_async(sys.argv[1], tasks.Probe, (5,), rref=True).wait()
-mine = whereabouts()
-child = os.fork()
-if child == 0:
-    worker, session = whereabouts()
-    assert worker != mine[0] and session != mine[1]
-    del ref  # is the parent's
-    sys.exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-assert whereabouts() == mine
-assert rpc_async(sys.argv[1], lambda probe: probe.value, (ref,)).wait() == 5
-"""
-
-
-def test_forked_child_is_a_client_of_its_own(zygote, shared_server):
-    ended = zygote.start(FORKED, shared_server.address).wait()
-    assert (ended.status, ended.errors) == (0, "")
-    wait_until(lambda: not shared_server.processes(), what="sessions of programs that have ended")
