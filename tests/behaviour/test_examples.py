@@ -7,12 +7,10 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -26,18 +24,6 @@ from tests.support.zygote import FORK_POOLS, Script, Zygote
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-def run(*command: object) -> str:
-    """Run a program to its end, also where the package is not installed; returns its standard output."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # torchrun warns when it chooses the number of threads itself.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    words = [str(part) for part in command]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100 * TIMEOUT_SCALE)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 class Result(NamedTuple):
@@ -103,12 +89,6 @@ def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are
     assert results[0] == results[1]
 
 
-@pytest.mark.slow
-def test_digits_under_torchrun(servers):
-    command = (*TORCHRUN, EXAMPLES / "digits.py", "--epochs", 1, "--digest", "--workers", *servers)
-    read_digits(run(*command), 1)
-
-
 @pytest.mark.timeout(300)
 def test_notebook_runs(training_zygote):
     cells = json.loads((EXAMPLES / "first_training.ipynb").read_text())["cells"]
@@ -124,15 +104,6 @@ def test_notebook_runs(training_zygote):
     assert continued == "10 batches before, 35 after, 45 in an epoch"
 
 
-def load_example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_imagenet_shows_its_help_without_torchvision(training_zygote):
     run = f"runpy.run_path({str(EXAMPLES / 'imagenet.py')!r}, run_name='__main__')"
     source = f"import runpy, sys; assert 'torchvision' not in sys.modules; sys.modules['torchvision'] = None; {run}"
@@ -141,24 +112,12 @@ def test_imagenet_shows_its_help_without_torchvision(training_zygote):
     assert "--workers HOST:PORT" in output
 
 
-@pytest.mark.parametrize(
-    ("environ", "rank"),
-    [({}, 0), ({"SLURM_PROCID": "3"}, 3), ({"RANK": "1"}, 1), ({"RANK": "1", "SLURM_PROCID": "3"}, 1)],
-)
-def test_imagenet_runs_under_torchrun_and_under_srun(environ, rank, monkeypatch):
-    for name in ("RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert load_example("imagenet").read_environment("RANK", "SLURM_PROCID", default=0) == rank
-
-
 def test_imagenet_normalises_bytes():
-    imagenet = load_example("imagenet")
+    normalise = runpy.run_path(str(EXAMPLES / "imagenet.py"))["normalise"]
     images = torch.randint(256, (2, 3, 4, 5), dtype=torch.uint8)
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     expected = (images.permute(0, 2, 3, 1).numpy() / 255 - mean) / std
-    np.testing.assert_allclose(imagenet.normalise(images).permute(0, 2, 3, 1).numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(normalise(images).permute(0, 2, 3, 1).numpy(), expected, atol=1e-5)
 
 
 RECORDER = ROOT / "tests" / "support" / "imagenet_recorder.py"
@@ -193,7 +152,8 @@ class ImageNet:
     def train(self, checkpoint, num_ranks, *, record, stop=""):
         """Train for two epochs, or on from the checkpoint, or until it stops; gives the standard output.
 
-        One process that stops has a pool of its own. The others use node servers.
+        One process that stops has a pool of its own. The others use node servers. Those that stop are of srun, and
+        others of torchrun.
         """
         workers = "local:2" if stop and num_ranks == 1 else ",".join(self.servers)
         env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": workers, "RECORD": str(self.folder / record)}
@@ -204,9 +164,10 @@ class ImageNet:
         options = {"epochs": 2, "batch-size": BATCH_SIZE, "image-size": 32, "warmup-epochs": 1, "amp": "off"}
         words = [self.images, "--checkpoint", self.folder / checkpoint]
         words += [f"--{name}={value}" for name, value in options.items()]
+        rank_name, size_name = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS") if stop else ("RANK", "WORLD_SIZE")
         if num_ranks > 1:
             store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            env |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            env |= {size_name: str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         source = (
             "import os, runpy, sys; os.environ.update({env}); sys.path[:0] = {paths};"
@@ -214,7 +175,7 @@ class ImageNet:
         )
         ranks = [
             self.zygote.start(
-                FORK_POOLS + source.format(env={**env, "RANK": str(rank)}, paths=paths), *words, ends_quickly=True
+                FORK_POOLS + source.format(env={**env, rank_name: str(rank)}, paths=paths), *words, ends_quickly=True
             )
             for rank in range(num_ranks)
         ]

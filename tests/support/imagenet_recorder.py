@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "imagenet.py"
 
 
 def main() -> None:
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID", 0))
     stop_rank, num_batches = map(int, os.environ.get("STOP", "-1 0").split())
     spec = importlib.util.spec_from_file_location("imagenet", EXAMPLE)
     assert spec is not None
