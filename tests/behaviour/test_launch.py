@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -13,7 +12,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ import rpcdataloader
 from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.errors import ConnectError
-from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
+from tests.conftest import READY_LINE, TIMEOUT_SCALE, occupied
 from tests.support.clocks import in_server
 
 ROOT = Path(__file__).parents[2]
@@ -56,11 +54,6 @@ def fails(capsys):
         return status, err
 
     return fails
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 # --- help
@@ -164,15 +157,6 @@ def test_preloaded_modules_are_imported_once_in_the_server_and_print_into_its_lo
 # --- secrets
 
 
-def test_token_file(serve, tmp_path, monkeypatch):
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("another secret of sixteen characters")
-    server = serve("--token-file", str(token))
-    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(token))
-    assert call(server, os.getpid) > 0
-
-
 def test_without_a_secret_on_tcp(serve, monkeypatch):
     server = serve("--insecure")
     monkeypatch.setenv("RPCDATALOADER_INSECURE", "1")
@@ -183,56 +167,14 @@ def test_without_a_secret_on_tcp(serve, monkeypatch):
 # --- standard input
 
 
-@pytest.fixture
-def serve_with_stdin(serve, tmp_path):
-    """Start a server whose standard input is one end of a socket, as sshd may do it; gives the other end, too."""
-    ends = []
-
-    def serve_with_stdin(*options, before=""):
-        path = str(tmp_path / "stdin")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen()
-            connect = f"import socket; stdin = socket.socket(socket.AF_UNIX); stdin.connect({path!r})"
-            sent = b"" if "-" not in options else b"another secret of sixteen characters\nand more"
-            threading.Thread(target=lambda: (ends.append(listener.accept()[0]), ends[-1].sendall(sent))).start()
-            server = serve(*options, before=f"{connect}; os.dup2(stdin.fileno(), 0); {before}")
-        return server, ends[-1]
-
-    yield serve_with_stdin
-    for end in ends:
-        end.close()
-
-
-def test_server_drains_when_its_standard_input_ends(serve_with_stdin, fifo):
-    server, end = serve_with_stdin("--exit-with-stdin")
-    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
-    with open(fifo, "w") as file:  # the call has begun
-        end.shutdown(socket.SHUT_WR)
-        wait_until(lambda: "the owner of this server has gone" in server.log)
-        wait_until(lambda: "draining" in server.log)
-        file.write("done")
-    assert running.wait() == "done"
-    assert server.wait() == 0
-
-
-def test_server_drains_when_its_standard_input_falls_silent(serve_with_stdin):
-    server, end = serve_with_stdin("--exit-with-stdin", before=in_server("lifeline"))
+def test_server_drains_when_its_standard_input_falls_silent(serve, fifo):
+    """Its end, and a secret in its first line, are in ``test_ssh``."""
+    never_ends = f"os.dup2(os.open({fifo!r}, os.O_RDWR), 0)"
+    server = serve("--exit-with-stdin", before=f"{never_ends}; {in_server('lifeline')}")
     assert call(server, os.getpid) > 0  # it waits for the first byte for ever
-    end.send(b"\n")
+    Path(fifo).write_bytes(b"\n")
     assert server.wait() == 0
     assert "the owner of this server has gone" in server.log
-
-
-def test_secret_in_the_first_line_of_standard_input(serve_with_stdin, tmp_path, monkeypatch):
-    server, end = serve_with_stdin("--token-file", "-", "--exit-with-stdin")
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("another secret of sixteen characters")
-    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(token))
-    assert call(server, os.getpid) > 0
-    end.close()
-    assert server.wait() == 0
 
 
 # --- refusals
@@ -289,33 +231,6 @@ def test_server_that_cannot_start_says_why(fails, options, problem):
 
 
 # --- run_worker
-
-
-def wait_for_server(port):
-    def answers():
-        with socket.socket() as sock:
-            return sock.connect_ex(("127.0.0.1", port)) == 0
-
-    wait_until(answers, 20)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_run_worker_serves_in_a_daemonic_process():
-    """Which may not have children of multiprocessing."""
-    port = free_port()
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=run_worker, args=("127.0.0.1", port), daemon=True)
-    process.start()
-    try:
-        wait_for_server(port)
-        pid, parent = rpc_async(f"127.0.0.1:{port}", lambda: (os.getpid(), os.getppid())).wait()
-        assert {pid, parent} <= set(descendants(process.pid))
-    finally:
-        process.terminate()
-        process.join(20 * TIMEOUT_SCALE)
-    assert process.exitcode == 0
-    wait_until(lambda: not is_running(pid))
-    process.close()
 
 
 def test_run_worker_raises_what_keeps_it_from_starting():
