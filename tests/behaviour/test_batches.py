@@ -11,6 +11,7 @@ import torch
 from rpcdataloader import RPCDataloader
 from tests.support import kinds
 from tests.support.comparison import assert_same
+from tests.support.devices import plug_in
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -23,12 +24,6 @@ pytestmark = [
 @pytest.fixture(params=["tcp", "unix"])
 def workers(request, shared_server, unix_server):
     return {"tcp": shared_server, "unix": unix_server}[request.param].address
-
-
-def load(workers, name):
-    options = {"sampler": [name], "batch_size": None, "collate_fn": kinds.as_is}
-    (batch,) = RPCDataloader(kinds.Kinds(), **options, workers=workers)
-    return batch
 
 
 @pytest.fixture
@@ -44,14 +39,22 @@ def tensors_of(batch):
 # Everything arrives as it was
 
 
+@pytest.mark.parametrize("where", ["tcp", "unix", "tcp to a device", "inline to a device"])
 @pytest.mark.parametrize("name", kinds.MAKERS)
-def test_every_kind_arrives_as_it_was(workers, name):
+def test_every_kind_arrives_as_it_was(shared_server, unix_server, monkeypatch, where, name):
+    place, _, is_moved = where.partition(" to ")
+    workers = {"tcp": shared_server.address, "unix": unix_server.address}.get(place, place)
+    device = plug_in(monkeypatch) if is_moved else None
+    options = {"sampler": [name], "batch_size": None, "collate_fn": kinds.as_is, "device": device and "cuda:0"}
+    (batch,) = RPCDataloader(kinds.Kinds(), **options, workers=workers)
     expected = kinds.make(name)
     if name == "tensors":
         for sent_compact in ("column of a large one", "with a step", "part of an image"):
             expected[sent_compact] = expected[sent_compact].clone()
         assert expected["part of an image"].is_contiguous(memory_format=torch.channels_last)
-    assert_same(load(workers, name), expected)
+        names = "channels last", "requires grad", "parameter"
+        assert device is None or [device.holds(batch[each]) for each in names] == [True, True, False]
+    assert_same(batch, expected)
 
 
 @pytest.mark.parametrize("value", [b"", "", None, (), torch.empty(0), np.empty(0)], ids=repr)

@@ -12,16 +12,10 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import wait_until
-from tests.support import kinds
 from tests.support.causes import Causes
-from tests.support.comparison import assert_same
 from tests.support.devices import plug_in
 
-pytestmark = [
-    pytest.mark.usefixtures("clean_client"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning", "ignore:Sparse:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("clean_client")
 
 NAME = "cuda:0"
 
@@ -166,22 +160,6 @@ def test_an_exception_comes_in_place_of_its_batch(device, workers):
             check(next(iterator), list(range(4 * number, 4 * number + 4)), device)
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-@pytest.mark.parametrize("where", ["workers", "inline"])
-@pytest.mark.parametrize("name", kinds.MAKERS)
-def test_every_kind_arrives_as_it_was(device, workers, where, name):
-    options = {"sampler": [name], "batch_size": None, "collate_fn": kinds.as_is, "device": NAME}
-    (batch,) = RPCDataloader(kinds.Kinds(), **options, **where_of(where, workers))
-    expected = kinds.make(name)
-    if name == "tensors":
-        for sent_compact in ("column of a large one", "with a step", "part of an image"):
-            expected[sent_compact] = expected[sent_compact].clone()
-        assert expected["part of an image"].is_contiguous(memory_format=torch.channels_last)
-        assert device.holds(batch["channels last"])
-        assert device.holds(batch["requires grad"])
-        assert not device.holds(batch["parameter"])
-    assert_same(batch, expected)
 
 
 def packed(samples):
