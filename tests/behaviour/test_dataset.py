@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader, RPCDataset, set_random_seeds
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback
 from tests.conftest import wait_until
 from tests.support import datasets
@@ -21,6 +22,7 @@ from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import State, notes
 from tests.support.peers import session_of
+from tests.support.streams import Parts
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -87,6 +89,30 @@ def test_instance_crosses_the_wire_once(shared_server, second_server, tmp_path):
     assert len(set(notes(log))) == len(notes(log)) == 2
 
 
+class Shuffled(datasets.Numbers):
+    """Draws random numbers when it is made."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.order = random.sample(range(size), size)
+        self.drawn = datasets.draw()
+
+    def __getitem__(self, index):
+        return self.order[index]
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_random_constructor_gives_the_same_dataset_everywhere(two_nodes, build):
+    set_random_seeds(7, 0)
+    dataset = RPCDataset(two_nodes, Shuffled, 50, build=build)
+    found = dataset.order, dataset.drawn
+    samples = [int(sample) for sample in RPCDataloader(dataset, None, num_workers=2)]  # one on each node
+    set_random_seeds(7, 0)
+    local = Shuffled(50)
+    assert found == (local.order, local.drawn)
+    assert samples == local.order
+
+
 # A slow build
 
 
@@ -133,6 +159,19 @@ def test_errors_of_questions_come_with_the_remote_traceback(shared_server):
         assert isinstance(caught.value.__cause__, RemoteTraceback)
         assert "Traceback (most recent call last)" in str(caught.value.__cause__)
         assert socket.gethostname() in str(caught.value.__cause__)
+
+
+def test_iterable_style_dataset_can_be_iterated_over(shared_server, tmp_path):
+    log = str(tmp_path / "log")
+    dataset = RPCDataset(shared_server.address, Parts, [30], log)
+    for _ in range(2):
+        assert list(dataset) == list(range(30))
+    iterator = iter(dataset)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    del iterator
+    assert len(notes(log)) < 80  # it was not read to its end
+    with pytest.raises(TypeError, match="has no len"):
+        len(dataset)
 
 
 # Changes

@@ -46,7 +46,7 @@ TESTS = {
     "diagnosis": "unit/diagnosis simulation/test_diagnosis.py behaviour/test_diagnosis.py",
     "wire": "unit/wire unit/test_status_report.py behaviour/test_batches.py behaviour/test_exceptions.py "
     "behaviour/test_attacks.py behaviour/test_copies.py behaviour/test_shared_memory.py behaviour/test_tls.py",
-    "fetch": "unit/fetch behaviour/test_bad_samples.py behaviour/test_determinism.py behaviour/test_iterable.py",
+    "fetch": "unit/fetch behaviour/test_bad_samples.py behaviour/test_differential.py",
     "client": "unit/client behaviour/test_rpc.py behaviour/test_dataset.py behaviour/test_recovery.py",
     "server": "unit/server behaviour/test_server.py behaviour/test_launch.py behaviour/test_stacks.py",
     "loader": "unit/loader behaviour/test_loader.py behaviour/test_differential.py behaviour/test_resume.py "

@@ -28,7 +28,7 @@ PACKAGES = ["cloudpickle", "hypothesis", "numpy", "pillow", "pytest", "pytest-ti
 UNIT = ["tests/unit", "tests/simulation"]
 INTEGRATION = [
     f"tests/behaviour/test_{name}.py"
-    for name in ("rpc", "batches", "iterable", "exceptions", "resume", "main_script", "py_modules", "forward_output")
+    for name in ("rpc", "batches", "dataset", "exceptions", "resume", "main_script", "py_modules", "forward_output")
 ]
 WITHOUT_TORCH = ["-p", "tests.pythons.without_torch"]
 

@@ -51,7 +51,8 @@ class Variant:
     """A way to run a row.
 
     Attributes:
-        how: ``torch``; ``local`` for the embedded pool; ``workers`` or ``RPCDataset`` for a node server; ``inline``.
+        how: ``torch``; ``local`` for the embedded pool; ``workers``, ``RPCDataset`` or ``built in workers`` for a node
+            server; ``inline``.
     """
 
     how: str
@@ -64,6 +65,7 @@ class Variant:
 OURS = [
     Variant("local", 2),
     *(Variant(how, number) for how in ("workers", "RPCDataset") for number in (1, 2, 3)),
+    Variant("built in workers", 2),
     Variant("inline", 1),
 ]
 
@@ -134,7 +136,8 @@ class Row:
                 return RPCDataloader(self.dataset(), workers=addresses[variant.num_workers], **options)
             case "inline":
                 return RPCDataloader(self.dataset(), workers="inline", **options)
-        return RPCDataloader(RPCDataset(addresses[variant.num_workers], self.dataset), **options)
+        build = "node" if variant.how == "RPCDataset" else "worker"
+        return RPCDataloader(RPCDataset(addresses[variant.num_workers], self.dataset, build=build), **options)
 
     def run(self, variant: Variant, addresses: Mapping[int, str]) -> list[Any]:
         """What happens, warnings included."""
