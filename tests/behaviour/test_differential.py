@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from rpcdataloader import RPCDataloader
+from rpcdataloader import RPCDataloader, RPCDataset
 from tests.behaviour.differential_rows import DRAWS, ROWS, STREAMS, fail_to_begin
 from tests.conftest import close_client, descendants, wait_until
 from tests.support.comparison import assert_same
@@ -60,66 +62,42 @@ def test_random_numbers_are_the_same_whoever_loads(addresses, name):
 
 # Ctrl-C
 
-SCRIPT = """
-import os, signal, sys, threading, time
-from rpcdataloader import RPCDataloader, RPCDataset
-from tests.support.datasets import Gated
-from tests.support.zygote import fork_pools
-
-how, address, fifo, persistent = sys.argv[1:]
-dataset, options = Gated(8, 2, fifo), {"persistent_workers": persistent == "True"}
-if how == "local":
-    fork_pools()
-    loader = RPCDataloader(dataset, num_workers=2, **options)
-elif how == "workers":
-    loader = RPCDataloader(dataset, workers=address, **options)
-else:
-    loader = RPCDataloader(RPCDataset(address, Gated, 8, 2, fifo), **options)
 
 def interrupt_wait():
-    while True:
-        frame = sys._current_frames()[threading.main_thread().ident]
-        if frame.f_code.co_name in ("wait", "select"):
-            while frame:
-                if frame.f_code.co_name == "__next__":
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
-                frame = frame.f_back
-        time.sleep(0.001)
+    """As soon as the main thread waits for a batch."""
 
-def number():
-    return int(next(iterator))
+    def waits():
+        frame, names = sys._current_frames()[threading.main_thread().ident], []
+        while frame:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return names[0] in ("wait", "select") and "__next__" in names
 
-iterator = iter(loader)
-print(number(), number())
-for _ in range(2):
-    thread = threading.Thread(target=interrupt_wait)
-    thread.start()
-    try:
-        print(number())
-    except KeyboardInterrupt:
-        print("interrupted")
-    thread.join()
-open(fifo, "w").close()
-print(*map(int, iterator))
-for _ in range(2):
+    wait_until(waits)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("how", ["workers", "RPCDataset"])
+def test_interrupt_while_waiting_leaves_a_loader_that_works(addresses, fifo, how, persistent_workers):
+    dataset, workers = Gated(8, 2, fifo), addresses[2]
+    if how == "RPCDataset":
+        dataset, workers = RPCDataset(addresses[2], Gated, 8, 2, fifo), None
+    loader = RPCDataloader(dataset, workers=workers, persistent_workers=persistent_workers)
     iterator = iter(loader)
+    numbers = [int(next(iterator)) for _ in range(2)]
+    for _ in range(2):
+        thread = threading.Thread(target=interrupt_wait)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        thread.join()
     open(fifo, "w").close()
-    print(*map(int, iterator))
-"""
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_interrupt_while_waiting_leaves_a_loader_that_works(addresses, zygote, tmp_path, persistent):
-    scripts = []
-    # A pool of its own is waited for in the same way.
-    for how in ("workers", "RPCDataset", *(["local"] if persistent else [])):
-        fifo = tmp_path / how
-        os.mkfifo(fifo)
-        scripts.append(zygote.start(SCRIPT, how, addresses[2], fifo, persistent, ends_quickly=True))
-    expected = "0 1\n" + "interrupted\n" * 2 + "2 3 4 5 6 7\n" + "0 1 2 3 4 5 6 7\n" * 2
-    for ended in [script.wait(50) for script in scripts]:
-        assert (ended.status, ended.output) == (0, expected), ended.errors
+    assert numbers + [int(number) for number in iterator] == list(range(8))
+    for _ in range(2):
+        iterator = iter(loader)
+        open(fifo, "w").close()
+        assert [int(number) for number in iterator] == list(range(8))
 
 
 # Differences
@@ -152,9 +130,7 @@ def test_difference_multiprocessing_context_needs_no_number(addresses):
     assert outcome(loader) == [0, 1, "end"]
 
 
-def test_difference_which_worker_loads_a_batch(addresses, tmp_path):
-    fifo = str(tmp_path / "fifo")
-    os.mkfifo(fifo)
+def test_difference_which_worker_loads_a_batch(addresses, fifo):
     # With torch, the worker that waits for the first batch would also have the third and so on.
     iterator = iter(RPCDataloader(Gated(8, 0, fifo), workers=addresses[2], collate_fn=tell_worker, in_order=False))
     first = [next(iterator) for _ in range(6)]
