@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import re
-import signal
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteTraceback
-from tests.support.datasets import Augmented, note, notes
+from tests.support.datasets import Augmented, Deadly, note, notes
 
 BAD = (1, 6, 7, 8, 14)
 
@@ -35,15 +33,6 @@ class Bad(Augmented):
         torch.rand(index)  # what one has drawn before it fails
         if index in self.bad:
             raise ValueError(f"bad sample {index}")
-        return super().__getitem__(index)
-
-
-class Deadly(Bad):
-    """Bad samples kill their workers."""
-
-    def __getitem__(self, index):
-        if index in self.bad:
-            os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
 
@@ -259,7 +248,7 @@ def test_what_may_pass_is_tried_again_before_it_is_skipped(where, tmp_path, capl
 
 
 def test_sample_that_kills_workers_stays_an_error(server):
-    iterator = iter(make(Deadly(4), server.address))
+    iterator = iter(make(Deadly(20, {4}, "SIGKILL"), server.address))
     next(iterator)
     with pytest.raises(
         ConnectionLostError, match=r"batch 1 .*has ended 3 workers in a row: .* while it loaded sample 4"

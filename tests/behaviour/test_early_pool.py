@@ -7,8 +7,6 @@ import signal
 
 import pytest
 
-from rpcdataloader.client.node import LocalServer
-from rpcdataloader.wire.credentials import client_credentials
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, is_running, wait_until
 from tests.support.zygote import FORK_POOLS
 
@@ -239,13 +237,3 @@ os.kill(os.getpid(), 9)
     wait_until(lambda: not is_running(int(ended.output)), 30, "the end of the pool")
     wait_until(lambda: not os.listdir(tmp_path), what="its folder")
     assert trainer.errors == ""
-
-
-def test_end_of_one_embedded_server_forgets_nothing_of_another():
-    first, second = LocalServer(), LocalServer()
-    first.stop()
-    try:
-        assert client_credentials(second.address).insecure
-    finally:
-        second.stop()
-    assert not client_credentials(second.address).insecure
