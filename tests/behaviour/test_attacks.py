@@ -1,6 +1,6 @@
 """Floods, drips, guesses and nonsense: a node server survives them, serves others meanwhile, and leaves nothing behind.
 
-What somebody on the path can do is in ``test_security``.
+What somebody on the path can do is in ``test_security``, and nonsense in a handshake in ``tests/unit/wire``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 import re
 import secrets
 import select
-import socket
 import struct
 import threading
 import time
@@ -29,7 +28,6 @@ from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support.clocks import in_server
 from tests.support.peers import (
-    HEADER_SIZE,
     PREAMBLE_SIZE,
     MessageType,
     Stranger,
@@ -179,36 +177,6 @@ def test_session_ids_cannot_be_guessed(server):
     for guess in [*near, right[::-1], b"\xff" * 16, secrets.token_bytes(16)]:
         with dial(server.address, preamble(guess)) as sock:
             assert b"there is no such session on this node server" in read_to_the_end(sock)
-
-
-# --- nonsense of strangers
-
-
-@st.composite
-def first_bytes(draw):
-    """What a client with the wrong secret says, damaged; or anything at all."""
-    if draw(st.booleans()):
-        return draw(st.binary(max_size=200))
-    data = bytearray(Stranger().says())
-    for _ in range(draw(st.integers(0, 3))):
-        position = draw(st.integers(0, len(data)))
-        size = draw(st.integers(0, 40))
-        data[position : position + size] = draw(st.binary(max_size=40))
-    return bytes(data)
-
-
-@FEW
-@given(data=first_bytes())
-def test_nonsense_of_strangers_is_put_out(server, data):
-    with dial(server.address) as sock, contextlib.suppress(ConnectionError):
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-        answer = read_to_the_end(sock)
-        # Nothing but what a stranger may hear: a HELLO, or that he is refused.
-        while answer:
-            size = struct.unpack_from("<Q", answer, 16)[0]
-            assert answer[4] in (MessageType.HELLO, MessageType.REFUSED)
-            answer = answer[HEADER_SIZE + size :]
 
 
 # --- nonsense of somebody who knows the secret

@@ -53,18 +53,8 @@ def output_of(script: Script) -> str:
 
 
 def read_digits(output: str, epochs: int) -> Result:
-    *progress, digest, accuracy, where, waited, following = output.splitlines()
-    assert len(progress) == epochs, output
-    for number, line in enumerate(progress, 1):
-        match = re.fullmatch(
-            r"epoch +(\d+)  loss \d+\.\d{4}  accuracy [01]\.\d{4}  +\d+ samples/s  waiting for data +\d+%", line
-        )
-        assert match, line
-        assert int(match[1]) == number
-    assert re.fullmatch(r"digest of the training batches: [0-9a-f]{64}", digest)
-    assert re.fullmatch(r"test accuracy: [01]\.\d{4}", accuracy)
-    assert re.fullmatch(r"It was trained on (cpu|cuda) by (1 process|2 processes); .+ prepared the images\.", where)
-    assert re.fullmatch(r"Training took \d+\.\d s, of which it waited \d+\.\d s for images\.", waited)
+    *progress, digest, accuracy, _where, _waited, following = output.splitlines()
+    assert [line.split()[:2] for line in progress] == [["epoch", str(number + 1)] for number in range(epochs)], output
     assert (ROOT / following.split()[1]).exists()
     return Result(digest.split()[-1], float(accuracy.split()[-1]))
 

@@ -185,9 +185,7 @@ def test_server_drains_when_its_standard_input_falls_silent(serve, fifo):
     [
         (["--port", "70000"], "port must be 0 to 65535 or FIRST-LAST, but is '70000'"),
         (["--num-workers", "-1"], "num_workers must not be negative, but is -1"),
-        (["--grace", "nan"], "grace must be a number of seconds"),
         (["--grace", "inf"], "grace must be a number of seconds"),
-        (["--max-connections", "-1"], "max_connections must not be negative, but is -1"),
         (["--max-tasks-per-worker", "-1"], "max_tasks_per_worker must not be negative, but is -1"),
         (["--host", ""], "host is empty; write 0.0.0.0"),
         (["--host", "unix:relative"], "a Unix socket needs an absolute path"),
