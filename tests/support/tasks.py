@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -114,24 +113,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong in this process, or, if it has a ``pid``, in the worker of that process id.
-
-    Attributes:
-        kind: A method of this class.
-        orders: A FIFO that the other process reads, see :func:`obey`.
-    """
+    """Something that goes wrong in this process: a method of this class."""
 
     kind: str
-    pid: int = 0
-    orders: str = ""
 
     def happen(self) -> None:
         getattr(self, self.kind)()
-        if self.pid and self.kind != "peer_stalls":
-            # So that what follows finds it dead.
-            descriptor = os.pidfd_open(self.pid)
-            select.select([descriptor], [], [])
-            os.close(descriptor)
 
     def exception(self) -> None:
         raise ValueError("a fault")
@@ -140,28 +127,17 @@ class Fault:
         raise SystemExit(3)
 
     def exit_process(self) -> None:
-        if self.orders:
-            Path(self.orders).write_text("exit_process")
-        else:
-            os._exit(3)
+        os._exit(3)
 
     def killed(self) -> None:
-        os.kill(self.pid or os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def peer_closes(self) -> None:
-        if self.orders:
-            Path(self.orders).write_text("peer_closes")
-        else:
-            with socket.socket(fileno=os.dup(connection_descriptor())) as sock:
-                sock.shutdown(socket.SHUT_RDWR)
+        with socket.socket(fileno=os.dup(connection_descriptor())) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
 
     def peer_stalls(self) -> None:
-        os.kill(self.pid or os.getpid(), signal.SIGSTOP)
-
-
-def obey(orders: str) -> None:
-    """From now on, have the fault happen that somebody writes into the FIFO ``orders``, whatever else goes on."""
-    threading.Thread(target=lambda: Fault(Path(orders).read_text()).happen(), daemon=True).start()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Trap:
