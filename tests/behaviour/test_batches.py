@@ -54,6 +54,9 @@ def test_every_kind_arrives_as_it_was(shared_server, unix_server, monkeypatch, w
         assert expected["part of an image"].is_contiguous(memory_format=torch.channels_last)
         names = "channels last", "requires grad", "parameter"
         assert device is None or [device.holds(batch[each]) for each in names] == [True, True, False]
+    if name == "structures" and device is not None:  # the processor reads the sizes
+        assert device.holds(batch["packed"].data)
+        assert not device.holds(batch["packed"].batch_sizes)
     assert_same(batch, expected)
 
 

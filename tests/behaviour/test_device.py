@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import wait_until
 from tests.support.causes import Causes
+from tests.support.datasets import Failing
 from tests.support.devices import plug_in
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -143,35 +142,17 @@ def test_streams_and_their_state(device, workers, where):
         check(batch, list(range(4 * number, 4 * number + 4)), device)
 
 
-class Holes(Images):
-    def __getitem__(self, index):
-        if index in (1, 4, 5, 6, 7):
-            raise ValueError(f"no sample {index}")
-        return super().__getitem__(index)
-
-
 def test_an_exception_comes_in_place_of_its_batch(device, workers):
-    iterator = iter(RPCDataloader(Holes(), batch_size=4, device=NAME, workers=workers))
-    for number in range(5):
-        if number < 2:
+    dataset = Failing(8, {1: (ValueError, "no sample 1"), 7: (ValueError, "no sample 7")})
+    iterator = iter(RPCDataloader(dataset, batch_size=2, device=NAME, workers=workers))
+    for expected in (None, [2, 3], [4, 5], None):
+        if expected is None:
             with pytest.raises(ValueError, match="no sample"):
                 next(iterator)
         else:
-            check(next(iterator), list(range(4 * number, 4 * number + 4)), device)
-    with pytest.raises(StopIteration):
-        next(iterator)
-
-
-def packed(samples):
-    return {"packed": pack_sequence([torch.rand(5, 3), torch.rand(2, 3)]), "array": np.arange(3), "samples": samples}
-
-
-def test_what_the_processor_reads_stays(device, workers):
-    (batch,) = RPCDataloader([1], collate_fn=packed, device=NAME, workers=workers)
-    assert type(batch["packed"]) is PackedSequence
-    assert device.holds(batch["packed"].data)
-    assert not device.holds(batch["packed"].batch_sizes)
-    assert batch["packed"].batch_sizes.tolist() == [2, 2, 1, 1, 1]
+            assert device.holds(batch := next(iterator))
+            assert batch.tolist() == expected
+    assert next(iterator, None) is None
 
 
 class ChangesOnArrival:

@@ -122,6 +122,7 @@ def make_structures() -> dict[str, Any]:
         "types": [int, torch.float16, torch.device("cpu"), torch.Size([1, 2])],
         "empty": [[], {}, (), set()],
         "same object twice": [image, image],
+        "packed": torch.nn.utils.rnn.pack_sequence([torch.rand(5, 3), torch.rand(2, 3)]),
     }
 
 
