@@ -222,18 +222,3 @@ from rpcdataloader import RPCDataset
 print(*RPCDataset({shared_server.address!r}, Children)[0])
 """
     assert set(script(source, begin=DEAF)) == {"rpcdl-worker"}
-
-
-def test_trainer_that_is_killed_leaves_no_pool_that_still_begins(zygote, tmp_path):
-    source = f"""import os; os.environ["TMPDIR"] = {str(tmp_path)!r}
-{BEGIN}
-loader = RPCDataloader(Variables(), num_workers=1)
-print(*pools(), flush=True)
-os.kill(os.getpid(), 9)
-"""
-    trainer = zygote.start(source)
-    ended = trainer.wait(60 * TIMEOUT_SCALE)
-    assert ended.status == -signal.SIGKILL
-    wait_until(lambda: not is_running(int(ended.output)), 30, "the end of the pool")
-    wait_until(lambda: not os.listdir(tmp_path), what="its folder")
-    assert trainer.errors == ""

@@ -9,12 +9,10 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.integrations import gather_states
-from tests.support.origins import run_ranks
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -49,6 +47,8 @@ def run(monkeypatch, shared_server):
 
 
 def test_each_rank_takes_its_own_of_the_states_of_all(run):
+    """They are gathered in ``test_accelerate``."""
+    assert gather_states({"of": "this rank"}) == [{"of": "this rank"}]  # without others
     whole, _states = run(3)
     begun, states = run(3, num_batches=3)
     rest, _states = run(3, random.sample(states, 3))  # in any order
@@ -60,18 +60,3 @@ def test_streams_on_another_number_of_ranks_are_refused(run):
     for after, given in itertools.product((1, 4), (states, states[0])):
         with pytest.raises(ValueError, match=r"rank 0 of 2, and here is .*: .*go on with as many ranks as before, 2"):
             run(after, given)
-
-
-def gather(store):
-    alone = gather_states({"of": "this rank"})
-    dist.init_process_group("gloo", f"file://{store}", rank=int(os.environ["RANK"]), world_size=2)
-    found = gather_states({"of": f"rank {dist.get_rank()}"})
-    dist.barrier()
-    dist.destroy_process_group()
-    return alone, found
-
-
-def test_states_of_all_ranks_are_gathered(zygote, tmp_path):
-    for alone, found in run_ranks(zygote, gather, 2, tmp_path / "store"):
-        assert alone == [{"of": "this rank"}]
-        assert found == [{"of": "rank 0"}, {"of": "rank 1"}]

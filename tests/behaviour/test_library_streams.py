@@ -238,27 +238,6 @@ def test_rows_of_hugging_face_are_those_that_torch_gets(server):
         assert {type(number) for number in found} == {type(number) for number in expected}
 
 
-@pytest.mark.parametrize("style", ["random", "distributed"])
-def test_stateful_sampler_of_torchdata_goes_on_where_it_was(style, server):
-    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
-
-    def begin():
-        if style == "random":
-            sampler = samplers.RandomSampler(NUMBERS)
-        else:
-            sampler = samplers.StatefulDistributedSampler(NUMBERS, 2, 1)
-        return load(NUMBERS, server, sampler=sampler, collate_fn=list, generator=None)
-
-    loader = begin()
-    batches = iter(loader)
-    begun = [number for batch in itertools.islice(batches, 3) for number in batch]
-    resumed = begin()
-    resumed.load_state_dict(loader.state_dict())
-    rest = [number for batch in batches for number in batch]
-    assert [number for batch in resumed for number in batch] == rest
-    assert len(set(begun + rest)) == {"random": 40, "distributed": 20}[style]
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_script_of_the_stateful_loader_of_torchdata_runs_and_its_state_is_named(num_workers, server):

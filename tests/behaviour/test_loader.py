@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
+from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, get_sample_seed
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support import datasets
 from tests.support.comparison import assert_same
-from tests.support.datasets import Numbers, notes
+from tests.support.datasets import notes
 from tests.support.devices import plug_in_pinned
-from tests.support.differential import epochs, seed
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -95,33 +94,6 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(place):
     assert num_told == num_failed
     assert (num_failed > 0) == (place != "inline")
     assert num_drawing >= 5
-
-
-def test_without_workers_this_process_loads_as_with_torch():
-    def run(make_loader):
-        seed()
-        return list(epochs(make_loader(Numbers(), batch_size=6, shuffle=True), 2))
-
-    assert_same(run(RPCDataloader), run(DataLoader))
-    assert {int(pid) for _, pid, _ in RPCDataloader(datasets.Processes())} == {os.getpid()}
-
-
-# Workers
-
-
-@pytest.mark.parametrize("persistent_workers", [False, True])
-def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_server, fifo, persistent_workers):
-    witness = RPCDataset(shared_server.address, datasets.State)
-    assert witness.epoch == 0  # the session, and the worker that answers questions
-    before = set(shared_server.processes())
-    dataset = datasets.Gated(20, 3, fifo)
-    loader = RPCDataloader(dataset, workers=shared_server.address, persistent_workers=persistent_workers)
-    iterator = iter(loader)
-    assert int(next(iterator)) == 0
-    wait_until(lambda: len(set(shared_server.processes()) - before) == 2, what="both workers")
-    del iterator, loader
-    gc.collect()
-    wait_until(lambda: set(shared_server.processes()) <= before, what="the workers of the iterator ended")
 
 
 # Time limit
