@@ -229,16 +229,22 @@ MESSAGES = st.lists(
 )
 
 
-@pytest.mark.parametrize("where", ["control", "worker"])
-def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_served(server, where):
-    types = [MessageType.CALL] + [MessageType.BUILD] * (where == "control")
+@contextlib.contextmanager
+def channel_to(server, where):
+    """The control connection of a new session, or that of its worker; and the process of the session."""
     with contextlib.ExitStack() as stack:
-        control, welcome = open_as_client(server.address)
-        stack.callback(control.transport.close)
-        channel = control
+        channel, welcome = open_as_client(server.address)
+        stack.callback(channel.transport.close)
         if where == "worker":
             channel, _welcome = open_as_client(server.address, bytes.fromhex(welcome.session))
             stack.callback(channel.transport.close)
+        yield channel, welcome.pid
+
+
+@pytest.mark.parametrize("where", ["control", "worker"])
+def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_served(server, where):
+    types = [MessageType.CALL] + [MessageType.BUILD] * (where == "control")
+    with channel_to(server, where) as (channel, _session):
         channel.send(MessageType.RELEASE, payload=pack_handles([0, 1, 2**64 - 1]))
         channel.send(MessageType.CANCEL, 2**64 - 1)
         for number, (type, payload) in enumerate(itertools.product(types, UNREADABLE)):
@@ -255,13 +261,7 @@ def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_serv
 @given(where=st.sampled_from(["control", "worker"]), messages=MESSAGES, cut=st.booleans())
 def test_nonsense_of_a_client_harms_nobody_else(server, where, messages, cut):
     """Of any type, known or not, and of any content; broken off in the middle of a message, or not."""
-    with contextlib.ExitStack() as stack:
-        control, welcome = open_as_client(server.address)
-        stack.callback(control.transport.close)
-        channel = control
-        if where == "worker":
-            channel, _welcome = open_as_client(server.address, bytes.fromhex(welcome.session))
-            stack.callback(channel.transport.close)
+    with channel_to(server, where) as (channel, session):
         with contextlib.suppress(RPCError):
             for type, flags, request_id, payload, blocks in messages:
                 channel.send(type, request_id, payload, blocks, flags)
@@ -278,4 +278,4 @@ def test_nonsense_of_a_client_harms_nobody_else(server, where, messages, cut):
                     MessageType.EXITED,
                     MessageType.GOAWAY,
                 )
-    wait_until(lambda: welcome.pid not in server.processes(), what="the session of a client that has gone")
+    wait_until(lambda: session not in server.processes(), what="the session of a client that has gone")

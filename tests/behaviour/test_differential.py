@@ -18,8 +18,8 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from tests.behaviour.differential_rows import DRAWS, ROWS, STREAMS, fail_to_begin
 from tests.conftest import close_client, descendants, wait_until
 from tests.support.comparison import assert_same
-from tests.support.datasets import Augmented, Gated, Numbers
-from tests.support.differential import OURS, steps
+from tests.support.datasets import Augmented, Gated, Numbers, augment_batch
+from tests.support.differential import OURS, seeded, steps
 from tests.support.quick import quick_server
 from tests.support.zygote import Zygote
 
@@ -58,6 +58,18 @@ def test_random_numbers_are_the_same_whoever_loads(addresses, name):
     expected = row.run(INLINE, addresses)
     for variant in row.some_variants(list(DRAWS).index(name)):
         assert_same(row.run(variant, addresses), expected, str(variant))
+
+
+def test_no_sample_or_batch_has_numbers_of_another(addresses):
+    """Of another seed, rank, epoch or position."""
+    numbers = []
+    for number, rank in (1, 0), (1, 1), (2, 0):
+        # Passes of workers that stay have one seed.
+        options = {"persistent_workers": True, "partition": (rank, 2), "generator": seeded(number)}
+        loader = RPCDataloader(Augmented(), 3, workers=addresses[2], collate_fn=augment_batch, **options)
+        for batch in [*loader, *loader]:
+            numbers += [value for name in ("draws", "mixing", "seed") for value in batch[name].flatten().tolist()]
+    assert len(set(numbers)) == len(numbers) == 3 * 2 * (20 * 5 + 7 * 3)
 
 
 # Ctrl-C
