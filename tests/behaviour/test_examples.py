@@ -19,7 +19,6 @@ import torch
 
 from tests.conftest import TIMEOUT_SCALE
 from tests.support.quick import quick_server
-from tests.support.training import flat
 from tests.support.zygote import FORK_POOLS, Script, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -110,17 +109,35 @@ def test_imagenet_normalises_bytes():
     np.testing.assert_allclose(normalise(images).permute(0, 2, 3, 1).numpy(), expected, atol=1e-5)
 
 
-RECORDER = ROOT / "tests" / "support" / "imagenet_recorder.py"
-NUM_IMAGES, BATCH_SIZE = 24, 2
+STANDINS = ROOT / "tests" / "support" / "standins"
+
+IMAGENET = """
+import importlib.util, os, signal, sys
+os.environ.update({env})
+sys.path[:0] = {paths}
+spec = importlib.util.spec_from_file_location("imagenet", {path!r})
+imagenet = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(imagenet)
+normalise, sizes = imagenet.normalise, []
+
+def count_and_normalise(images):
+    sizes.append(len(images))
+    if len(sizes) == {stops_at}:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return normalise(images)
+
+imagenet.normalise = count_and_normalise
+imagenet.main()
+"""
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A folder of images whose blue is their number, and whose red tells where they are cropped and flipped."""
+    """A folder of images in two colours, in which it shows where they are cropped and flipped."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("images")
-    for part, number in ("train", NUM_IMAGES), ("val", 6):
+    for part, number in ("train", 24), ("val", 6):
         for k in range(number):
             path = folder / part / ("cat", "dog")[k % 2] / f"{k}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,45 +156,35 @@ class ImageNet:
     images: Path
     folder: Path
 
-    def train(self, checkpoint, num_ranks, *, record, stop=""):
-        """Train for two epochs, or on from the checkpoint, or until it stops; gives the standard output.
+    def train(self, checkpoint, num_ranks, *, stops_at=0):
+        """Train for two epochs, or on from the checkpoint, or until a batch of the last rank; gives the output.
 
         One process that stops has a pool of its own. The others use node servers. Those that stop are of srun, and
         others of torchrun.
         """
-        workers = "local:2" if stop and num_ranks == 1 else ",".join(self.servers)
-        env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": workers, "RECORD": str(self.folder / record)}
-        paths = [] if importlib.util.find_spec("torchvision") else [str(RECORDER.parent / "standins")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, str(ROOT), os.environ.get("PYTHONPATH")]))
-        if stop:
-            env["STOP"] = stop
-        options = {"epochs": 2, "batch-size": BATCH_SIZE, "image-size": 32, "warmup-epochs": 1, "amp": "off"}
+        workers = "local:2" if stops_at and num_ranks == 1 else ",".join(self.servers)
+        env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": workers}
+        paths = [str(ROOT)] if importlib.util.find_spec("torchvision") else [str(ROOT), str(STANDINS)]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")]))
+        options = {"epochs": 2, "batch-size": 2, "image-size": 32, "warmup-epochs": 1, "amp": "off"}
         words = [self.images, "--checkpoint", self.folder / checkpoint]
         words += [f"--{name}={value}" for name, value in options.items()]
-        rank_name, size_name = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS") if stop else ("RANK", "WORLD_SIZE")
+        rank_name, size_name = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS") if stops_at else ("RANK", "WORLD_SIZE")
         if num_ranks > 1:
             store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             env |= {size_name: str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        source = (
-            "import os, runpy, sys; os.environ.update({env}); sys.path[:0] = {paths};"
-            f"runpy.run_path({str(RECORDER)!r}, run_name='__main__')"
-        )
-        ranks = [
-            self.zygote.start(
-                FORK_POOLS + source.format(env={**env, rank_name: str(rank)}, paths=paths), *words, ends_quickly=True
-            )
-            for rank in range(num_ranks)
-        ]
+        ranks = []
+        for rank in range(num_ranks):
+            source = IMAGENET.format(
+                env={**env, rank_name: str(rank)}, paths=paths, path=str(EXAMPLES / "imagenet.py"),
+                stops_at=stops_at if rank == num_ranks - 1 else 0,
+            )  # fmt: skip
+            ranks.append(self.zygote.start(FORK_POOLS + source, *words, ends_quickly=True))
         for script in ranks:
             ended = script.wait(100 * TIMEOUT_SCALE)
-            assert ended.status == (os.EX_TEMPFAIL if stop else 0), ended.errors
+            assert ended.status == (os.EX_TEMPFAIL if stops_at else 0), ended.errors
         return ranks[0].output
-
-    def seen(self, record: str) -> list[list[int]]:
-        """The numbers of the images that were trained with, in this order, per rank."""
-        files = sorted(self.folder.glob(f"{record}-*"))
-        return [flat(map(json.loads, file.read_text().splitlines())) for file in files]
 
     def network(self, checkpoint: str) -> dict[str, torch.Tensor]:
         saved = torch.load(self.folder / checkpoint, weights_only=True)
@@ -185,39 +192,19 @@ class ImageNet:
         return saved["network"]
 
 
-@pytest.fixture
-def imagenet(training_zygote, servers, images, tmp_path):
-    return ImageNet(training_zygote, servers, images, tmp_path)
-
-
-EVERY_IMAGE = list(range(NUM_IMAGES))
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_imagenet_that_is_told_to_stop_shows_each_image_once(imagenet, num_ranks):
-    # A signal that finds the last rank at its third batch.
-    stop = f"{num_ranks - 1} 3"
-    assert imagenet.train("stopped.pt", num_ranks, record="first", stop=stop) == ""
-    first = imagenet.seen("first")
-    assert [len(images) for images in first] == [3 * BATCH_SIZE] * num_ranks
-    shutil.copy(imagenet.folder / "stopped.pt", imagenet.folder / "other.pt")
-
-    def go_on(checkpoint, num_ranks, record):
-        output = imagenet.train(checkpoint, num_ranks, record=record)
-        assert re.fullmatch(r"(epoch +[12]  loss \d+\.\d{4}  .*within five guesses 1\.0000\n){2}", output), output
-        rest = imagenet.seen(record)
-        num_left = (NUM_IMAGES - sum(map(len, first))) // num_ranks
-        assert sorted(flat(first) + flat(images[:num_left] for images in rest)) == EVERY_IMAGE
-        assert sorted(flat(images[num_left:] for images in rest)) == EVERY_IMAGE
-        return rest
-
-    rest = go_on("stopped.pt", num_ranks, "rest")
+def test_imagenet_that_is_told_to_stop_goes_on_as_if_nothing_had_happened(
+    training_zygote, servers, images, tmp_path, num_ranks
+):
+    imagenet = ImageNet(training_zygote, servers, images, tmp_path)
+    assert imagenet.train("stopped.pt", num_ranks, stops_at=3) == ""
+    shutil.copy(tmp_path / "stopped.pt", tmp_path / "other.pt")
+    output = imagenet.train("stopped.pt", num_ranks)
+    assert re.fullmatch(r"(epoch +[12]  loss \d+\.\d{4}  .*within five guesses 1\.0000\n){2}", output), output
     if num_ranks > 1:
-        go_on("other.pt", 1, "rest of one rank")
+        assert imagenet.train("other.pt", 1).count("\n") == 2
         return
-    # All else is as if nothing had happened, too.
-    assert imagenet.train("whole.pt", num_ranks, record="whole").count("\n") == 2
-    assert imagenet.seen("whole") == [first[0] + rest[0]]
+    assert imagenet.train("whole.pt", num_ranks).count("\n") == 2
     whole, stopped = imagenet.network("whole.pt"), imagenet.network("stopped.pt")
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
