@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 
+from rpcdataloader import RPCDataloader, RPCDataset
 from tests.support.zygote import FORK_POOLS
 
 MODULE = """
@@ -12,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-with open(Path(__file__).with_name("imports"), "a") as file:
+with open(Path(__file__).with_suffix(".imports"), "a") as file:
     file.write(f"{os.getpid()}\\n")
-if Path(__file__).with_name("picky").exists() and Path("/proc/self/comm").read_text() == "rpcdl-session\\n":
+if Path(__file__).with_suffix(".picky").exists() and Path("/proc/self/comm").read_text() == "rpcdl-session\\n":
     raise SystemExit("not here")
 
 
@@ -34,41 +38,29 @@ def start(number):
     pass
 """
 
-SCRIPT = """
-import os, sys
 
-from rpcdataloader import RPCDataloader, RPCDataset
-
-address, folder, picky = sys.argv[1:]
-for name in "of_dataset", "of_collate", "of_start":
-    sys.path.insert(0, os.path.join(folder, name))
-import numbers_of_mine, collate_of_mine, start_of_mine
-
-if picky:
-    open(os.path.join(folder, "of_collate", "picky"), "w").close()
-dataset = RPCDataset([address], numbers_of_mine.Numbers, build="worker")
-loader = RPCDataloader(
-    dataset, batch_size=2, num_workers=2, collate_fn=collate_of_mine.collate, worker_init_fn=start_of_mine.start
-)
-for _epoch in range(3):
-    assert list(loader) == [[0, 1], [2, 3]]
-    print(*(open(os.path.join(folder, name, "imports")).read().count("\\n") for name in sorted(os.listdir(folder))))
-"""
-
-
-@pytest.mark.parametrize("picky", ["", "picky"])
-def test_later_passes_import_nothing_that_the_session_can_import(zygote, shared_server, tmp_path, picky):
-    for name in "dataset", "collate", "start":
-        (tmp_path / f"of_{name}").mkdir()
-        name_in_script = "numbers" if name == "dataset" else name
-        (tmp_path / f"of_{name}" / f"{name_in_script}_of_mine.py").write_text(MODULE)
-    ended = zygote.start(SCRIPT, shared_server.address, tmp_path, picky, ends_quickly=True).wait(60)
-    assert ended.status == 0, ended.errors
-    collate, *others = zip(*(map(int, line.split()) for line in ended.output.splitlines()), strict=True)
-    for counts in others if picky else [collate, *others]:
+@pytest.mark.usefixtures("clean_client")
+@pytest.mark.parametrize("is_picky", [False, True])
+def test_later_passes_import_nothing_that_the_session_can_import(shared_server, tmp_path, monkeypatch, is_picky):
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = []
+    for role in "dataset", "start", "collate":
+        (tmp_path / f"{role}_of_mine_{is_picky}.py").write_text(MODULE)
+        modules.append(importlib.import_module(f"{role}_of_mine_{is_picky}"))
+    if is_picky:
+        (tmp_path / "collate_of_mine_True.picky").touch()
+    dataset = RPCDataset(shared_server.address, modules[0].Numbers, build="worker")
+    options = {"worker_init_fn": modules[1].start, "collate_fn": modules[2].collate}
+    loader = RPCDataloader(dataset, batch_size=2, num_workers=2, **options)
+    counts = []
+    for _epoch in range(3):
+        assert list(loader) == [[0, 1], [2, 3]]
+        counts.append([len(Path(module.__file__).with_suffix(".imports").read_text()) for module in modules])
+    assert counts[1][:2] == counts[2][:2]
+    if is_picky:
+        assert counts[1][2] < counts[2][2]  # in each worker, as it fails in the session
+    else:
         assert counts[1] == counts[2]
-    if picky:
-        assert collate[1] < collate[2]  # in each worker, as it fails in the session
 
 
 PRELOADS = """
