@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader
 
 MIB = 1 << 20
 
@@ -60,24 +60,6 @@ def test_instance_arrives_whole_and_each_worker_has_its_own(unix_server, size_by
     assert dataset.array.max() == 7
     assert descriptors_of_memory() == []
     assert traffic() - before < 110 * MIB  # written into memory, and no more
-
-
-@pytest.mark.usefixtures("clean_client")
-def test_arguments_of_a_dataset_are_copied_too(unix_server):
-    rows = np.arange(8).repeat(4 * MIB // 8).reshape(8, -1)
-    dataset = RPCDataset(unix_server.address, Rows, rows)
-    assert [float(sample) for sample in RPCDataloader(dataset, None, num_workers=2)] == list(range(8))
-
-
-class Rows(Dataset):
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index].mean()
 
 
 IN_ANOTHER_CONTAINER = """
