@@ -13,10 +13,9 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.utils.data import DataLoader
 
 from rpcdataloader import RPCDataloader, RPCDataset, set_random_seeds
-from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback
+from rpcdataloader.errors import ConnectionLostError, RemoteTraceback
 from tests.conftest import wait_until
 from tests.support import datasets
 from tests.support.clocks import shorten
@@ -233,22 +232,6 @@ def test_nodes_must_agree_on_the_length(two_nodes, tmp_path):
         RPCDataset(two_nodes, build_shorter_once, str(tmp_path / "marker"))
     for address in two_nodes:
         assert re.search(rf"(19|20) on {address}", str(caught.value))
-
-
-# In other processes
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_workers_of_torch_cannot_use_it_and_say_so(shared_server):
-    dataset = RPCDataset(shared_server.address, datasets.Numbers)
-    iterator = iter(DataLoader(dataset, sampler=[0], num_workers=1))
-    with pytest.raises(LocalProtocolError, match="dataset Numbers belongs to process"):
-        next(iterator)
-    with pytest.raises(StopIteration):
-        next(iterator)
-    del iterator
-    gc.collect()  # the traceback refers to it, and it to pipes
-    assert [int(number) for number in DataLoader(dataset)] == list(range(20))
 
 
 # Gone with the last reference
