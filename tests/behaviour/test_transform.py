@@ -30,10 +30,11 @@ LARGE = 100_000  # bytes that are not copied into a pickle
 
 
 class Stream(IterableDataset):
-    """Numbers in dicts, with a large byte string and an array."""
+    """Numbers in dicts, with a large byte string and an array. One of them may wait for a FIFO."""
 
-    def __init__(self, length=LENGTH, size=LARGE, broken=(), log=None):
-        self.length, self.size, self.broken, self.log, self.epoch = length, size, broken, log, 0
+    def __init__(self, length=LENGTH, broken=(), log=None, held=None, fifo=None):
+        self.length, self.broken, self.log, self.held, self.fifo = length, broken, log, held, fifo
+        self.epoch = 0
 
     def __len__(self):
         return self.length
@@ -64,10 +65,12 @@ class Numbers:
         number = next(self.numbers)
         if self.stream.log is not None:
             note(self.stream.log, "source", os.getpid())
+        if number == self.stream.held:
+            wait_for(self.stream.fifo)
         if number in self.stream.broken:
             raise Odd(number, "odd") if number == 20 else ValueError(f"sample {number} is broken")
         number += 1000 * self.stream.epoch
-        content = {"bytes": bytes([number % 256]) * self.stream.size, "array": np.full(20_000, number)}
+        content = {"bytes": bytes([number % 256]) * LARGE, "array": np.full(20_000, number)}
         return {"number": number, "noise": torch.rand(()), **content}
 
 
@@ -144,22 +147,8 @@ def test_generator_may_be_changed_before_a_pass(expected):
     assert as_lists(loader) == expected
 
 
-class Gated(Stream):
-    """Its first sample waits for the FIFO."""
-
-    def __init__(self, length, fifo):
-        super().__init__(length)
-        self.fifo = fifo
-
-    def __iter__(self):
-        for sample in super().__iter__():
-            if sample["number"] == 0:
-                wait_for(self.fifo)
-            yield sample
-
-
 def test_timeout_bounds_the_wait_for_the_stream(wide_servers, fifo):
-    batches = iter(make(wide_servers[0].address, Gated(LENGTH, fifo), timeout=TIMEOUT_SCALE))
+    batches = iter(make(wide_servers[0].address, Stream(held=0, fifo=fifo), timeout=TIMEOUT_SCALE))
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after \d+.* seconds"):
         next(batches)
     open(fifo, "w").close()
@@ -187,25 +176,6 @@ def test_remote_stream_and_epochs(wide_servers):
         assert first[0][0][2] != second[0][0][2]
 
 
-class LateNumbers(Numbers):
-    def __next__(self):
-        if self.stream.log is not None and len(notes(self.stream.log)) == 8:
-            note(self.stream.log, "source", os.getpid())
-            Path(self.stream.path).read_text()
-        return super().__next__()
-
-
-class Empty(Stream):
-    """All samples of its second batch are broken; before its third one, it waits for a writer."""
-
-    def __init__(self, path, log):
-        super().__init__(12, broken=range(4, 8), log=log)
-        self.path = path
-
-    def __iter__(self):
-        return LateNumbers(self, 0, 1)
-
-
 def await_third_batch(log, sample):
     """A transform: the stream has been asked for that."""
     wait_until(lambda: len(notes(log)) > 8)
@@ -214,10 +184,9 @@ def await_third_batch(log, sample):
 
 def test_batch_that_is_there_does_not_wait_for_those_after_skipped_ones(wide_servers, fifo, tmp_path):
     log = str(tmp_path / "log")
+    stream = Stream(12, broken=range(4, 8), log=log, held=8, fifo=fifo)
     options = {"num_workers": 2, "on_error": "skip", "timeout": 5 * TIMEOUT_SCALE}
-    batches = iter(
-        make(wide_servers[0].address, Empty(fifo, log), functools.partial(await_third_batch, log), **options)
-    )
+    batches = iter(make(wide_servers[0].address, stream, functools.partial(await_third_batch, log), **options))
     assert next(batches).tolist() == [0, 1, 2, 3]
     Path(fifo).write_text("")
     assert as_lists(batches) == [[8, 9, 10, 11]]
@@ -346,10 +315,8 @@ class Retried:
 
     def __call__(self, sample):
         sample["array"] += 1
-        with open(self.log, "a+") as log:
-            is_first = not log.tell()
-            log.write("called\n")
-        if is_first:
+        note(self.log, "called")
+        if len(notes(self.log)) == 1:
             raise OSError("a label cannot be read")
         return int(sample["number"]), sample["array"].max()
 
