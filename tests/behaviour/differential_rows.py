@@ -685,7 +685,7 @@ ROWS: dict[str, Row] = {
         drive=until_the_sampler_ended, torch=(0,), numbers=(1, 2), as_sets=True, sampler=Breaking(), batch_size=None
     ),
     "sampler over a dataset without a length": row(Unmeasured, sampler=Over(Unmeasured())),
-    "batches of the sampler in one list": row(batch_sampler=SameList(), prefetch_factor=4, torch=(2,)),
+    "batches of the sampler in one list": row(batch_sampler=SameList(), torch=(0,)),
     "batches of the sampler fail": row(torch=(0,), numbers=(1,), as_sets=True, batch_sampler=BrokenBatches()),
     "sampler of batches fails": row(
         drive=until_the_sampler_ended, torch=(0,), numbers=(1,), as_sets=True, sampler=Breaking(), batch_size=2
