@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, stat_of, wait_until
 from tests.support import tasks
 from tests.support.clocks import in_server
@@ -382,6 +383,23 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
         wait_until(lambda: len(re.findall(told, server.log)) >= 3)
         assert time.monotonic() - start > 0.6, "it does not spin meanwhile"
     assert call(server, os.getpid) > 0
+
+
+def use_up_descriptors():
+    """Leave a session none for another connection."""
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, descriptor))
+
+
+def test_session_without_descriptors_goes_on(serve):
+    server = serve()
+    session = session_of(server.address).wait().pid
+    with pytest.raises(OSError, match="Too many open files"):
+        RPCDataset(server.address, use_up_descriptors)
+    with pytest.raises(RPCError):
+        call(server, os.getpid)
+    assert is_running(session)
 
 
 def test_session_that_stands_still_stops_nobody_else(serve, start_client):
