@@ -14,12 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.background import Sender
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
-from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock
+from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock, heap_blocks
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
 from rpcdataloader.wire.shared import Borrower
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PageLock, PinnedAllocator
@@ -67,14 +67,12 @@ class Connection:
         name: str,
         open_channel: Callable[[], Channel],
         owner: RemoteSession | RemoteWorker,
-        allocator: Allocator,
         sender: Sender,
     ) -> None:
         self.name = name
         self.error: RPCError | None = None
         self._open_channel = open_channel
         self._owner = owner
-        self._allocator = allocator
         self._channel: Channel | None = None
         self._borrower: Borrower | None = None  # of a worker on this machine
         self._sender = sender
@@ -282,10 +280,10 @@ class Connection:
             # This frame must not keep the batch while it waits for the next one.
             del message
 
-    def _allocate(self, request_id: int, sizes: Sequence[int]) -> list[Block]:
-        request = self._pending.get(request_id)
-        allocator = self._allocator if request is None else request.allocator
-        return [allocator.allocate(size) for size in sizes]
+    def _allocate(self, request_id: int, sizes: Sequence[int]) -> list[Any]:
+        if (request := self._pending.get(request_id)) is None:
+            return heap_blocks(request_id, sizes)  # nothing was asked, which is an error
+        return [request.allocator.allocate(size) for size in sizes]
 
     def _map(self, payload: Buffer, channel: Channel) -> None:
         """Take memory that the worker wants to share; it is told when this has succeeded."""

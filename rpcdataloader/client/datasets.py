@@ -340,7 +340,7 @@ class RemoteDataset(DatasetRef):
             slow.cancel()
 
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        answer = PendingReply(get_client().allocator)
+        answer = PendingReply()
         try:
             worker.call(Call(func, args, {}), answer.complete)
         except ConnectionLostError as exc:

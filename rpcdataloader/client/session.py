@@ -78,7 +78,7 @@ class RemoteSession:
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
-        self.connection = Connection(self.name, self._open, self, settings.allocator, settings.sender)
+        self.connection = Connection(self.name, self._open, self, settings.sender)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
         # What the session was sent last of what may change, and its answer.
@@ -166,7 +166,7 @@ class RemoteSession:
         self, type: MessageType, payload: bytes, buffers: Sequence[memoryview] = (), digest_of_blocks: bytes = b""
     ) -> PendingReply:
         """Send a request to the session itself; if that has ended, its end is the answer."""
-        answer = PendingReply(self._settings.allocator)
+        answer = PendingReply()
         try:
             request = Request(answer.complete, self._settings.allocator)
             self.connection.submit(type, payload, buffers, request, digest_of_blocks)

@@ -161,10 +161,6 @@ def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: Persis
 class PendingReply(concurrent.futures.Future["Message | RPCError"]):
     """A request's answer, for a thread that waits for it."""
 
-    def __init__(self, allocator: Allocator) -> None:
-        super().__init__()
-        self._allocator = allocator
-
     def complete(self, reply: Message | RPCError) -> None:
         """Take the first reply; the ``complete`` of a ``Request``."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
@@ -174,7 +170,7 @@ class PendingReply(concurrent.futures.Future["Message | RPCError"]):
         """Wait for the result; raises the exception of a request that failed, or has no reply in time."""
         if timeout is not None and not concurrent.futures.wait([self], timeout).done:
             raise RPCTimeoutError(f"no answer within {timeout:g} s")
-        return result_of(self.result(), self._allocator)
+        return result_of(self.result())
 
     def stack(self) -> str:
         """Wait for a stack; returns the reason if none comes."""
@@ -231,7 +227,7 @@ class RemoteWorker:
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._wait = Deadline(None)  # for the present wait, to connect or for room
-        self.connection = Connection(session.name, self._open, self, settings.allocator, settings.sender)
+        self.connection = Connection(session.name, self._open, self, settings.sender)
 
     @property
     def is_usable(self) -> bool:

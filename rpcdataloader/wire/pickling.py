@@ -252,8 +252,8 @@ def _load_tensors(
     return rebuild(index, memory, in_place=pinned is not None), num_blocks
 
 
-def result_of(reply: Message | RPCError, allocator: Allocator, movable: Movable | None = None) -> Any:
-    """The result in a reply; ``movable`` as for :func:`loads`.
+def result_of(reply: Message | RPCError, allocator: Allocator | None = None, movable: Movable | None = None) -> Any:
+    """The result in a reply; other arguments as for :func:`loads`.
 
     Raises:
         Exception: The request failed, or has no reply.
