@@ -158,7 +158,8 @@ class TlsTransport(Transport):
     """
 
     def __init__(self, transport: Transport, credentials: TlsCredentials, host: str | None = None) -> None:
-        super().__init__(transport._sock, transport.name, transport._traffic)
+        super().__init__(transport._sock, transport.name)
+        self._traffic = transport._traffic
         self._files = credentials.files
         self._host = host
         self._deadline = Deadline(None)

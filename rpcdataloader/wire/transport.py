@@ -18,7 +18,7 @@ import termios
 import threading
 import time
 import weakref
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTimeoutError
@@ -70,19 +70,14 @@ class Transport:
     ``MSG_WAITALL``; :meth:`shutdown` from another thread ends a wait. :meth:`limit` is for the handshake, whose few
     bytes need a deadline and no speed.
 
-    Args:
-        traffic: Two counters, for the bytes received and sent.
-
     Attributes:
         is_local: True for a Unix socket.
         unread: Bytes read ahead and not taken yet.
     """
 
-    def __init__(
-        self, sock: socket.socket, name: str, traffic: MutableSequence[int] | memoryview | None = None
-    ) -> None:
+    def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
-        self._traffic: Any = [0, 0] if traffic is None else traffic
+        self._traffic: Any = [0, 0]  # bytes received and sent
         self._sock = sock
         self._is_tcp = sock.family != socket.AF_UNIX
         self.is_local = not self._is_tcp
