@@ -146,7 +146,6 @@ class Session:
             lambda _id, sizes: [Block(torch.empty(size, dtype=torch.uint8, device="cpu")) for size in sizes]
         )
         self._workers: dict[int, ForkedWorker] = {}
-        self._last_number = 0  # of the youngest worker
         self._has_warned = False  # of threads
         self._life = Life.SERVING
         self._loop = Loop()
@@ -228,10 +227,8 @@ class Session:
         worker = self._workers.get(request.worker)
         if worker is not None:
             worker.ask(reply)
-        elif 0 < request.worker <= self._last_number:
-            reply(f"worker {request.worker} has ended")
         else:
-            reply(f"there is no worker {request.worker}")
+            reply(f"worker {request.worker} has ended")
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
         """Send exactly one reply to a request."""
@@ -290,7 +287,6 @@ class Session:
         event, descriptors = received
         match event:
             case events.WorkerConnection():
-                self._last_number = event.worker
                 if (problem := self._fork_worker(event, descriptors)) is not None and event.row:
                     self._node.send(events.WorkerEnded(event.worker, problem))
             case events.Printed():

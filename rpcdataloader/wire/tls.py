@@ -161,7 +161,6 @@ class TlsTransport(Transport):
         super().__init__(transport._sock, transport.name)
         self._traffic = transport._traffic
         self._files = credentials.files
-        self._host = host
         self._deadline = Deadline(None)
         self._agreed = False
         self._plain: deque[bytes | bytearray | memoryview] = deque()  # to encrypt
