@@ -438,8 +438,8 @@ class NodeServer:
         if self._renewal is not None and self._renewal.reap(wait=REGISTER_TIMEOUT) is None:
             self._renewal.kill("its file server hangs")
             self._renewal.reap(wait=REGISTER_TIMEOUT)
-            self.registration.is_closed = True
-        self.registration.close()
+        else:
+            self.registration.close()
 
 
 def _named_session(start: bytes) -> str | None:

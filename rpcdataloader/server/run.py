@@ -89,13 +89,11 @@ def run_server(
     gc.freeze()
     try:
         context = ServerContext(settings, credentials, settings.workers, log, embedded, tls)
-        with contextlib.ExitStack() as stack:
-            server = NodeServer(listener, context, lifeline)
-            stack.enter_context(server.signals.heard())
+        server = NodeServer(listener, context, lifeline)
+        with server.signals.heard():
             if settings.register:
                 entry = ServerEntry(address, context.num_workers, context.node, os.getpid(), machine_id())
-                registration = Registration(settings.register_directory, entry)
-                server.registration = stack.enter_context(contextlib.closing(registration))
+                server.registration = Registration(settings.register_directory, entry)
             if credentials.insecure and tls is None and not settings.is_unix:
                 logger.warning(
                     "no secret is required: every user who reaches %s, other users of this machine included, can run "

@@ -98,14 +98,11 @@ class ServerEntry:
 
 
 class Registration:
-    """The file of a server in ``directory``, from the beginning until it is closed.
+    """The file of a server in ``directory``, from the beginning until :meth:`close`.
 
     Args:
         directory: Absolute path; created if it is missing, for its owner alone.
         entry: Content of the file; its time is replaced by that of the file system.
-
-    Attributes:
-        is_closed: True if the file is left alone from now on.
 
     Raises:
         ConnectError: The directory cannot be written.
@@ -116,7 +113,6 @@ class Registration:
         self._entry = entry
         self._path = os.path.join(directory, entry.file_name(secrets.token_hex(4)))
         self._has_failed = mmap.mmap(-1, 1)  # shared with forks, each of which may renew once
-        self.is_closed = False
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory, 0o700)
@@ -140,10 +136,7 @@ class Registration:
             self._has_failed[0] = True
 
     def close(self) -> None:
-        """Tell clients that the server is leaving; idempotent."""
-        if self.is_closed:
-            return
-        self.is_closed = True
+        """Tell clients that the server is leaving."""
         try:
             os.unlink(self._path)
         except FileNotFoundError:
