@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -133,20 +134,43 @@ class Connection:
         self.worker.cancelled.update(number for number, _payload, _complete in self.worker.queue)
 
 
-class Cluster:
-    """Time, nodes and workers of all ranks.
+class Clock:
+    """Time, and what happens in it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._ties = itertools.count()
+
+    def after(self, delay: float, call: Callable[..., None], *args: Any) -> None:
+        """Call something after a while."""
+        self.at(self.now + delay, call, *args)
+
+    def at(self, time: float, call: Callable[..., None], *args: Any) -> None:
+        """Call something at a moment, after what was to be called at the same moment before."""
+        heapq.heappush(self._heap, (time, next(self._ties), call, args))
+
+    def step(self, until: float = math.inf) -> bool:
+        """Call what comes next, unless that is later; returns whether it has."""
+        if not self._heap or self._heap[0][0] > until:
+            return False
+        self.now, _tie, call, args = heapq.heappop(self._heap)
+        call(*args)
+        return True
+
+
+class Cluster(Clock):
+    """Nodes and workers of all ranks.
 
     Args:
         scenario: What does not change.
     """
 
     def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
         self.scenario = scenario
         self.noise = scenario.noise
         self.random = random.Random(scenario.seed)
-        self.now = 0.0
-        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.ties = itertools.count()
         self.nodes: dict[str, Node] = {}
         self.alive: list[Worker] = []  # those that have come
         self.counts: Counter[str] = Counter()
@@ -163,14 +187,6 @@ class Cluster:
         node = Node(f"node{len(self.nodes)}", offered, max(1, round(offered * self.scenario.room)))
         self.nodes[node.name] = node
         return node
-
-    def at(self, delay: float, call: Callable[..., None], *args: Any) -> None:
-        """Call something after a while."""
-        heapq.heappush(self.heap, (self.now + delay, next(self.ties), call, args))
-
-    def at_time(self, time: float, call: Callable[..., None], *args: Any) -> None:
-        """Call something at a moment, after what was to be called at the same moment before."""
-        heapq.heappush(self.heap, (time, next(self.ties), call, args))
 
     def latency(self) -> float:
         """Seconds that a message takes."""
@@ -209,7 +225,7 @@ class Cluster:
         worker.wire = max(worker.wire, self.now) + 0.02 * self.random.random() ** 3
         if worker.has_come and worker.node.has_mute_sessions_at(self.now):
             worker.wire += FATE_TIMEOUT  # until its client stops waiting for the reason
-        self.at_time(worker.wire, worker.crew.lose, worker)
+        self.at(worker.wire, worker.crew.lose, worker)
 
     # Nodes
 

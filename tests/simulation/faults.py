@@ -72,10 +72,10 @@ def _retire(cluster: Cluster, worker: Worker, fault: Fault) -> None:
         return
     cluster.count("retire")
     worker.is_draining = worker.will_retire = True
-    cluster.at(cluster.latency(), worker.crew.drain, worker)
+    cluster.after(cluster.latency(), worker.crew.drain, worker)
     if not worker.is_busy:
         worker.is_busy = True
-        cluster.at(2 * cluster.latency(), _finish, cluster, worker)
+        cluster.after(2 * cluster.latency(), _finish, cluster, worker)
 
 
 def _finish(cluster: Cluster, worker: Worker) -> None:
@@ -93,7 +93,7 @@ def _lose_node(cluster: Cluster, node: Node, fault: Fault) -> None:
         cluster.count("lose node")
         cluster.lose_node(node)
         delay = fault.size**2 * (20 if fault.pick & 7 else 600)
-        cluster.at(delay, cluster.return_node, node, node.incarnation)
+        cluster.after(delay, cluster.return_node, node, node.incarnation)
 
 
 def _drain_node(cluster: Cluster, node: Node, fault: Fault) -> None:
@@ -104,17 +104,17 @@ def _drain_node(cluster: Cluster, node: Node, fault: Fault) -> None:
     for worker in [worker for worker in cluster.alive if worker.node is node]:
         if not worker.is_draining:
             worker.is_draining = True
-            cluster.at(cluster.latency(), worker.crew.drain, worker)
+            cluster.after(cluster.latency(), worker.crew.drain, worker)
             if not worker.is_busy:
                 worker.is_busy = True
-                cluster.at(cluster.random.random() * fault.size * 10, cluster.die, worker, LOST)
-    cluster.at(fault.size * 30, _end_draining, cluster, node, node.incarnation, fault)
+                cluster.after(cluster.random.random() * fault.size * 10, cluster.die, worker, LOST)
+    cluster.after(fault.size * 30, _end_draining, cluster, node, node.incarnation, fault)
 
 
 def _end_draining(cluster: Cluster, node: Node, incarnation: int, fault: Fault) -> None:
     if node.incarnation == incarnation and node.is_up:
         cluster.lose_node(node)
-        cluster.at(fault.size * 10, cluster.return_node, node, node.incarnation)
+        cluster.after(fault.size * 10, cluster.return_node, node, node.incarnation)
 
 
 def _spoil(cluster: Cluster, node: Node, fault: Fault) -> None:

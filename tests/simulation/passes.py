@@ -114,7 +114,7 @@ class SimulatedDriver(Driver):
         if not self.executor.is_beginning and cluster.random.random() < cluster.noise.thread:
             cluster.counts["thread"] += 1
             delay = cluster.random.random() ** 2 * cluster.scenario.seconds
-            cluster.at(delay, super().carry_out, todo)
+            cluster.after(delay, super().carry_out, todo)
         else:
             super().carry_out(todo)
 
@@ -228,7 +228,7 @@ class Pass:
 
     def seek(self, name: str, delay: float, feed: Callable[[Any], None]) -> None:
         assert not self.must_not_seek or name in self.homes, f"the dataset is built on {name}, which is not needed"
-        self.cluster.at(delay, self._seek, name, feed)
+        self.cluster.after(delay, self._seek, name, feed)
 
     def _seek(self, name: str, feed: Callable[[Any], None]) -> None:
         if self.is_closed:
@@ -242,9 +242,9 @@ class Pass:
                 patience = cluster.scenario.options.connect_timeout
             elif node.has_mute_sessions:
                 # It builds, for as long as that takes.
-                cluster.at(node.mute_until - cluster.now, self._seek, name, feed)
+                cluster.after(node.mute_until - cluster.now, self._seek, name, feed)
                 return
-        cluster.at(patience, self._sought, name, feed)
+        cluster.after(patience, self._sought, name, feed)
 
     def _sought(self, name: str, feed: Callable[[Any], None]) -> None:
         if self.is_closed:
@@ -282,8 +282,8 @@ class Pass:
         worker = Worker(self, session, owner, keep_waiting)
         if self.judge.members[owner.number].closed:
             # By a thread that this one has overtaken.
-            cluster.at(cluster.scenario.seconds, self.check_closed, worker)
-        cluster.at(cluster.latency(), self.connect, worker, cluster.now + cluster.scenario.options.connect_timeout)
+            cluster.after(cluster.scenario.seconds, self.check_closed, worker)
+        cluster.after(cluster.latency(), self.connect, worker, cluster.now + cluster.scenario.options.connect_timeout)
         return worker
 
     def check_closed(self, worker: Worker) -> None:
@@ -291,7 +291,7 @@ class Pass:
 
     def at_end(self, action: End) -> None:
         latest = END_LIMIT + self.cluster.scenario.seconds + 0.1
-        self.cluster.at(latest, self.must_end, action.worker, action.number, self.driver.begun)
+        self.cluster.after(latest, self.must_end, action.worker, action.number, self.driver.begun)
 
     def must_begin(self, epoch: Any) -> None:
         assert epoch is self.driver.begun, "a worker is told of an epoch that is over"
@@ -306,7 +306,7 @@ class Pass:
         for worker, _task in late:
             is_mute = worker.node.has_mute_sessions_at(self.cluster.now)
             delay = END_LIMIT if is_mute else self.cluster.latency()
-            self.cluster.at(delay, self.cluster.die, worker, LATE)
+            self.cluster.after(delay, self.cluster.die, worker, LATE)
 
     def close(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -351,15 +351,15 @@ class Pass:
         elif node.mute_until > now:
             if node.is_building:
                 cluster.count("mute node")
-                cluster.at_time(node.mute_until, self.connect, worker, math.inf)
+                cluster.at(node.mute_until, self.connect, worker, math.inf)
             elif now < deadline:
                 cluster.count("mute node")
-                cluster.at_time(min(deadline, node.mute_until), self.connect, worker, deadline)
+                cluster.at(min(deadline, node.mute_until), self.connect, worker, deadline)
             else:
                 cluster.die(worker, REFUSED)
         elif node.has("full node", now) or node.used >= node.room:
             if now < deadline and worker.keep_waiting():
-                cluster.at(1.0, self.connect, worker, deadline)
+                cluster.after(1.0, self.connect, worker, deadline)
             else:
                 cluster.count("refusal")
                 worker.was_refused = True
@@ -370,10 +370,10 @@ class Pass:
         else:
             cluster.come(worker)
             if node.has("flapping node", now):
-                cluster.at(self.rank.seconds() * cluster.random.random(), self.flap, worker)
+                cluster.after(self.rank.seconds() * cluster.random.random(), self.flap, worker)
             is_cold = cluster.random.random() < cluster.scenario.cold_starts
             opening = cluster.random.random() * (10.0 if is_cold else 0.1) * cluster.scenario.seconds
-            cluster.at(opening, self.begin_work, worker)
+            cluster.after(opening, self.begin_work, worker)
             worker.owner.worker_ready(worker)
 
     def flap(self, worker: Worker) -> None:
@@ -390,7 +390,7 @@ class Pass:
         if not worker.is_alive:
             return
         if (until := worker.hung_until) > self.cluster.now:
-            self.cluster.at(until - self.cluster.now, self.started, worker, complete)
+            self.cluster.after(until - self.cluster.now, self.started, worker, complete)
             return
         worker.is_busy = False
         if worker.node.has("raising node", self.cluster.now) and self.cluster.random.random() < 0.7:
@@ -415,12 +415,12 @@ class Pass:
             worker.position = payload.position
             is_first = payload.place >= 0
             worker.place = payload.place if is_first else worker.place
-            cluster.at(0.0 if is_first else cluster.latency(), self.started, worker, complete)
+            cluster.after(0.0 if is_first else cluster.latency(), self.started, worker, complete)
             return
         (batch,) = payload
         if request_id in worker.cancelled:
             worker.cancelled.discard(request_id)
-            cluster.at(0.0, self.done, worker, complete, Reply(CANCELLED, batch, 0.0))
+            cluster.after(0.0, self.done, worker, complete, Reply(CANCELLED, batch, 0.0))
             return
         kind = FAILED if worker.has_failed else BATCH
         result: Any = batch
@@ -437,11 +437,11 @@ class Pass:
             seconds *= 2.0 + 20.0 * cluster.random.random()
         worker.at = batch, int(cluster.random.random() * NUM_PLACES)
         if kind == BATCH and result in cluster.deadly:
-            cluster.at(cluster.deadly[result] * seconds, self.kill, worker, "deadly batch")
+            cluster.after(cluster.deadly[result] * seconds, self.kill, worker, "deadly batch")
             return
         if kind == BATCH and result in cluster.bad:
             kind = EXCEPTION
-        cluster.at(seconds, self.done, worker, complete, Reply(kind, result, seconds))
+        cluster.after(seconds, self.done, worker, complete, Reply(kind, result, seconds))
 
     def kill(self, worker: Worker, kind: str) -> None:
         if worker.is_alive:
@@ -454,19 +454,19 @@ class Pass:
             return
         cluster = self.cluster
         if (until := worker.hung_until) > cluster.now:
-            cluster.at(until - cluster.now, self.done, worker, complete, reply)
+            cluster.after(until - cluster.now, self.done, worker, complete, reply)
             return
         worker.is_busy = False
         if worker.is_draining and not worker.will_retire:
             worker.is_busy = True  # it takes no more
-            cluster.at(cluster.latency(), cluster.die, worker, LOST)
+            cluster.after(cluster.latency(), cluster.die, worker, LOST)
         else:
             self.work(worker)
         if worker.dies_answering:
             cluster.counts["kill while answering"] += 1
             if cluster.random.random() < 0.5:  # the answer is on its way
                 worker.wire = max(worker.wire, cluster.now + cluster.random.random() * cluster.scenario.seconds)
-                cluster.at_time(worker.wire, complete, reply)
+                cluster.at(worker.wire, complete, reply)
             cluster.die(worker, DIED)
             return
         num_again = 0
@@ -477,14 +477,14 @@ class Pass:
                 cluster.counts["error"] += 1
             if random() < noise.again:
                 delay = random() * 3 * cluster.scenario.seconds
-                cluster.at(delay, self.answer_again, worker, complete, reply)
+                cluster.after(delay, self.answer_again, worker, complete, reply)
             if random() < noise.late:
                 worker.wire = max(worker.wire, cluster.now + random() * 4 * cluster.scenario.seconds)
                 cluster.counts["late"] += 1
             while random() < noise.twice:
                 num_again += 1
         if worker.wire > cluster.now:
-            cluster.at_time(worker.wire, self.answers, worker, complete, reply, num_again)
+            cluster.at(worker.wire, self.answers, worker, complete, reply, num_again)
         else:
             self.answers(worker, complete, reply, num_again)
 

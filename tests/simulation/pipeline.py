@@ -8,7 +8,7 @@ diagnosis can be right or wrong.
 from __future__ import annotations
 
 import contextlib
-import heapq
+import functools
 import itertools
 import math
 import random
@@ -21,60 +21,37 @@ from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.table import Table
 from rpcdataloader.wire.messages import Stages
+from tests.simulation.cluster import Clock
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a pass is made of. Times are seconds per batch, and vary by a factor that is lognormal.
+    """What a pass is made of. Times are seconds per batch, and vary by a factor that is lognormal."""
 
-    Attributes:
-        nodes: Workers on each.
-        cores: CPUs of each node.
-        cpu: CPU time in the dataset.
-        stall: Time in the dataset without a CPU.
-        collate: CPU time in the collate function.
-        spread: Standard deviation of the logarithm of all of these.
-        slowness: Factor of the first node's times.
-        stop_every: Seconds between two stops of a worker, of each in turn; infinite for none.
-        stop_seconds: Length of a stop.
-        latency: Round trip.
-        link_rate: Bytes per second into the trainer.
-        size_bytes: Bytes of a batch.
-        receive_cpu: Time to copy a batch out of the kernel.
-        decode_cpu: Time in Python for a reply.
-        holds_lock: The consumer holds the interpreter lock while it computes.
-        draw: Time in the sampler.
-        own: Time of the loader in the consumer's thread.
-        copy: Time on the way to the device.
-        consumer: Time that the consumer takes.
-        startup: Seconds until workers are there.
-        streams: Batches of each stream, after which it ends; empty for streams without end.
-    """
-
-    nodes: tuple[int, ...] = (4,)
-    cores: int = 64
-    cpu: float = 0.02
-    stall: float = 0.0
-    collate: float = 0.001
-    spread: float = 0.2
-    slowness: float = 1.0
-    stop_every: float = math.inf
-    stop_seconds: float = 0.0
-    latency: float = 0.0004
-    link_rate: float = math.inf
-    size_bytes: int = 600_000
-    receive_cpu: float = 0.0002
-    decode_cpu: float = 0.0001
-    holds_lock: bool = False
-    draw: float = 0.00001
-    own: float = 0.00002
-    copy: float = 0.0
-    consumer: float = 0.01
-    startup: float = 0.05
+    nodes: tuple[int, ...] = (4,)  # workers on each
+    cores: int = 64  # CPUs of each node
+    cpu: float = 0.02  # CPU time in the dataset
+    stall: float = 0.0  # time in the dataset without a CPU
+    collate: float = 0.001  # CPU time in the collate function
+    spread: float = 0.2  # standard deviation of the logarithm of all of these
+    slowness: float = 1.0  # factor of the first node's times
+    stop_every: float = math.inf  # seconds between two stops of a worker, of each in turn
+    stop_seconds: float = 0.0  # length of a stop
+    latency: float = 0.0004  # round trip
+    link_rate: float = math.inf  # bytes per second into the trainer
+    size_bytes: int = 600_000  # of a batch
+    receive_cpu: float = 0.0002  # time to copy a batch out of the kernel
+    decode_cpu: float = 0.0001  # time in Python for a reply
+    holds_lock: bool = False  # the consumer holds the interpreter lock while it computes
+    draw: float = 0.00001  # time in the sampler
+    own: float = 0.00002  # time of the loader in the consumer's thread
+    copy: float = 0.0  # time on the way to the device
+    consumer: float = 0.01  # time that the consumer takes
+    startup: float = 0.05  # seconds until workers are there
     prefetch_factor: int = 2
     max_in_flight_bytes: int = 2**30
     is_iterable: bool = False
-    streams: tuple[int, ...] = ()
+    streams: tuple[int, ...] = ()  # batches of each stream, after which it ends; empty for streams without end
     num_batches: int = 400
 
 
@@ -132,8 +109,8 @@ class Worker:
     node: str
     cpu: Shared
     slowness: float
-    inbox: deque[tuple[Any, int]] = field(default_factory=deque)
-    outbox: deque[Any] = field(default_factory=deque)
+    inbox: deque[int] = field(default_factory=deque)
+    outbox: deque[tuple[int, Stages]] = field(default_factory=deque)
     is_busy: bool = False
     is_sending: bool = False
     idle_since: float = 0.0
@@ -142,15 +119,13 @@ class Worker:
     num_left: float = math.inf  # batches of its stream
 
 
-class Pipeline:
-    """One pass, or several with the same workers."""
+class Pipeline(Clock):
+    """One pass."""
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
+        super().__init__()
         self.scenario = scenario
         self.random = random.Random(seed)
-        self.now = 0.0
-        self._events: list[Any] = []
-        self._ties = itertools.count()
         self._link = Shared(self, scenario.link_rate)
         self._lock = Shared(self, 1.0, 1.0)
         self.workers: list[Worker] = []
@@ -161,23 +136,6 @@ class Pipeline:
                 self.workers.append(Worker(len(self.workers), f"node{node}", cpu, slowness))
         for worker, num_left in zip(self.workers, scenario.streams, strict=False):
             worker.num_left = num_left
-        self.recorder = Recorder(contextlib.nullcontext(), 0.0)
-        self.recorder.setup = self.setup()
-        if scenario.stop_every < math.inf:
-            self.after(scenario.stop_every, self._stop, 0)
-        self.begin()
-
-    def setup(self) -> Setup:
-        scenario = self.scenario
-        window = len(self.workers) * scenario.prefetch_factor
-        nodes = {worker.number: worker.node for worker in self.workers}
-        return Setup(nodes, window, scenario.prefetch_factor, scenario.max_in_flight_bytes)
-
-    def after(self, seconds: float, call: Callable, *args) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._ties), call, args))
-
-    def begin(self) -> None:
-        scenario = self.scenario
         options = PlanOptions(
             num_workers=len(self.workers),
             is_iterable=scenario.is_iterable,
@@ -185,23 +143,32 @@ class Pipeline:
             max_in_flight_bytes=scenario.max_in_flight_bytes,
         )
         self._table: Any = Table(options)
+        self.recorder = Recorder(contextlib.nullcontext(), 0.0)
+        self.recorder.setup = self.setup()
         self._probes: dict[int, Probe | None] = {}
-        self._sent_at: dict[tuple[int, int], tuple[float, float]] = {}
+        self._sent_at: dict[tuple[int, int], float] = {}
         self._held: dict[int, tuple[float, Worker]] = {}  # answered and not delivered, in the order of the answers
         self._ahead: int | None = None  # the batch on its way to the device
         self._ahead_done = False
-        self._asked: float | None = None
+        self._taken: tuple[int, float, float, Worker] | None = None
+        self._asked = 0.0
         self._blocked_at: float | None = None
         self._num_drawn = self.num_delivered = 0
-        self._since = self.now
+        if scenario.stop_every < math.inf:
+            self.after(scenario.stop_every, self._stop, 0)
         self.after(scenario.startup, self._join)
         self._ask()
+
+    def setup(self) -> Setup:
+        scenario = self.scenario
+        window = len(self.workers) * scenario.prefetch_factor
+        nodes = {worker.number: worker.node for worker in self.workers}
+        return Setup(nodes, window, scenario.prefetch_factor, scenario.max_in_flight_bytes)
 
     def run(self) -> Pipeline:
         """To the end of the pass."""
         while self.num_delivered < self.scenario.num_batches:
-            self.now, _tie, call, args = heapq.heappop(self._events)
-            call(*args)
+            self.step()
         return self
 
     def vary(self, seconds: float) -> float:
@@ -224,8 +191,6 @@ class Pipeline:
             self._take()
         else:
             self.after(self.scenario.own, self._return)
-
-    _taken: tuple[int, float, float, Worker] | None = None
 
     def _drawn(self, seconds: float) -> None:
         if self._table.wants_input:  # unless a stream has ended
@@ -272,7 +237,6 @@ class Pipeline:
 
     def _return(self) -> None:
         assert self._taken is not None
-        assert self._asked is not None
         (number, blocked, ready, worker), self._taken = self._taken, None
         waited = self.now - self._asked
         if (probe := self._probes.pop(number)) is not None:
@@ -300,28 +264,28 @@ class Pipeline:
 
     def _pump(self) -> None:
         for number, task, _payload in self._table.assign(self.now):
-            self._sent_at[number, task] = self.now, self.now
-            self.after(self.scenario.latency / 2, self._request, self._table, self.workers[number], task)
+            self._sent_at[number, task] = self.now
+            self.after(self.scenario.latency / 2, self._request, self.workers[number], task)
         if (due := self._table.due(self.now)) < math.inf:
-            self.after(max(0.0, due - self.now), self._due, self._table)
+            self.after(max(0.0, due - self.now), self._due)
 
-    def _due(self, table: Any) -> None:
-        if table is self._table and table.due(self.now) <= self.now:
+    def _due(self) -> None:
+        if self._table.due(self.now) <= self.now:
             self._pump()
 
     # A worker
 
-    def _request(self, table: Any, worker: Worker, task: int) -> None:
-        worker.inbox.append((table, task))
+    def _request(self, worker: Worker, task: int) -> None:
+        worker.inbox.append(task)
         if not worker.is_busy:
             self._begin_task(worker, self.now - worker.idle_since)
 
     def _begin_task(self, worker: Worker, idle: float) -> None:
         worker.is_busy = True
-        table, task = worker.inbox.popleft()
+        task = worker.inbox.popleft()
         if not worker.num_left:
             worker.is_busy = False
-            self.after(self.scenario.latency / 2, self._end_stream, table, worker, task)
+            self.after(self.scenario.latency / 2, self._end_stream, worker, task)
             return
         worker.num_left -= 1
         scenario, slowness = self.scenario, worker.slowness
@@ -346,7 +310,7 @@ class Pipeline:
             total = self.now - began
             times["collate"] = total - times["fetch"]
             times["runqueue"] = max(0.0, total - stall - fetch - collate - stopped)
-            worker.outbox.append((table, task, Stages(**times)))
+            worker.outbox.append((task, Stages(**times)))
             self._send(worker)
             worker.is_busy = False
             worker.idle_since = self.now
@@ -364,13 +328,13 @@ class Pipeline:
         if worker.is_sending or not worker.outbox:
             return
         worker.is_sending = True
-        table, task, stages = worker.outbox.popleft()
+        task, stages = worker.outbox.popleft()
         began = self.now
 
         def sent() -> None:
             worker.is_sending = False
             arrived = began + self.scenario.latency / 2 + 1e-6
-            self.after(self.scenario.latency / 2 + 1e-6, self._arrive, table, worker, task, stages, arrived)
+            self.after(self.scenario.latency / 2 + 1e-6, self._arrive, worker, task, stages, arrived)
             self._send(worker)
 
         if self.scenario.link_rate < math.inf:
@@ -380,45 +344,38 @@ class Pipeline:
 
     # Back in the trainer
 
-    def _end_stream(self, table: Any, worker: Worker, task: int) -> None:
+    def _end_stream(self, worker: Worker, task: int) -> None:
         # Later requests, on their way or in the inbox, are answered in the same way, and ignored.
-        if table.ended(worker.number, task, self.now):
-            self._pump()
-            if self._blocked_at is not None:
-                self._draw()
+        self._table.ended(worker.number, task, self.now)
 
-    def _arrive(self, table: Any, worker: Worker, task: int, stages: Stages, arrived: float) -> None:
+    def _arrive(self, worker: Worker, task: int, stages: Stages, arrived: float) -> None:
         scenario = self.scenario
+        received, cpu = self.now, scenario.decode_cpu
         if scenario.holds_lock:
-            cpu = scenario.receive_cpu + scenario.decode_cpu
-            received = self.now
-            self._lock.run(cpu, lambda: self._answer(table, worker, task, stages, arrived, received))
+            cpu += scenario.receive_cpu
         else:
             arrived = max(arrived, worker.received_until)  # a receiver reads one reply after the other
-            received = worker.received_until = max(self.now, worker.received_until) + scenario.receive_cpu
-            decode = lambda: self._lock.run(  # noqa: E731
-                scenario.decode_cpu, lambda: self._answer(table, worker, task, stages, arrived, received)
-            )
-            self.after(received - self.now, decode)
+            received = worker.received_until = max(received, worker.received_until) + scenario.receive_cpu
+        answer = functools.partial(self._answer, worker, task, stages, cpu, arrived, received)
+        self.after(received - self.now, self._lock.run, cpu, answer)
 
-    def _answer(self, table: Any, worker: Worker, task: int, stages: Stages, arrived: float, received: float) -> None:
-        if table is not self._table:
-            return
+    def _answer(
+        self, worker: Worker, task: int, stages: Stages, decode: float, arrived: float, received: float
+    ) -> None:
         scenario, now = self.scenario, self.now
         seconds = stages.fetch + stages.collate
         self.recorder.tasks[worker.number].append(seconds)
         self.recorder.received(arrived, received)
-        counts = table.replied(worker.number, task, size_bytes=scenario.size_bytes, task_seconds=seconds, now=now)
+        counts = self._table.replied(worker.number, task, size_bytes=scenario.size_bytes, task_seconds=seconds, now=now)
+        sent_at = self._sent_at.pop((worker.number, task))
         if counts:
             self._held[task] = now, worker
             if (probe := self._probes[task]) is not None:
-                probe.assigned, probe.sent = self._sent_at[worker.number, task]
+                probe.assigned = probe.sent = sent_at
                 probe.arrived, probe.received, probe.answered = arrived, received, now
                 probe.receive_cpu, probe.decode_cpu = scenario.receive_cpu, scenario.decode_cpu
-                decode = scenario.decode_cpu + (scenario.receive_cpu if scenario.holds_lock else 0.0)
                 probe.lock = max(0.0, now - received - decode)
                 probe.stages = stages
-        self._sent_at.pop((worker.number, task), None)
         self._pump()
         if self._blocked_at is not None:
             self._take()

@@ -107,7 +107,7 @@ class Rank:
         """Call something after a while, unless something else comes first."""
         self.generation += 1
         self.is_waiting = False
-        self.cluster.at(delay, self._call, self.generation, call)
+        self.cluster.after(delay, self._call, self.generation, call)
 
     def _call(self, generation: int, call: object) -> None:
         if generation == self.generation:
@@ -189,7 +189,7 @@ class Rank:
         self.is_waiting = True
         self.num_sleeps += 1
         if until < math.inf:
-            self.cluster.at_time(until, self._slept, self.num_sleeps)
+            self.cluster.at(until, self._slept, self.num_sleeps)
 
     def _slept(self, number: int) -> None:
         if number == self.num_sleeps:

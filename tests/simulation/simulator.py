@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import heapq
 import time
 import traceback
 from collections import Counter
@@ -49,20 +48,15 @@ def _run(cluster: Cluster, faults: Iterable[Fault]) -> None:
     cluster.ranks = [Rank(cluster, number, cluster.scenario.num_ranks) for number in range(cluster.scenario.num_ranks)]
     for rank in cluster.ranks:
         rank.begin()
-    heap = cluster.heap
-    pop = heapq.heappop
     for fault in faults:
-        while heap and heap[0][0] <= fault.time:
-            cluster.now, _tie, call, args = pop(heap)
-            call(*args)
+        while cluster.step(fault.time):
+            pass
         cluster.now = fault.time
         inject(cluster, fault)
     heal(cluster)
     cluster.has_ended = True
     deadline = cluster.now + _longest(cluster)
-    while heap and not all(rank.is_done for rank in cluster.ranks):
-        cluster.now, _tie, call, args = pop(heap)
-        call(*args)
+    while not all(rank.is_done for rank in cluster.ranks) and cluster.step():
         assert cluster.now <= deadline, f"a pass does not end: {_describe(cluster)}"
     assert all(rank.is_done for rank in cluster.ranks), f"nothing happens any more: {_describe(cluster)}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import heapq
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -55,8 +54,7 @@ class Elastic(Pipeline):
         for number, consumer in enumerate(self._consumers):
             self.after(number * LENGTH, self._change, consumer)
         while self.now < len(self._consumers) * LENGTH:
-            self.now, _tie, call, args = heapq.heappop(self._events)
-            call(*args)
+            self.step()
         return self
 
     def _change(self, consumer: float) -> None:
@@ -112,8 +110,8 @@ class Elastic(Pipeline):
             del self.present[worker.number]
             self.held.append((self.now, len(self.present)))
 
-    def _answer(self, table: Any, worker: Worker, *args: Any) -> None:
-        super()._answer(table, worker, *args)
+    def _answer(self, worker: Worker, *args: Any) -> None:
+        super()._answer(worker, *args)
         if worker.number in self.leaving:
             self._leave(worker)
 
