@@ -1,16 +1,15 @@
 """What must hold after every event of a pass: a model of its own, which never asks the engine what is right.
 
 The judge is told each event before the engine is, and predicts what the engine has to answer. It then looks at each
-action, and at last whether anything was forgotten. It keeps plain sets and counters, so that most events cost the same
-however large the pass is.
+action, and at last whether anything was forgotten.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.plan.actions import (
@@ -36,38 +35,41 @@ _TINY = 1e-9
 _SHORTEST = 1e-6  # shorter times of tasks count as this
 
 
+@dataclass(slots=True)
 class Task:
     """A task that is not delivered."""
 
-    __slots__ = ("deaths", "holders", "is_answered", "is_condemned", "payload", "size", "stream")
+    payload: Any
+    stream: int | None
+    holders: list[int] = field(default_factory=list)  # workers with a copy
+    is_answered: bool = False
+    is_condemned: bool = False
+    size: int = 0
+    deaths: int = 0
 
-    def __init__(self, payload: Any, stream: int | None) -> None:
-        self.payload = payload
-        self.stream = stream
-        self.holders: list[int] = []  # workers with a copy
-        self.is_answered = self.is_condemned = False
-        self.size = self.deaths = 0
+    @property
+    def waits(self) -> bool:
+        return not (self.holders or self.is_answered)
 
 
+@dataclass(slots=True)
 class Member:
     """A worker that the engine has asked for, and that is not lost."""
 
-    __slots__ = (
-        "at_work", "closed", "draining", "ended", "in_flight", "incarnation", "is_late", "is_over", "joined", "late_at",
-        "node", "place", "sent_away", "since",
-    )  # fmt: skip
-
-    def __init__(self, place: int, node: str, incarnation: Hashable, late_at: float, is_late: bool) -> None:
-        self.place = place
-        self.late_at = late_at  # when others are asked as well, unless it has come
-        self.is_late = is_late
-        self.node = node
-        self.incarnation = incarnation
-        self.joined = self.at_work = self.draining = self.sent_away = self.closed = False
-        self.is_over = False  # True if it drains since an earlier epoch, and has no part in this one
-        self.in_flight: dict[int, None] = {}  # tasks in the order in which they were sent
-        self.since = 0.0  # when the first of them began
-        self.ended: int | None = None  # the task for which its end was asked for
+    place: int
+    node: str
+    incarnation: Hashable
+    late_at: float  # when others are asked as well, unless it has come
+    is_late: bool
+    joined: bool = False
+    at_work: bool = False
+    draining: bool = False
+    sent_away: bool = False
+    closed: bool = False
+    is_over: bool = False  # True if it drains since an earlier epoch, and has no part in this one
+    in_flight: dict[int, None] = field(default_factory=dict)  # tasks in the order in which they were sent
+    since: float = 0.0  # when the first of them began
+    ended: int | None = None  # the task for which its end was asked for
 
     @property
     def is_usable(self) -> bool:
@@ -128,14 +130,8 @@ class Judge:
         self.num_added = 0
         self.answered_order: deque[int] = deque()
         self.has_input_ended = False
-        self.waiting: list[int] = []  # heap, with some that wait no more
-        self.is_waiting: set[int] = set()
-        self.num_copies = 0
-        self.num_backups = 0
         self.answered_bytes = 0
         self.window = self.wanted_window = max(1, self.num_wanted) * options.prefetch_factor
-        self.roomy: set[int] = set()
-        self.idle: set[int] = set()
         self.num_seen = self.num_measured = 0
         self.max_seen = self.max_seconds = 0.0
         self.to_cancel: set[tuple[int, int]] = set()  # copies that nobody waits for any more
@@ -166,7 +162,6 @@ class Judge:
             self.num_of_stream[stream] += 1
         self.num_added += 1
         self.tasks[number] = Task(payload, stream)
-        self._wait(number)
         return stream
 
     def deliverable(self) -> int | None:
@@ -231,7 +226,8 @@ class Judge:
         if task is None or task.is_answered:
             return False
         self.to_cancel.update((other, number) for other in task.holders)
-        self._take(number, task, size)
+        self.estimate = max(float(size), self.estimate + (size - self.estimate) / 16)
+        self._note_answer(number, task, size)
         return True
 
     def stream_ended(self, worker: int, number: int, now: float) -> None:
@@ -265,7 +261,6 @@ class Judge:
             ):
                 other.sent_away = True
                 other.draining = other.draining or other.joined
-                self._rank_all()
         self._join(number, member)
         self.is_changed = True
 
@@ -273,7 +268,6 @@ class Judge:
         if self.is_iterable:
             assert member.place not in self.owners, f"two workers take stream {member.place}"
             self.owners[member.place] = number
-        self._rank(number, member)
 
     def worker_at_work(self, number: int) -> None:
         member = self.members[number]
@@ -291,7 +285,6 @@ class Judge:
         if member.sent_away:
             return False
         member.sent_away = True
-        self._rank(number, member)
         self.is_changed = True
         self.has_raised = self.has_raised or not self.has_begun
         if self.has_begun:
@@ -302,9 +295,7 @@ class Judge:
 
     def worker_draining(self, number: int) -> None:
         member = self.members[number]
-        if member.joined:
-            member.draining = True
-            self._rank(number, member)
+        member.draining = member.draining or member.joined
 
     def open_failed(self, number: int, error: BaseException) -> None:
         member = self.members.pop(number)
@@ -314,8 +305,6 @@ class Judge:
     def worker_lost(self, number: int, loss: Loss) -> None:
         node_is_up, came, was_refused = loss.node_is_up, loss.came, loss.was_refused
         member = self.members.pop(number)
-        self.roomy.discard(number)
-        self.idle.discard(number)
         place = self.places[member.place]
         died = node_is_up and came and not member.draining
         was_in_table = member.joined and (not self.is_iterable or self.owners.get(member.place) == number)
@@ -355,16 +344,8 @@ class Judge:
     def _leave(self, number: int, member: Member) -> None:
         if self.is_iterable:
             del self.owners[member.place]
-        for lost in member.in_flight:
-            self.num_copies -= 1
-            task = self.tasks.get(lost)
-            if task is None:
-                continue
-            if len(task.holders) > 1:
-                self.num_backups -= 1
-            task.holders.remove(number)
-            if not task.is_answered and not task.holders:
-                self._wait(lost)
+        for lost in self.tasks.keys() & member.in_flight:
+            self.tasks[lost].holders.remove(number)
         member.in_flight.clear()
 
     def _blame(self, number: int) -> None:
@@ -372,7 +353,6 @@ class Judge:
         task.deaths += 1
         if task.deaths < self.options.max_retries or task.holders:
             return
-        self.is_waiting.discard(number)
         task.is_condemned = True
         if task.stream is not None:
             self._drop_from(task.stream, number + 1)
@@ -467,7 +447,6 @@ class Judge:
                     self._leave(number, member)
                     member.joined = False
                 member.draining = member.draining or member.joined
-        self._rank_all()
         self._resize()
         self.is_changed = True
 
@@ -491,7 +470,6 @@ class Judge:
             if not (self.places[member.place].closed or member.place in used or member.sent_away):
                 member.sent_away = True
                 member.draining = member.draining or member.joined
-                self._rank_all()
 
     def _resize(self) -> None:
         self.num_wanted = len(self._used())
@@ -506,7 +484,7 @@ class Judge:
         if self.is_changed and self.most is not None:
             self._send_superfluous_away()
         for action in actions:
-            _SEEN[type(action)](self, action, now)
+            getattr(self, f"_see_{type(action).__name__.lower()}")(action, now)
         assert not self.to_cancel, f"copies that nobody waits for are not cancelled: {self.to_cancel}"
         self._check_sending(now)
         if self.is_changed:
@@ -516,7 +494,7 @@ class Judge:
             self._check_sent_away()
             self._check_stuck(now)
 
-    def _see_report(self, action: ReportWait, now: float) -> None:
+    def _see_reportwait(self, action: ReportWait, now: float) -> None:
         """The consumer is told what it has waited for, and that is the oldest task which is not answered."""
         number, task = next((number, task) for number, task in self.tasks.items() if not task.is_answered)
         assert self.waiting_since is not None, f"{action}: nobody waits"
@@ -556,14 +534,11 @@ class Judge:
             member.since = now
         member.in_flight[number] = None
         task.holders.append(worker)
-        self.num_copies += 1
-        self._rank(worker, member)
 
     def _see_backup(self, action: Load, task: Task, now: float) -> None:
         assert not self.is_iterable and len(task.holders) <= 1, f"{action}: workers {task.holders} have a copy already"
         assert not task.deaths, f"{action}: a backup task of a task that has killed {task.deaths} workers"
-        self.num_backups += 1
-        assert self.num_backups == 1, f"{action}: {self.num_backups} backup tasks"
+        assert not self._has_backup, f"{action}: another task has a backup task"
         first = self.members[task.holders[0]]
         assert now - first.since >= 1.0 - _TINY, f"{action}: a backup task after {now - first.since} s"
         assert self.num_seen, f"{action}: a backup task before anything was answered"
@@ -578,20 +553,16 @@ class Judge:
         if self.options.in_order:
             task = next(iter(self.tasks.values()), None)
             return None if task is None or task.is_answered or not task.holders else task
-        lowest = self._lowest()
+        lowest = self._lowest
         if self.answered_order or self.wants_input() or (lowest is not None and self._may_send(lowest)):
             return None  # others come
         return next((task for task in self.tasks.values() if task.holders), None)
 
     def _see_first(self, action: Load, task: Task, member: Member) -> None:
         number = action.number
-        assert number in self.is_waiting, f"{action}: the task is to be tried later"
         assert len(member.in_flight) < self.options.prefetch_factor or self.is_iterable, f"{action}: the worker is full"
         assert self._may_send(number), f"{action}: it is too much for {self.options.max_in_flight_bytes} bytes"
-        if not self.is_iterable:
-            lowest = self._lowest()
-            assert lowest is None or lowest >= number, f"{action}: task {lowest} waits for longer"
-        self.is_waiting.discard(number)
+        assert self.is_iterable or self._lowest == number, f"{action}: task {self._lowest} waits for longer"
 
     def _see_cancel(self, action: Cancel, now: float) -> None:
         assert self.holds(action.worker, action.number), f"{action}: the worker does not have it"
@@ -628,7 +599,6 @@ class Judge:
         assert member.sent_away or member.is_over, f"{action}: it is needed"
         assert not member.in_flight or self.is_iterable, f"{action}: it has not answered {list(member.in_flight)}"
         member.closed = True
-        self._rank(action.worker, member)
 
     def _see_end(self, action: End, now: float) -> None:
         member = self.members.get(action.worker)
@@ -658,12 +628,15 @@ class Judge:
         if self.is_iterable:
             self._check_streams()
             return
-        number = self._lowest() if self.roomy else None
+        usable = {number: member for number, member in self.members.items() if member.is_usable}
+        roomy = [number for number, member in usable.items() if len(member.in_flight) < self.options.prefetch_factor]
+        number = self._lowest if roomy else None
         if number is not None and self._may_send(number):
-            assert self.num_measured and self.num_copies, f"task {number} waits, and {sorted(self.roomy)[:9]} have room"
-            assert self._may_keep(now), f"task {number} is kept, {sorted(self.roomy)[:9]} have room, others are overdue"
-        if self.idle and self.num_seen >= 8 and not self.num_backups:
-            self._check_backup(now)
+            assert self.num_measured and self._num_copies, f"task {number} waits, and {roomy[:9]} have room"
+            assert self._may_keep(now), f"task {number} is kept, {roomy[:9]} have room, others are overdue"
+        idle = {number for number in roomy if not usable[number].in_flight}
+        if idle and self.num_seen >= 8 and not self._has_backup:
+            self._check_backup(idle, now)
 
     def _may_keep(self, now: float) -> bool:
         """Whether a task may be kept for a worker that has no room yet: one that cannot be overdue."""
@@ -673,19 +646,18 @@ class Judge:
             for member in self.members.values()
         )
 
-    def _check_backup(self, now: float) -> None:
+    def _check_backup(self, idle: set[int], now: float) -> None:
         task = self._awaited()
         if task is None or len(task.holders) != 1 or task.deaths:
             return
         (holder,) = task.holders
         late = max(1.0, 5 * self.max_seen)
-        if self.idle - {holder}:
+        if idle - {holder}:
             assert now <= self.members[holder].since + late + _TINY, f"{task.payload} is late, and has no backup task"
 
     def _check_streams(self) -> None:
-        for number in sorted(self.is_waiting):
-            task = self.tasks[number]
-            owner = self.owners.get(task.stream) if task.stream is not None else None
+        for number, task in self.tasks.items():
+            owner = self.owners.get(task.stream) if task.waits and task.stream is not None else None
             if owner is None or (not self.members[owner].is_usable and not self.members[owner].draining):
                 continue
             if self.members[owner].closed:
@@ -732,22 +704,23 @@ class Judge:
             if (member.sent_away or member.is_over) and not is_at_work:
                 assert member.closed, f"worker {number} leaves, has nothing to do, and is not closed"
 
-    def is_stuck(self) -> bool:
-        """Whether no worker is left that can go on, or, of streams, one is missing."""
-        if self.is_iterable:
-            return any(not self.places[stream].worker for stream in self.turn)
-        return not self.members
-
     def _check_stuck(self, now: float) -> None:
-        if not self.is_stuck():
+        """Look whether no worker is left that can go on, or, of streams, one is missing."""
+        is_stuck = not self.members
+        if self.is_iterable:
+            is_stuck = any(not self.places[stream].worker for stream in self.turn)
+        if not is_stuck:
             self.stuck_since = self.asked_since = None
         elif self.stuck_since is None:
             self.stuck_since = now
 
     def check_due(self, due: float, now: float) -> None:
         """The consumer waits until then."""
-        if self.options.task_timeout is not None and len(self.members) <= 64:
-            self._check_limits(self.options.task_timeout, due)
+        limit = math.inf if self.options.task_timeout is None else self.options.task_timeout + _TINY
+        for number, member in self.members.items():
+            running = next(iter(member.in_flight), None)
+            in_time = running is None or member.ended == running or due <= member.since + limit
+            assert in_time, f"worker {number} is late, and the engine waits until {due}"
         self._check_report(due)
         self._check_stuck(now)
         late_at = min((member.late_at for member in self.members.values() if not member.sent_away), default=math.inf)
@@ -759,13 +732,6 @@ class Judge:
             self.asked_since = now  # the time without workers counts while the consumer waits
         deadline = self.asked_since + self.options.reconnect_timeout if self.is_hopeful else now
         assert due <= deadline + _TINY, f"there are no workers, and the engine waits until {due}"
-
-    def _check_limits(self, limit: float, due: float) -> None:
-        for number, member in self.members.items():
-            running = next(iter(member.in_flight), None)
-            if running is None or member.ended == running:
-                continue
-            assert due <= member.since + limit + _TINY, f"worker {number} is late, and the engine waits until {due}"
 
     @property
     def is_hopeful(self) -> bool:
@@ -824,43 +790,29 @@ class Judge:
         members = [other for other in self.members.values() if not other.sent_away and (late or not other.is_late)]
         return any((other.place, other.node) == (place, node) for other in members)
 
-    def _wait(self, number: int) -> None:
-        self.is_waiting.add(number)
-        heapq.heappush(self.waiting, number)
-
+    @property
     def _lowest(self) -> int | None:
-        while self.waiting and self.waiting[0] not in self.is_waiting:
-            heapq.heappop(self.waiting)
-        return self.waiting[0] if self.waiting else None
+        """The first task that no worker has."""
+        return next((number for number, task in self.tasks.items() if task.waits), None)
+
+    @property
+    def _num_copies(self) -> int:
+        return sum(len(member.in_flight) for member in self.members.values())
+
+    @property
+    def _has_backup(self) -> bool:
+        return any(len(task.holders) > 1 for task in self.tasks.values())
 
     def _may_send(self, number: int) -> bool:
         if self.options.in_order:
             if number == next(iter(self.tasks)):
                 return True
         elif self.is_iterable:
-            if not self.num_copies and not self.answered_order:
+            if not self._num_copies and not self.answered_order:
                 return True
-        elif len(self.tasks) == len(self.is_waiting):
+        elif all(task.waits for task in self.tasks.values()):
             return True
-        return self.answered_bytes + (self.num_copies + 1) * self.estimate <= self.options.max_in_flight_bytes
-
-    def _rank(self, number: int, member: Member) -> None:
-        if not member.is_usable:
-            self.roomy.discard(number)
-            self.idle.discard(number)
-            return
-        if len(member.in_flight) < self.options.prefetch_factor:
-            self.roomy.add(number)
-        else:
-            self.roomy.discard(number)
-        if member.in_flight:
-            self.idle.discard(number)
-        else:
-            self.idle.add(number)
-
-    def _rank_all(self) -> None:
-        for number, member in self.members.items():
-            self._rank(number, member)
+        return self.answered_bytes + (self._num_copies + 1) * self.estimate <= self.options.max_in_flight_bytes
 
     def _drop_copy(self, worker: int, number: int, seconds: float | None, now: float) -> None:
         """A worker has answered, and has one task less."""
@@ -876,22 +828,9 @@ class Judge:
             member.since = now
             member.ended = None
         del member.in_flight[number]
-        self._rank(worker, member)
-        if member.sent_away:
-            self.is_changed = True
-        self.num_copies -= 1
-        task = self.tasks.get(number)
-        if task is not None:
-            if len(task.holders) > 1:
-                self.num_backups -= 1
-            task.holders.remove(worker)
-
-    def _take(self, number: int, task: Task, size: int) -> None:
-        if size > self.estimate:
-            self.estimate = float(size)
-        else:
-            self.estimate += (size - self.estimate) / 16
-        self._note_answer(number, task, size)
+        self.is_changed = self.is_changed or member.sent_away
+        if number in self.tasks:
+            self.tasks[number].holders.remove(worker)
 
     def _note_answer(self, number: int, task: Task, size: int) -> None:
         task.is_answered = True
@@ -906,21 +845,6 @@ class Judge:
         for number in [number for number, task in self.tasks.items() if task.stream == stream and number >= first]:
             del self.tasks[number]
             self.num_of_stream[stream] -= 1
-            self.is_waiting.discard(number)
-            if owner is not None and number in owner.in_flight:
-                del owner.in_flight[number]
-                self.num_copies -= 1
+            if owner is not None:
+                owner.in_flight.pop(number, None)
         self.turn.remove(stream)
-
-
-_SEEN: dict[type, Any] = {
-    Load: Judge._see_load,
-    Cancel: Judge._see_cancel,
-    Open: Judge._see_open,
-    Close: Judge._see_close,
-    End: Judge._see_end,
-    Restart: Judge._see_restart,
-    Seek: Judge._see_seek,
-    ReportWait: Judge._see_report,
-    Say: Judge._see_say,
-}
