@@ -79,7 +79,6 @@ class Worker:
         self.dies_answering = False
         self.hung_until = 0.0
         self.wire = 0.0  # when the last message on its way is there
-        self.index = -1
         self.error: RPCError | None = None
         self.exited: Exited | None = None
 
@@ -173,7 +172,7 @@ class Cluster(Clock):
         self.random = random.Random(scenario.seed)
         self.nodes: dict[str, Node] = {}
         self.alive: list[Worker] = []  # those that have come
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # how often a kind of fault has hit something
         self.num_passes = 0
         self.has_ended = False  # no more faults, and no more passes
         self.ranks: list[Any] = []
@@ -192,10 +191,6 @@ class Cluster(Clock):
         """Seconds that a message takes."""
         return 0.0005 * (1 + self.random.random())
 
-    def count(self, kind: str) -> None:
-        """A fault has hit something."""
-        self.counts[kind] += 1
-
     def new_ids(self, num: int) -> list[int]:
         """The sampler of a rank begins."""
         self.num_ids += num
@@ -206,7 +201,6 @@ class Cluster(Clock):
     def come(self, worker: Worker) -> None:
         worker.has_come = True
         worker.node.used += 1
-        worker.index = len(self.alive)
         self.alive.append(worker)
 
     def die(self, worker: Worker, error: RPCError) -> None:
@@ -215,13 +209,9 @@ class Cluster(Clock):
             return
         worker.is_alive = False
         worker.error = error
-        if worker.index >= 0:
+        if worker.has_come:
             worker.node.used -= 1
-            last = self.alive.pop()
-            if last is not worker:
-                self.alive[worker.index] = last
-                last.index = worker.index
-            worker.index = -1
+            self.alive.remove(worker)
         worker.wire = max(worker.wire, self.now) + 0.02 * self.random.random() ** 3
         if worker.has_come and worker.node.has_mute_sessions_at(self.now):
             worker.wire += FATE_TIMEOUT  # until its client stops waiting for the reason

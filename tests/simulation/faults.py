@@ -53,13 +53,13 @@ def heal(cluster: Cluster) -> None:
 
 
 def _kill(cluster: Cluster, worker: Worker, fault: Fault) -> None:
-    cluster.count("kill")
+    cluster.counts["kill"] += 1
     cluster.die(worker, DIED)
 
 
 def _hang(cluster: Cluster, worker: Worker, fault: Fault) -> None:
     if worker.hung_until <= cluster.now:
-        cluster.count("hang")
+        cluster.counts["hang"] += 1
         worker.hung_until = cluster.now + (2 + 200 * fault.size**3) * max(1.0, cluster.scenario.seconds)
 
 
@@ -70,7 +70,7 @@ def _kill_while_answering(cluster: Cluster, worker: Worker, fault: Fault) -> Non
 def _retire(cluster: Cluster, worker: Worker, fault: Fault) -> None:
     if worker.is_draining:
         return
-    cluster.count("retire")
+    cluster.counts["retire"] += 1
     worker.is_draining = worker.will_retire = True
     cluster.after(cluster.latency(), worker.crew.drain, worker)
     if not worker.is_busy:
@@ -90,7 +90,7 @@ def _finish(cluster: Cluster, worker: Worker) -> None:
 
 def _lose_node(cluster: Cluster, node: Node, fault: Fault) -> None:
     if node.is_up:
-        cluster.count("lose node")
+        cluster.counts["lose node"] += 1
         cluster.lose_node(node)
         delay = fault.size**2 * (20 if fault.pick & 7 else 600)
         cluster.after(delay, cluster.return_node, node, node.incarnation)
@@ -99,7 +99,7 @@ def _lose_node(cluster: Cluster, node: Node, fault: Fault) -> None:
 def _drain_node(cluster: Cluster, node: Node, fault: Fault) -> None:
     if not node.answers:
         return
-    cluster.count("drain node")
+    cluster.counts["drain node"] += 1
     node.is_draining = True
     for worker in [worker for worker in cluster.alive if worker.node is node]:
         if not worker.is_draining:
@@ -142,7 +142,7 @@ def _mute(cluster: Cluster, node: Node, fault: Fault) -> None:
 
 
 def _pause(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
-    cluster.count("pause")
+    cluster.counts["pause"] += 1
     rank.paused_until = cluster.now + fault.size**2 * 100 * cluster.scenario.seconds
     if rank.is_waiting:
         rank.later(0.0, rank.consume)
@@ -186,32 +186,32 @@ def _add_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     else:
         nodes = list(cluster.nodes.values())
         node = nodes[fault.pick % len(nodes)]
-    cluster.count("add node")
+    cluster.counts["add node"] += 1
     crew.driver.nodes_changed([node.name], [])
 
 
 def _remove_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     nodes = list(cluster.nodes.values())
     node = nodes[int(fault.size * len(nodes))]
-    cluster.count("remove node")
+    cluster.counts["remove node"] += 1
     crew.driver.nodes_changed([], [node.name])
 
 
 def _want(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     """The loop wants fewer workers, or more."""
     if not crew.lengths:
-        cluster.count("want")
+        cluster.counts["want"] += 1
         most = 1 + int(fault.size * (len(crew.judge.places) + 1))
         crew.driver.feed(lambda engine, _now: engine.crew.use(most))
 
 
 def _leave(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
-    cluster.count("leave")
+    cluster.counts["leave"] += 1
     rank.leave()
 
 
 def _resume(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
-    cluster.count("resume")
+    cluster.counts["resume"] += 1
     rank.resume()
 
 
@@ -219,7 +219,7 @@ def _rescale(cluster: Cluster, fault: Fault) -> None:
     """All ranks are saved, and others go on; of streams, each rank by itself."""
     if cluster.scenario.options.is_iterable or any(rank.crew is None or rank.crew.is_closed for rank in cluster.ranks):
         return
-    cluster.count("rescale")
+    cluster.counts["rescale"] += 1
     undelivered: list[int] = []
     for rank in cluster.ranks:
         rank.generation += 1

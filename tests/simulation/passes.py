@@ -15,7 +15,7 @@ from rpcdataloader.loader.driver import Driver, ToDo
 from rpcdataloader.loader.executor import Opening
 from rpcdataloader.loader.seat import Answer
 from rpcdataloader.loader.tasks import Task
-from rpcdataloader.plan.actions import End, PlanOptions, ReportWait, Say
+from rpcdataloader.plan.actions import End, PlanOptions
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Exited
@@ -237,7 +237,7 @@ class Pass:
         node = cluster.nodes[name]
         patience = cluster.latency() if node.answers else cluster.random.random()
         if node.mute_until > cluster.now and node.answers:
-            cluster.count("mute node")
+            cluster.counts["mute node"] += 1
             if self.session(name) is None:
                 patience = cluster.scenario.options.connect_timeout
             elif node.has_mute_sessions:
@@ -253,10 +253,10 @@ class Pass:
         if not node.answers or (node.mute_until > now and (node.has_mute_sessions or self.session(name) is None)):
             feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE))
         elif node.has("foreign node", now):
-            self.cluster.count("foreign node")
+            self.cluster.counts["foreign node"] += 1
             feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE, is_foreign=True))
         elif node.has("broken node", now):
-            self.cluster.count("broken node")
+            self.cluster.counts["broken node"] += 1
             feed(lambda engine, _now: engine.crew.node_hopeless(name, ValueError("no such file")))
         else:
             session = self.rank.sessions.get(name)
@@ -312,11 +312,10 @@ class Pass:
         for worker in workers:
             worker.close()
 
-    def say(self, action: Say) -> None:
-        pass
+    def say(self, *_told: object) -> None:
+        """Nobody reads it."""
 
-    def report_wait(self, action: ReportWait, worker: Worker | None) -> None:
-        pass
+    report_wait = say
 
     # The outside: replies
 
@@ -336,7 +335,7 @@ class Pass:
         if kind == BATCH:
             return Answer((kind, result), size_bytes=self.rank.size(result), timings=(reply.seconds, 0.0), stream=state)
         if result in self.cluster.bad:
-            self.cluster.count("bad batch")
+            self.cluster.counts["bad batch"] += 1
         return Answer((kind, result), error=ERROR, stream=state)
 
     # Workers
@@ -350,10 +349,10 @@ class Pass:
             cluster.die(worker, GONE)
         elif node.mute_until > now:
             if node.is_building:
-                cluster.count("mute node")
+                cluster.counts["mute node"] += 1
                 cluster.at(node.mute_until, self.connect, worker, math.inf)
             elif now < deadline:
-                cluster.count("mute node")
+                cluster.counts["mute node"] += 1
                 cluster.at(min(deadline, node.mute_until), self.connect, worker, deadline)
             else:
                 cluster.die(worker, REFUSED)
@@ -361,25 +360,20 @@ class Pass:
             if now < deadline and worker.keep_waiting():
                 cluster.after(1.0, self.connect, worker, deadline)
             else:
-                cluster.count("refusal")
+                cluster.counts["refusal"] += 1
                 worker.was_refused = True
                 cluster.die(worker, REFUSED)
         elif node.has("flapping node", now) and cluster.random.random() < 0.5:
-            cluster.count("flap")
+            cluster.counts["flap"] += 1
             cluster.die(worker, REFUSED)
         else:
             cluster.come(worker)
             if node.has("flapping node", now):
-                cluster.after(self.rank.seconds() * cluster.random.random(), self.flap, worker)
+                cluster.after(self.rank.seconds() * cluster.random.random(), self.kill, worker, "flap")
             is_cold = cluster.random.random() < cluster.scenario.cold_starts
             opening = cluster.random.random() * (10.0 if is_cold else 0.1) * cluster.scenario.seconds
             cluster.after(opening, self.begin_work, worker)
             worker.owner.worker_ready(worker)
-
-    def flap(self, worker: Worker) -> None:
-        if worker.is_alive and worker.node.has("flapping node", self.cluster.now):
-            self.cluster.count("flap")
-            self.cluster.die(worker, DIED)
 
     def begin_work(self, worker: Worker) -> None:
         worker.is_busy = False
@@ -394,7 +388,7 @@ class Pass:
             return
         worker.is_busy = False
         if worker.node.has("raising node", self.cluster.now) and self.cluster.random.random() < 0.7:
-            self.cluster.count("raising node")
+            self.cluster.counts["raising node"] += 1
             worker.has_failed = True
         complete(Reply(FAILED if worker.has_failed else BATCH, None, 0.0))
         if not worker.is_busy:
@@ -444,8 +438,8 @@ class Pass:
         cluster.after(seconds, self.done, worker, complete, Reply(kind, result, seconds))
 
     def kill(self, worker: Worker, kind: str) -> None:
-        if worker.is_alive:
-            self.cluster.count(kind)
+        if worker.is_alive and (kind != "flap" or worker.node.has("flapping node", self.cluster.now)):
+            self.cluster.counts[kind] += 1
             self.cluster.die(worker, DIED)
 
     def done(self, worker: Worker, complete: Any, reply: Reply) -> None:
@@ -498,7 +492,7 @@ class Pass:
         """The same answer comes again: it must not be taken for another one."""
         (sent,) = complete.args
         if sent.begun is self.driver.begun and not self.is_closed and not self.judge.holds(worker.number, sent.number):
-            self.cluster.count("twice")
+            self.cluster.counts["twice"] += 1
             complete(reply)
 
     def answer_after_loss(self, worker: Worker, number: int) -> None:

@@ -52,12 +52,14 @@ def run(scenario: Scenario, seed: int) -> Diagnosis:
     return diagnose(Pipeline(scenario, seed).run().recorder.snapshot())
 
 
-def seconds_of(diagnosis: Diagnosis) -> float:
-    numbers = diagnosis.metrics()
-    return numbers["batches"] * numbers["step_seconds"]
+# In parts, so that none takes longer than the time after which pytest prints all stacks.
+PARTS = [pytest.param(range(first, first + 20), marks=pytest.mark.slow) for first in range(0, 200, 20)]
 
 
-def check(name: str, seeds: range) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", [range(2), *PARTS])
+@pytest.mark.parametrize("name", CAUSES)
+def test_diagnosis_names_the_cause_at_every_speed_of_the_consumer(name, seeds):
     (bound, part), scenario = expected(name), CAUSES[name]
     for seed in seeds:
         num_waits = 0
@@ -65,26 +67,14 @@ def check(name: str, seeds: range) -> None:
             diagnosis = run(replace(scenario, consumer=scenario.consumer * speed), seed)
             # Where the loop hardly waits, it has waited longer for the first batch, beside iter(loader).
             if diagnosis.bound == "start" != bound:
-                assert diagnosis.metrics()["first_wait_seconds"] > 0.4 * diagnosis.wait_share * seconds_of(diagnosis)
+                numbers = diagnosis.metrics()
+                seconds = numbers["batches"] * numbers["step_seconds"]
+                assert numbers["first_wait_seconds"] > 0.4 * diagnosis.wait_share * seconds
             elif diagnosis.wait_share >= 0.05 or bound in ("none", "start"):
                 assert diagnosis.bound == bound, (seed, speed, diagnosis)
                 assert not part or diagnosis.part == part, (seed, speed, diagnosis)
                 num_waits += 1
         assert num_waits >= 2
-
-
-@pytest.mark.parametrize("name", CAUSES)
-def test_diagnosis_names_the_cause_at_every_speed_of_the_consumer(name):
-    check(name, range(2))
-
-
-# In parts, so that none takes longer than the time after which pytest prints all stacks.
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(10))
-@pytest.mark.parametrize("name", CAUSES)
-def test_diagnosis_names_the_cause_with_every_seed(name, part):
-    check(name, range(20 * part, 20 * part + 20))
 
 
 def test_every_bound_but_unclear_has_a_cause():
@@ -106,8 +96,12 @@ def with_more(scenario: Scenario, num_more: int, seed: int) -> float:
     return run(replace(scenario, nodes=(first + num_more, *others), num_batches=800), seed).wait_share
 
 
-def check_more_workers(scenario: Scenario, seeds: range) -> None:
-    """Check that what is likely is enough in 9 of 10 passes, and that two thirds of the least are in none."""
+# All seeds together: of 20 passes, 17 are often enough by chance where 9 of 10 are enough in the long run.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(100), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scenario", POOLS)
+def test_more_workers_are_enough_and_fewer_are_not(scenario, seeds):
+    """What is likely is enough in 9 of 10 passes, and two thirds of the least are in none."""
     num_enough = 0
     for seed in seeds:
         diagnosis = run(scenario, seed)
@@ -117,19 +111,6 @@ def check_more_workers(scenario: Scenario, seeds: range) -> None:
         assert with_more(scenario, 2 * low // 3, seed) >= 0.05, (seed, diagnosis)
         num_enough += with_more(scenario, likely, seed) < 0.05
     assert num_enough >= 0.9 * len(seeds)
-
-
-@pytest.mark.parametrize("scenario", POOLS)
-def test_more_workers_are_enough_and_fewer_are_not(scenario):
-    check_more_workers(scenario, range(1))
-
-
-# All seeds together: of 20 passes, 17 are often enough by chance where 9 of 10 are enough in the long run.
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("scenario", POOLS)
-def test_more_workers_are_enough_with_every_seed(scenario):
-    check_more_workers(scenario, range(100))
 
 
 @pytest.mark.parametrize("consumer", [0.0022, 0.0075, 0.02])
@@ -154,12 +135,8 @@ def test_more_workers_are_capped_by_the_next_bound():
     assert after.more_workers is None
 
 
-def test_the_window_that_is_recommended_is_enough():
-    scenario = CAUSES["setting: prefetch_factor"]
-    diagnosis = run(scenario, 0)
-    factor = int(str(diagnosis.evidence["setting"]).split("=")[1])
-    assert run(replace(scenario, prefetch_factor=factor), 0).bound in {"none", "start"}
-    scenario = CAUSES["setting: max_in_flight_bytes"]
-    diagnosis = run(scenario, 0)
-    size = int(str(diagnosis.evidence["setting"]).split("=")[1])
-    assert run(replace(scenario, max_in_flight_bytes=size), 0).bound in {"none", "start"}
+@pytest.mark.parametrize("setting", ["prefetch_factor", "max_in_flight_bytes"])
+def test_the_window_that_is_recommended_is_enough(setting):
+    scenario = CAUSES[f"setting: {setting}"]
+    advice = int(str(run(scenario, 0).evidence["setting"]).split("=")[1])
+    assert run(replace(scenario, **{setting: advice}), 0).bound in {"none", "start"}
