@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,13 @@ def draw() -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
+@dataclass
 class Images(Dataset[Any]):
-    """Map-style.
+    """Map-style."""
 
-    Args:
-        seconds: Time that each sample takes.
-    """
-
-    def __init__(self, size: int, seconds: float, traps: Traps) -> None:
-        self.size = size
-        self.seconds = seconds
-        self.traps = traps
+    size: int
+    seconds: float  # that each sample takes
+    traps: Traps
 
     def __len__(self) -> int:
         return self.size
@@ -86,14 +83,14 @@ class Images(Dataset[Any]):
         }
 
 
+@dataclass
 class Records(IterableDataset[Any]):
     """Divides itself among ranks and workers."""
 
-    def __init__(self, size: int, seconds: float, traps: Traps) -> None:
-        self.size = size
-        self.seconds = seconds
-        self.traps = traps
-        self.position = 0
+    size: int
+    seconds: float
+    traps: Traps
+    position: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         info: Any = get_worker_info()

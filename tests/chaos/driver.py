@@ -30,32 +30,21 @@ _USAGE_PERIOD = 2.0  # seconds between samples of memory and descriptors
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a run is about.
-
-    Attributes:
-        every: Batches, of all ranks together, from one event to the next.
-        at_once: Events that happen together.
-        num_events: Of the adversary; then the trainers end their epoch.
-        minutes: Instead of a number of events.
-        in_network: Nodes in networks of their own, which can be cut.
-        cut_seconds: After which a network is mended at the latest: with a cut, there may be no batch for a while, which
-            the next event waits for.
-        registered: Whether the map-style loader finds its servers in the register, and so uses those that are added.
-        soak: Watch memory and descriptors; the server of the first node is not ended.
-    """
+    """What a run is about."""
 
     seed: int
     num_ranks: int = 1
     num_places: int = 3
     num_workers: int = 4
-    every: int = 25
-    at_once: int = 1
-    num_events: int | None = None
-    minutes: float | None = None
-    in_network: bool = False
+    every: int = 25  # batches, of all ranks together, from one event to the next
+    at_once: int = 1  # events that happen together
+    num_events: int | None = None  # of the adversary; then the trainers end their epoch
+    minutes: float | None = None  # instead of a number of events
+    in_network: bool = False  # nodes in networks of their own, which can be cut
+    # A network is mended at the latest then: with a cut, there may be no batch for a while, and so no next event.
     cut_seconds: float = 3.0
-    registered: bool = False
-    soak: bool = False
+    registered: bool = False  # the map-style loader finds its servers in the register, and so uses those that are added
+    soak: bool = False  # watch memory and descriptors; the server of the first node is not ended
     events: tuple[Event, ...] = ()  # instead of those of the plan
     job: dict[str, float | None] = field(default_factory=dict)  # options of the trainers
 
@@ -125,51 +114,37 @@ def run(scenario: Scenario, zygote: Zygote, tell: Callable[[str], None] | None =
         if tell is not None:
             tell(log[-1])
 
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        ranks: list[Ranks] = []
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         try:
-            report = _run(scenario, zygote, folder, note, ranks)
+            report = _run(scenario, zygote, Path(folder), note)
             if not report.comparison.is_same:
                 raise AssertionError("\n".join(["the batches are not the same", *report.comparison.different]))
             return report
         except Exception as exc:
             text = f"{type(exc).__name__}: {exc}\n{scenario}\n" + "\n".join(log)
             raise ChaosError(text) from exc
-        finally:
-            for some in ranks:
-                some.kill()
 
 
-def _run(
-    scenario: Scenario, zygote: Zygote, folder: Path, note: Callable[[str], None], all_ranks: list[Ranks]
-) -> Report:
+def _run(scenario: Scenario, zygote: Zygote, folder: Path, note: Callable[[str], None]) -> Report:
     traps = Traps(folder / "traps")
+    traps.make()
     watch = Watch()
     done: Counter[Kind] = Counter()
     begun = time.monotonic()
-    with _pool(scenario, zygote, folder / "disturbed", traps) as (pool, before):
-        job = _job(scenario, folder / "disturbed", pool, traps)
-        ranks = Ranks(zygote, job, before)
-        all_ranks.append(ranks)
-        with _explained(ranks):
-            _disturb(scenario, ranks, pool, watch, done, note)
-            note("the trainers may end")
-            ranks.ask_to_stop()
-            _follow(ranks, lambda: ranks.are_running)
-            ranks.wait()
+    with _training(scenario, zygote, folder / "disturbed", traps) as (ranks, pool):
+        _disturb(scenario, ranks, pool, watch, done, note)
+        note("the trainers may end")
+        ranks.ask_to_stop()
+        _follow(ranks, lambda: ranks.are_running)
+        ranks.wait()
     seconds = time.monotonic() - begun
-    all_ranks.remove(ranks)
     num_epochs = len({note.batch.split()[1] for note in ranks.notes[0]})
     note(f"once more in peace, {num_epochs} epochs")
-    quiet_scenario = replace(scenario, in_network=False)
-    with _pool(quiet_scenario, zygote, folder / "quiet", traps) as (pool, before):
-        job = replace(_job(quiet_scenario, folder / "quiet", pool, traps), num_epochs=num_epochs, seconds=0.0)
-        quiet = Ranks(zygote, job, before)
-        all_ranks.append(quiet)
-        with _explained(quiet):
-            _follow(quiet, lambda: quiet.are_running)
-            quiet.wait()
+    options = {**scenario.job, "num_epochs": num_epochs, "seconds": 0.0}
+    peace = replace(scenario, in_network=False, job=options)
+    with _training(peace, zygote, folder / "quiet", traps) as (quiet, _pool):
+        _follow(quiet, lambda: quiet.are_running)
+        quiet.wait()
     stall, at = ranks.longest_stall()
     return Report(
         scenario,
@@ -187,39 +162,31 @@ def _run(
 
 
 @contextlib.contextmanager
-def _explained(ranks: Ranks) -> Iterator[None]:
-    """Add to a failure what the ranks have logged, and what they do."""
-    try:
-        yield
-    except Exception as exc:
-        raise AssertionError(f"{type(exc).__name__}: {exc}\n{ranks.stacks()}") from exc
-
-
-@contextlib.contextmanager
-def _pool(scenario: Scenario, zygote: Zygote, folder: Path, traps: Traps) -> Iterator[tuple[Pool, str]]:
-    """The node servers, and the statements with which a script gets to where they can be reached."""
+def _training(scenario: Scenario, zygote: Zygote, folder: Path, traps: Traps) -> Iterator[tuple[Ranks, Pool]]:
+    """Ranks, and their node servers. A failure says what the ranks have logged, and what they do."""
     folder.mkdir()
-    traps.make()
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(contextlib.closing(Network())) if scenario.in_network else None
         pool = Pool(zygote, folder, scenario.num_places, scenario.num_workers, network, traps)
         stack.enter_context(contextlib.closing(pool))
-        yield pool, f"{network.trainer.move_in}\n" if network else ""
-
-
-def _job(scenario: Scenario, folder: Path, pool: Pool, traps: Traps) -> Job:
-    addresses = ",".join(pool.addresses)
-    job = Job(
-        folder=str(folder),
-        traps=traps.folder,
-        workers=f"@{pool.register}" if scenario.registered else addresses,
-        stream_workers=addresses,
-        world_size=scenario.num_ranks,
-        seed=scenario.seed,
-        persistent_workers=scenario.seed % 2 == 1,
-        stateful=scenario.seed % 4 >= 2,
-    )
-    return replace(job, **scenario.job)  # type: ignore[arg-type]
+        addresses = ",".join(pool.addresses)
+        job = Job(
+            folder=str(folder),
+            traps=traps.folder,
+            workers=f"@{pool.register}" if scenario.registered else addresses,
+            stream_workers=addresses,
+            world_size=scenario.num_ranks,
+            seed=scenario.seed,
+            persistent_workers=scenario.seed % 2 == 1,
+            stateful=scenario.seed % 4 >= 2,
+        )
+        job = replace(job, **scenario.job)  # type: ignore[arg-type]
+        ranks = Ranks(zygote, job, f"{network.trainer.move_in}\n" if network else "")
+        stack.callback(ranks.kill)
+        try:
+            yield ranks, pool
+        except Exception as exc:
+            raise AssertionError(f"{type(exc).__name__}: {exc}\n{ranks.stacks()}") from exc
 
 
 def _disturb(

@@ -48,16 +48,11 @@ class Pool:
         self._network = network
         self._hosts: dict[int, tuple[Host, Cable]] = {}
         self._traps = traps
-        self._servers: dict[int, QuickServer] = {}
+        self.servers: dict[int, QuickServer] = {}  # those that should be there, by place
         self._ports: dict[int, str] = {}
         self._stopped: dict[int, list[int]] = {}
         self._seen: set[tuple[int, str]] = set()  # every process, with its birth
         self.addresses = [self._start(place).address for place in range(num_places)]
-
-    @property
-    def servers(self) -> dict[int, QuickServer]:
-        """Those that should be there, by place."""
-        return dict(self._servers)
 
     def _start(self, place: int) -> QuickServer:
         options = ["--num-workers", str(self._num_workers), "--max-connections", "64", "--grace", "5"]
@@ -68,13 +63,13 @@ class Pool:
             options += ["--host", cable.address]
             before = host.move_in
         server = QuickServer(self._zygote, tuple(options), before)
-        self._servers[place] = server
+        self.servers[place] = server
         self._ports[place] = server.address.rpartition(":")[2]
         return server
 
     def look(self) -> None:
         """Remember what runs now, for the question what is left at the end."""
-        for server in self._servers.values():
+        for server in self.servers.values():
             for pid in (server.pid, *server.processes()):
                 self._seen.add((pid, _birth(pid)))
 
@@ -82,7 +77,7 @@ class Pool:
         """Let it happen; returns what it was, in words."""
         self.look()
         place = event.place
-        server = self._servers.get(place)
+        server = self.servers.get(place)
         if event.kind in (Kind.SEGFAULT, Kind.HANG):
             self._traps.set(event.kind.name.lower())
             return event.kind.value
@@ -98,7 +93,7 @@ class Pool:
             if event.kind is Kind.ADD_SERVER:
                 self._ports.pop(place, None)
             self._start(place)
-            return f"{event.kind.value} {place}, pid {self._servers[place].pid}"
+            return f"{event.kind.value} {place}, pid {self.servers[place].pid}"
         elif event.kind is Kind.CONTINUE:
             for pid in self._stopped.pop(place, []):
                 self._signal(pid, signal.SIGCONT)
@@ -131,7 +126,7 @@ class Pool:
         for pids in self._stopped.values():
             for pid in pids:
                 self._signal(pid, signal.SIGCONT)
-        for server in self._servers.values():
+        for server in self.servers.values():
             if is_running(server.pid):
                 server.stop()
         wait_until(lambda: not self._left(), 20, f"processes left: {self._left()}")

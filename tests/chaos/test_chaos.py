@@ -20,6 +20,7 @@ from tests.conftest import wait_until
 from tests.support.network import Network, why_not
 
 NO_NETWORK = why_not()
+needs_network = pytest.mark.skipif(NO_NETWORK is not None, reason=f"network namespaces cannot be made: {NO_NETWORK}")
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_four_ranks_survive_everything(survive):
 
 
 @pytest.mark.chaos
-@pytest.mark.skipif(NO_NETWORK is not None, reason=f"network namespaces cannot be made: {NO_NETWORK}")
+@needs_network
 def test_two_ranks_survive_a_network_that_is_cut(survive):
     report = survive(Scenario(seed=12, num_ranks=2, num_events=15, num_workers=2, in_network=True))
     assert report.events[Kind.CUT]
@@ -67,7 +68,7 @@ def test_a_quarter_of_the_workers_is_killed_in_the_middle_of_an_epoch(survive):
 
 
 @pytest.mark.slow  # the half minute that it takes to tell a host that is gone from a network that is slow
-@pytest.mark.skipif(NO_NETWORK is not None, reason=f"network namespaces cannot be made: {NO_NETWORK}")
+@needs_network
 def test_rank_whose_nodes_are_all_out_of_reach_goes_on_elsewhere(survive):
     events = (Event(Kind.CUT, 0), Event(Kind.KILL_WORKER, 1))
     scenario = Scenario(1, 2, num_places=2, num_workers=2, every=100, in_network=True, cut_seconds=90, events=events)
@@ -88,7 +89,7 @@ dataset.epoch = 7
 
 
 @pytest.mark.slow  # as above
-@pytest.mark.skipif(NO_NETWORK is not None, reason=f"network namespaces cannot be made: {NO_NETWORK}")
+@needs_network
 def test_question_to_a_node_that_is_out_of_reach_fails(zygote, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -123,7 +124,7 @@ def test_hang_shows_the_engines_and_the_stacks(zygote, monkeypatch):
         run(Scenario(seed=78, num_places=1, num_workers=1, every=5, events=(stop,) * 9, job=job), zygote)
     text = str(caught.value)
     assert re.search(r"engine of images at [\d.]+: tasks: 2 at workers; workers: 1 at work; nodes: 1 up; ", text)
-    assert re.search(r"  worker 1 of place 0 on 127.0.0.1:\d+ is at work, was requested at [\d.]+, ", text)
+    assert re.search(r"  worker 1 of place 0 on 127.0.0.1:\d+ is at work, requested at [\d.]+, ", text)
     assert "in _wait" in text
 
 

@@ -24,35 +24,22 @@ from tests.chaos.datasets import Images, Records, StatefulRecords, Traps
 
 @dataclass(frozen=True)
 class Job:
-    """What a trainer is told.
+    """What a trainer is told."""
 
-    Attributes:
-        folder: For what trainers write, and the file ``stop``: with it, they end after the epoch.
-        traps: Folder of the traps.
-        workers: For the map-style dataset: addresses, or a register.
-        stream_workers: For the iterable-style one: addresses, as the number of streams belongs to what it delivers.
-        images: Samples of the map-style dataset in each epoch, of all ranks.
-        records: Samples of the iterable-style one; 0 to leave it out.
-        seconds: Time that a sample takes to load.
-        num_epochs: Epochs at most.
-        task_timeout: Seconds for each batch; for workers that hang.
-        max_retries: Of a batch; the adversary may well come across the same one three times.
-    """
-
-    folder: str
-    traps: str
-    workers: str
-    stream_workers: str
+    folder: str  # for what trainers write, and the file ``stop``: with it, they end after the epoch
+    traps: str  # folder
+    workers: str  # for the map-style dataset: addresses, or a register
+    stream_workers: str  # for the iterable-style one: addresses, as their number belongs to what it delivers
     world_size: int = 1
     rank: int = 0
     seed: int = 0
-    images: int = 480
-    records: int = 240
+    images: int = 480  # samples of the map-style dataset in each epoch, of all ranks
+    records: int = 240  # samples of the iterable-style one; 0 to leave it out
     batch_size: int = 4
-    seconds: float = 0.005
+    seconds: float = 0.005  # time that a sample takes to load
     num_epochs: int = 10**9
-    task_timeout: float | None = 2.0
-    max_retries: int = 20
+    task_timeout: float | None = 2.0  # for workers that hang
+    max_retries: int = 20  # the adversary may well come across the same batch three times
     persistent_workers: bool = False
     stateful: bool = False
 
@@ -111,11 +98,9 @@ def show_engines(loaders: dict[str, RPCDataloader[Any]]) -> None:
             for task in list(engine.table.tasks.values())
         }
         lines = [f"engine of {name} at {now:.3f}: {engine.summary(now)}", f"  tasks: {tasks}"]
-        lines += [
-            f"  worker {worker.number} of place {worker.place} on {worker.node} is {worker.state}, was requested at "
-            f"{worker.asked_at:.3f}, and is late at {worker.late_at:.3f}"
-            for worker in engine.crew
-        ]
+        for worker in engine.crew:
+            where = f"worker {worker.number} of place {worker.place} on {worker.node} is {worker.state}"
+            lines.append(f"  {where}, requested at {worker.asked_at:.3f}, late at {worker.late_at:.3f}")
         sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.write("no more engines\n")
     sys.stderr.flush()
