@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,16 +162,11 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("secret") / "token"
     path.touch(0o600)
     path.write_text("the secret of the test suite 0123456789\n")
-    changed = {"RPCDATALOADER_TOKEN_FILE": str(path), "RPCDATALOADER_CONNECT_TIMEOUT": str(10 * TIMEOUT_SCALE)}
-    before = {name: os.environ.get(name) for name in (*changed, "RPCDATALOADER_WORKERS")}
-    os.environ.update(changed)
-    os.environ.pop("RPCDATALOADER_WORKERS", None)
-    yield path
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RPCDATALOADER_TOKEN_FILE", str(path))
+        patch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(10 * TIMEOUT_SCALE))
+        patch.delenv("RPCDATALOADER_WORKERS", raising=False)
+        yield path
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,32 +186,21 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001  # inherited
-    """Starts scripts quickly."""
-    process = Zygote(tmp_path_factory.mktemp("scripts"), *_installed(IMPORTED_OFTEN))
-    yield process
-    process.close()
+def _zygote_with(*modules: str) -> Any:
+    """A fixture that starts scripts quickly, with those of these modules that are installed."""
+
+    @pytest.fixture(scope="session")
+    def start(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
+        found = [name for name in modules if importlib.util.find_spec(name.partition(".")[0])]
+        with contextlib.closing(Zygote(tmp_path_factory.mktemp("scripts"), *found)) as process:
+            yield process
+
+    return start
 
 
-@pytest.fixture(scope="session")
-def training_zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
-    """Starts scripts that train quickly."""
-    process = Zygote(tmp_path_factory.mktemp("scripts"), *_installed(IMPORTED_OFTEN + OF_TRAININGS))
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="session")
-def library_zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
-    """Starts scripts that use large libraries quickly."""
-    process = Zygote(tmp_path_factory.mktemp("scripts"), *_installed(IMPORTED_OFTEN + OF_TRAININGS + LIBRARIES))
-    yield process
-    process.close()
-
-
-def _installed(modules: Iterable[str]) -> list[str]:
-    return [name for name in modules if importlib.util.find_spec(name.partition(".")[0])]
+zygote = _zygote_with(*IMPORTED_OFTEN)
+training_zygote = _zygote_with(*IMPORTED_OFTEN, *OF_TRAININGS)
+library_zygote = _zygote_with(*IMPORTED_OFTEN, *OF_TRAININGS, *LIBRARIES)
 
 
 @pytest.fixture(scope="session")
