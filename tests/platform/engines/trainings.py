@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +58,9 @@ def digest(batches: Any) -> str:
     return found.hexdigest()
 
 
-class Connected:
+class Ray:
     """What a training needs of an engine."""
 
-    pool: Callable[..., Any]
-
-    def num_taken(self) -> int:
-        """CPUs that the engine's own view shows as used."""
-        raise NotImplementedError
-
-    def kill_node_of(self, server: int) -> None:
-        """Kill the node that this node server is on, as if its machine were lost."""
-        raise NotImplementedError
-
-
-class Ray(Connected):
     def __init__(self) -> None:
         import ray
 
@@ -80,15 +68,17 @@ class Ray(Connected):
         self.pool = ray_pool
 
     def num_taken(self) -> int:
+        """CPUs that the engine's own view shows as used."""
         return int(self._ray.cluster_resources()["CPU"] - self._ray.available_resources().get("CPU", 0))
 
     def kill_node_of(self, server: int) -> None:
+        """Kill the node that this node server is on, as if its machine were lost."""
         actor = parent_of(server)
         for pid in parent_of(actor), actor, server:  # of the first, the raylet
             os.kill(pid, signal.SIGKILL)
 
 
-class Dask(Connected):
+class Dask:
     def __init__(self, client: Any) -> None:
         self.client = client
         self.pool = lambda *args, **options: dask_pool(client, *args, **options)
@@ -100,6 +90,9 @@ class Dask(Connected):
         worker = parent_of(server)
         for pid in worker, server:
             os.kill(pid, signal.SIGKILL)
+
+
+Engine = Ray | Dask
 
 
 @contextlib.contextmanager
@@ -116,17 +109,12 @@ def connect(engine: str, address: str) -> Iterator[Any]:
             yield Dask(client)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 150.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
-
-
-def lose_node(engine: Connected) -> Any:
+def lose_node(engine: Engine) -> Any:
     """An epoch in which a node is lost and replaced."""
+    from tests.conftest import wait_until  # not in the workers, which import this module
+
     with engine.pool(2, 2) as workers:
-        wait_until(lambda: engine.num_taken() == 4)
+        wait_until(lambda: engine.num_taken() == 4, 150)
         loader = loader_of(workers, 100_000, 0.01)
         iterator = iter(loader)
         batches = list(itertools.islice(iterator, 20))
@@ -150,9 +138,9 @@ def lose_node(engine: Connected) -> Any:
                 replaced = time.monotonic()
         lasted, num_loaded = time.monotonic() - began, len(batches) - num_before
         after = set(workers)
-        wait_until(lambda: engine.num_taken() == 4)
+        wait_until(lambda: engine.num_taken() == 4, 150)
         del iterator
-    wait_until(lambda: engine.num_taken() == 0)
+    wait_until(lambda: engine.num_taken() == 0, 150)
     return {
         "same": digest(batches) == digest(itertools.islice(iter(loader_of("inline", 100_000)), len(batches))),
         "longest wait": round(max(waits), 2),
@@ -182,7 +170,7 @@ def ask_status(workers: Any, token: str) -> int:
     return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
 
 
-def grow(engine: Connected) -> Any:
+def grow(engine: Engine) -> Any:
     """A pool that takes a node which comes in the middle of an epoch: when a line has been printed."""
     with engine.pool((1, 4), 2) as workers:
         iterator = iter(loader_of([next(iter(workers)), workers], 1_000_000, 0.005))
@@ -197,7 +185,7 @@ def grow(engine: Connected) -> Any:
     return found
 
 
-def follow(engine: Connected) -> Any:
+def follow(engine: Engine) -> Any:
     """A pool that grows to two nodes for a loop that does nothing, and gives one back when the loop has become slow."""
     with engine.pool((1, 2), 2) as workers:
         loader = loader_of(workers, 1_000_000, 0.005, num_workers="auto")
@@ -215,7 +203,7 @@ def follow(engine: Connected) -> Any:
     return {"same": same, "seconds": round(seconds, 1)}
 
 
-def end(engine: Connected) -> Any:
+def end(engine: Engine) -> Any:
     """A pool whose trainer does not leave the block by itself."""
     with engine.pool(2, 2) as workers:
         loader = loader_of(workers, 1_000_000, 0.01)
@@ -225,7 +213,7 @@ def end(engine: Connected) -> Any:
             pass
 
 
-def fail(engine: Connected) -> Any:
+def fail(engine: Engine) -> Any:
     """Pools that do not come to be."""
     errors = []
     for num_cpus, options in (2, {"launch": ["--no-such-option"]}), (64, {"timeout": 1.0}):
@@ -259,7 +247,7 @@ def train_rank(config: dict[str, Any]) -> None:
         Path(config["path"]).write_text(json.dumps(shares))
 
 
-def ranks(engine: Connected) -> Any:
+def ranks(engine: Engine) -> Any:
     """Two ranks inside of the engine, each with its share."""
     with engine.pool(2, 2) as workers:
         if isinstance(engine, Dask):

@@ -94,12 +94,10 @@ def test_two_jobs_on_the_same_nodes_train_the_same_and_one_survives_the_death_of
 def test_told_to_stop_a_job_saves_is_requeued_and_goes_on_with_the_next_batch(bed, whole, tmp_path):
     job = bed.submit(tmp_path, edit("train.sbatch"))
     job.wait_for("epoch  1")
-    trainers = job.pause(DIGITS)
-    # As Slurm does before the time limit.
-    bed.run("scancel", "--batch", "--signal=USR1", str(job.id))
-    wait_until(lambda: all(has_pending(pid, signal.SIGUSR1) for pid in trainers), 20, "the signal for the trainers")
-    for pid in trainers:
-        os.kill(pid, signal.SIGCONT)
+    with job.paused(DIGITS) as trainers:
+        # As Slurm does before the time limit.
+        bed.run("scancel", "--batch", "--signal=USR1", str(job.id))
+        wait_until(lambda: all(has_pending(pid, signal.SIGUSR1) for pid in trainers), 20, "the signal for the trainers")
     wait_until(lambda: job.is_requeued, 60, "the job is requeued")
     check_nothing_is_left(job)
     assert "epoch 12" not in job.output
@@ -158,19 +156,16 @@ def test_pool_of_its_own_grows_shrinks_and_refuses_others_while_training_goes_on
     first = bed.submit(tmp_path, edit("separate/workers.sbatch", nodes=1), POOL=str(pool))
     job = bed.submit(tmp_path, edit("separate/train.sbatch"), POOL=str(pool))
     job.wait_for("epoch  1")
-    trainers = job.pause(DIGITS)
-    second = bed.submit(tmp_path, edit("separate/workers.sbatch", nodes=1), POOL=str(pool))
-    second.wait_for("rpcdataloader ready")
-    bed.run("scancel", str(first.id))
-    assert first.wait().startswith("CANCELLED")
-    assert "drain" in first.output
+    with job.paused(DIGITS):
+        second = bed.submit(tmp_path, edit("separate/workers.sbatch", nodes=1), POOL=str(pool))
+        second.wait_for("rpcdataloader ready")
+        bed.run("scancel", str(first.id))
+        assert first.wait().startswith("CANCELLED")
+        assert "drain" in first.output
 
-    address = re.search(r"ready (\S+)", second.output)[1]
-    assert "AuthenticationError" in ask_as_another_user(bed, address)
-    assert "] refused " in second.output
-
-    for pid in trainers:
-        os.kill(pid, signal.SIGCONT)
+        address = re.search(r"ready (\S+)", second.output)[1]
+        assert "AuthenticationError" in ask_as_another_user(bed, address)
+        assert "] refused " in second.output
     assert job.wait() == "COMPLETED 0:0", job.output
     assert result(job) == whole
     assert second.state.startswith("RUNNING")
@@ -223,4 +218,4 @@ def test_training_goes_on_when_a_node_is_lost(bed, whole, tmp_path):
     wait_until(lambda: one_job.is_requeued, 20, "a job is requeued")
     check_nothing_is_left(one_job)
     assert workers.state.startswith("RUNNING")
-    assert " NodeList=cpu1 " in workers.show()
+    assert " NodeList=cpu1 " in workers.show()[0]

@@ -17,12 +17,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tests import conftest
-from tests.conftest import descendants, stat_of
+from tests.conftest import descendants, process_name, stat_of
 
 ROOT = Path(__file__).parents[3]
 # Whoever asks Slurm takes CPU time from its jobs.
@@ -135,6 +136,16 @@ class Testbed:
                 if os.readlink(f"/proc/{pid}/ns/uts") == space:
                     os.kill(int(pid), signal.SIGKILL)
 
+    def processes(self, *marks: str) -> list[int]:
+        """Those that belong to this cluster, and have these words in their environment."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+                if {*marks} <= {*words} and any(word.startswith(f"SLURM_CONF={self.state}/") for word in words):
+                    found.append(int(pid))
+        return found
+
     def state_of_node(self, node: str) -> str:
         """Such as ``idle``, or ``down*`` if it does not answer."""
         return self.run("sinfo", "--noheader", "--Node", "--nodes", node, "--format", "%T").splitlines()[0]
@@ -144,8 +155,8 @@ class Testbed:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         code = self._guard.wait(60)
-        left = self._leftovers()
-        for pid, _command in left:
+        left = {pid: process_name(pid) for pid in self.processes()}
+        for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert not left, f"left running: {left}"
@@ -154,23 +165,6 @@ class Testbed:
         for what in ("link", "netns"):
             shown = subprocess.run(["ip", what], capture_output=True, text=True, check=True).stdout
             assert self.bridge not in shown, shown
-
-    def _leftovers(self) -> list[tuple[int, str]]:
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if f"SLURM_CONF={self.state}/".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                    found.append((int(pid), Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")))
-        return found
-
-
-def state_of(pid: int) -> str:
-    """The letter of a process's state; that of a zombie if there is none."""
-    return "".join(stat_of(pid)[:1]) or "Z"
-
-
-def has_stopped(pid: int) -> bool:
-    return state_of(pid) in "TZ"
 
 
 @dataclass
@@ -183,27 +177,23 @@ class Job:
 
     @property
     def output(self) -> str:
-        return self.read(f"slurm-{self.id}.out")
-
-    def read(self, name: str) -> str:
-        """The text of a file in its folder; empty if there is none yet."""
-        path = self.folder / name
+        """What it has printed so far."""
+        path = self.folder / f"slurm-{self.id}.out"
         return path.read_text() if path.exists() else ""
 
-    def show(self) -> str:
-        """What Slurm says of it, of its first component if it has several."""
-        return self.bed.run("scontrol", "-o", "show", "job", str(self.id)).splitlines()[0]
+    def show(self) -> list[str]:
+        """What Slurm says of each of its components."""
+        return self.bed.run("scontrol", "-o", "show", "job", str(self.id)).splitlines()
 
     @property
     def is_requeued(self) -> bool:
         """Whether all its components wait to be started for the second time."""
-        lines = self.bed.run("scontrol", "-o", "show", "job", str(self.id)).splitlines()
-        return all(" JobState=PENDING " in line and " Restarts=1 " in line for line in lines)
+        return all(" JobState=PENDING " in line and " Restarts=1 " in line for line in self.show())
 
     @property
     def state(self) -> str:
-        """Such as ``COMPLETED 0:0``."""
-        match = re.search(r" JobState=(\w+) .* ExitCode=(\S+) ", self.show())
+        """Such as ``COMPLETED 0:0``; that of the first component if it has several."""
+        match = re.search(r" JobState=(\w+) .* ExitCode=(\S+) ", self.show()[0])
         assert match
         return f"{match[1]} {match[2]}"
 
@@ -226,14 +216,14 @@ class Job:
 
     def processes(self, word: str = "") -> list[int]:
         """Its processes; only those of Python with ``word`` in their command line, if there is one."""
-        marks, found = {f"SLURM_JOB_ID={self.id}".encode(), f"SLURM_CONF={self.bed.state}/slurm.conf".encode()}, []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
+
+        def is_chosen(pid: int) -> bool:
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                chosen = not word or (b"python" in words[0] and word.encode() in words)
-                if chosen and marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
-                    found.append(int(pid))
-        return found
+                return not word or (b"python" in words[0] and word.encode() in words)
+            return False
+
+        return list(filter(is_chosen, self.bed.processes(f"SLURM_JOB_ID={self.id}")))
 
     def servers(self) -> list[int]:
         """Process ids of the node servers that have registered in its folder."""
@@ -243,22 +233,24 @@ class Job:
         """Kill a worker for certain. They come and go with every epoch, so it is stopped before."""
 
         def kill() -> bool:
-            for server in self.servers():
-                for session in descendants(server):
-                    for worker in descendants(session):
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(worker, signal.SIGSTOP)
-                            wait_until(partial(has_stopped, worker), what="a worker to stop")
-                            if state_of(worker) == "T":
-                                os.kill(worker, signal.SIGKILL)
-                                return True
+            sessions = [session for server in self.servers() for session in descendants(server)]
+            for worker in [worker for session in sessions for worker in descendants(session)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGSTOP)
+                    wait_until(lambda pid=worker: not set(stat_of(pid)[:1]) & set("RSD"), what="a worker to stop")  # type: ignore[misc]
+                    if stat_of(worker)[:1] == ["T"]:
+                        os.kill(worker, signal.SIGKILL)
+                        return True
             return False
 
         wait_until(kill, 20, "a worker to kill")
 
-    def pause(self, word: str) -> list[int]:
-        """Stop its processes, so that others can do what takes time; returns them."""
+    @contextlib.contextmanager
+    def paused(self, word: str) -> Iterator[list[int]]:
+        """Its processes, which are stopped, so that others can do what takes time."""
         pids = self.processes(word)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        return pids
+        yield pids
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
