@@ -9,43 +9,33 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-
-class Usage(NamedTuple):
-    """Of a process, at one moment."""
-
-    time: float
-    rss_mib: float
-    num_descriptors: int
-    num_threads: int
+WARM_UP = 20.0  # seconds of each process's life that do not count: caches and pools fill
+MOST = {"MiB": 16.0, "descriptors": 8, "threads": 8}  # by which a process that lives for long may grow
 
 
 class Watch:
-    """Samples of some processes.
+    """Samples of some processes."""
 
-    Args:
-        warm_up: Seconds of each process's life that do not count: caches and pools fill.
-    """
-
-    def __init__(self, warm_up: float = 20.0) -> None:
-        self._warm_up = warm_up
-        self._samples: defaultdict[str, list[Usage]] = defaultdict(list)
+    def __init__(self) -> None:
+        self._samples: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
 
     def look(self, name: str, pid: int, now: float) -> None:
         """Take a sample; a process that is gone gives none."""
         with contextlib.suppress(OSError, KeyError):
             lines = (line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
             status = {key: value.split()[0] for key, value in lines if value.split()}
-            usage = Usage(now, int(status["VmRSS"]) / 1024, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
-            self._samples[f"{name} (pid {pid})"].append(usage)
+            usage = int(status["VmRSS"]) / 1024, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
+            self._samples[f"{name} (pid {pid})"].append((now, *usage))
 
     def trends(self) -> list[Trend]:
         """Of the processes that lived for long enough."""
         found = []
         for name, samples in self._samples.items():
-            late = [sample for sample in samples if sample.time >= samples[0].time + self._warm_up]
+            late = [sample for sample in samples if sample[0] >= samples[0][0] + WARM_UP]
             if len(late) >= 8:
-                half = len(late) // 2
-                found.append(Trend(name, late[-1].time - late[0].time, _typical(late[:half]), _typical(late[half:])))
+                halves = late[: len(late) // 2], late[len(late) // 2 :]
+                first, second = ([statistics.median(values) for values in zip(*half, strict=True)] for half in halves)
+                found.append(Trend(name, late[-1][0] - late[0][0], first[1:], second[1:]))
         return found
 
 
@@ -54,28 +44,17 @@ class Trend(NamedTuple):
 
     name: str
     seconds: float
-    first: Usage
-    second: Usage
+    first: list[float]
+    second: list[float]
 
     @property
     def is_flat(self) -> bool:
-        """Less than 16 MiB and 8 descriptors more, and 8 threads."""
-        return (
-            self.second.rss_mib - self.first.rss_mib < 16
-            and self.second.num_descriptors - self.first.num_descriptors < 8
-            and self.second.num_threads - self.first.num_threads < 8
+        return all(
+            after - before < most for before, after, most in zip(self.first, self.second, MOST.values(), strict=True)
         )
 
     def __str__(self) -> str:
-        first, second = self.first, self.second
-        verdict = "flat" if self.is_flat else "GROWS"
-        return (
-            f"{self.name}, {self.seconds:.0f} s: RSS {first.rss_mib:.1f} -> {second.rss_mib:.1f} MiB, "
-            f"descriptors {first.num_descriptors} -> {second.num_descriptors}, "
-            f"threads {first.num_threads} -> {second.num_threads}: {verdict}"
-        )
-
-
-def _typical(samples: list[Usage]) -> Usage:
-    time, rss, descriptors, threads = (statistics.median(values) for values in zip(*samples, strict=True))
-    return Usage(time, rss, int(descriptors), int(threads))
+        numbers = [
+            f"{old:.0f} -> {new:.0f} {what}" for old, new, what in zip(self.first, self.second, MOST, strict=True)
+        ]
+        return f"{self.name}, {self.seconds:.0f} s: {', '.join(numbers)}: {'flat' if self.is_flat else 'GROWS'}"
