@@ -25,13 +25,11 @@ def inject(cluster: Cluster, fault: Fault) -> None:
     elif kind in _NODE_FAULTS:
         nodes = list(cluster.nodes.values())
         _NODE_FAULTS[kind](cluster, nodes[fault.pick % len(nodes)], fault)
-    elif kind in _RANK_FAULTS:
+    else:
         rank = cluster.ranks[fault.pick % len(cluster.ranks)]
         crew = rank.crew
         if crew is not None and not crew.is_closed:
             _RANK_FAULTS[kind](cluster, rank, crew, fault)
-    else:
-        _CLUSTER_FAULTS[kind](cluster, fault)
 
 
 def heal(cluster: Cluster) -> None:
@@ -170,16 +168,6 @@ def _make_bad(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
         cluster.bad.add(batch)
 
 
-def _answer_after_loss(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
-    if not rank.lost:
-        return
-    worker = rank.lost[fault.pick % len(rank.lost)]
-    if worker.crew is crew and crew.judge.tasks:
-        tasks = list(crew.judge.tasks)
-        number = tasks[int(fault.size * len(tasks))]
-        crew.answer_after_loss(worker, number)
-
-
 def _add_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     if len(cluster.nodes) < 2 * len(cluster.scenario.offered) and fault.size < 0.3:
         node = cluster.add_node(1 + fault.pick % 3)
@@ -215,23 +203,6 @@ def _resume(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     rank.resume()
 
 
-def _rescale(cluster: Cluster, fault: Fault) -> None:
-    """All ranks are saved, and others go on; of streams, each rank by itself."""
-    if cluster.scenario.options.is_iterable or any(rank.crew is None or rank.crew.is_closed for rank in cluster.ranks):
-        return
-    cluster.counts["rescale"] += 1
-    undelivered: list[int] = []
-    for rank in cluster.ranks:
-        rank.generation += 1
-        rank.is_waiting = False
-        rank.crew.leave()
-        undelivered += sorted(rank.crew.undelivered)
-    num_ranks = 1 + fault.pick % max(2, cluster.scenario.num_ranks)
-    cluster.ranks = [Rank(cluster, number, num_ranks) for number in range(num_ranks)]
-    for number, rank in enumerate(cluster.ranks):
-        rank.begin(undelivered[number::num_ranks])
-
-
 _WORKER_FAULTS: dict[str, Callable[[Cluster, Worker, Fault], None]] = {
     "kill": _kill,
     "kill while answering": _kill_while_answering,
@@ -252,11 +223,9 @@ _RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
     "pause": _pause,
     "bad batch": _make_bad,
     "deadly batch": _make_deadly,
-    "after the loss": _answer_after_loss,
     "add node": _add_node,
     "remove node": _remove_node,
     "want": _want,
     "leave": _leave,
     "resume": _resume,
 }
-_CLUSTER_FAULTS: dict[str, Callable[[Cluster, Fault], None]] = {"rescale": _rescale}

@@ -526,7 +526,6 @@ class Pass:
         unanswered = [] if member is None else list(member.in_flight)
         worker.owner.worker_lost(worker, error)
         assert worker.number not in self.driver.seats, f"worker {worker.number} is lost, and is kept"
-        self.rank.lost.append(worker)
         random, likely = self.cluster.random.random, self.cluster.noise.after_loss
         for number in unanswered:
             if random() < likely:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from tests.simulation.cluster import Cluster, Session, Worker
+from tests.simulation.cluster import Cluster, Session
 from tests.simulation.passes import Pass
 
 
 class Rank:
     """A training process."""
 
-    def __init__(self, cluster: Cluster, number: int, world_size: int) -> None:
+    def __init__(self, cluster: Cluster, number: int) -> None:
         self.cluster = cluster
         self.number = number
-        self.world_size = world_size
+        self.world_size = cluster.scenario.num_ranks
         # Sessions on nodes, by name.
         self.sessions = {node.name: Session(node) for node in cluster.nodes.values() if node.answers}
-        self.lost: deque[Worker] = deque(maxlen=8)
         self.crew: Pass | None = None
         self.is_waiting = self.is_done = False
         self.num_sleeps = 0

@@ -48,7 +48,6 @@ KINDS = {
     "kill": 8.0,
     "kill while answering": 3.0,
     "hang": 2.0,
-    "after the loss": 4.0,
     "bad batch": 0.4,
     "deadly batch": 0.8,
     "retire": 2.0,
@@ -66,7 +65,6 @@ KINDS = {
     "want": 0.5,
     "leave": 0.2,
     "resume": 0.2,
-    "rescale": 0.05,
 }
 
 

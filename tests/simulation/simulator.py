@@ -32,20 +32,16 @@ def run(scenario: Scenario, faults: Iterable[Fault] | None = None) -> Outcome:
     outcome = Outcome(cluster.counts)
     try:
         _run(cluster, choose_faults(scenario) if faults is None else faults)
-    except AssertionError as exc:
-        outcome.violation = str(exc)
-        outcome.trace = traceback.format_exc()
     except Exception as exc:
-        outcome.violation = f"{type(exc).__name__}: {exc}"
+        kind = "" if isinstance(exc, AssertionError) else f"{type(exc).__name__}: "
+        outcome.violation = f"at {cluster.now:g} s: {kind}{exc}"
         outcome.trace = traceback.format_exc()
     outcome.num_passes, outcome.ended_at = cluster.num_passes, cluster.now
-    if outcome.violation:
-        outcome.violation = f"at {cluster.now:g} s: {outcome.violation}"
     return outcome
 
 
 def _run(cluster: Cluster, faults: Iterable[Fault]) -> None:
-    cluster.ranks = [Rank(cluster, number, cluster.scenario.num_ranks) for number in range(cluster.scenario.num_ranks)]
+    cluster.ranks = [Rank(cluster, number) for number in range(cluster.scenario.num_ranks)]
     for rank in cluster.ranks:
         rank.begin()
     for fault in faults:
