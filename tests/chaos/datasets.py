@@ -49,10 +49,6 @@ class Traps:
             return True
         return False
 
-    def num_sprung(self, how: str) -> int:
-        """How many workers have stepped into one."""
-        return len(list(Path(self.folder).glob(f"{how}-*")))
-
 
 def draw() -> torch.Tensor:
     """From python, numpy and torch."""

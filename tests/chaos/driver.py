@@ -23,8 +23,9 @@ from tests.conftest import TIMEOUT_SCALE
 from tests.support.network import Network
 from tests.support.zygote import Zygote
 
-# Seconds without a batch of any rank: nothing that the adversary does takes so long to get over.
-HANG_TIMEOUT = 60.0
+# Seconds without a batch of any rank: nothing that the adversary does takes so long to get over. After a minute, the
+# ranks have logged what they wait for.
+HANG_TIMEOUT = 70.0
 _USAGE_PERIOD = 2.0  # seconds between samples of memory and descriptors
 
 
@@ -62,8 +63,6 @@ class Report:
 
     scenario: Scenario
     events: Counter[Kind]
-    num_segfaults: int
-    num_hangs: int
     num_batches: int
     num_epochs: int
     comparison: Comparison
@@ -73,18 +72,10 @@ class Report:
     trends: list[Trend]
 
     def __str__(self) -> str:
-        count = self.events
-        stops = count[Kind.STOP_WORKER] + count[Kind.STOP_SESSION] + count[Kind.STOP_SERVER]
         lines = [
             f"seed {self.scenario.seed}, {self.scenario.num_ranks} ranks, {self.seconds:.0f} s, "
             f"{self.num_epochs} epochs, {self.num_batches} batches",
-            f"killed: {count[Kind.KILL_WORKER]} workers, {count[Kind.KILL_SESSION]} sessions, "
-            f"{count[Kind.KILL_SERVER]} node servers; crashed in __getitem__: {self.num_segfaults}",
-            f"hung: {self.num_hangs} in __getitem__, {stops} stopped processes "
-            f"({count[Kind.STOP_SESSION]} sessions, {count[Kind.STOP_SERVER]} node servers)",
-            f"network: {count[Kind.CUT]} times cut, {count[Kind.SLOW]} times slow",
-            f"node servers: {count[Kind.TERM_SERVER] + count[Kind.REMOVE_SERVER]} drained, "
-            f"{count[Kind.START_SERVER]} started again, {count[Kind.ADD_SERVER]} added",
+            ", ".join(f"{number} x {kind.value}" for kind, number in self.events.most_common()),
             f"lost {self.comparison.num_lost}, duplicated {self.comparison.num_duplicated}, "
             f"different {len(self.comparison.different)}; longest stall {self.stall:.2f} s ({self.stalled_at})",
             *map(str, self.trends),
@@ -149,8 +140,6 @@ def _run(scenario: Scenario, zygote: Zygote, folder: Path, note: Callable[[str],
     return Report(
         scenario,
         done,
-        traps.num_sprung("segfault"),
-        traps.num_sprung("hang"),
         ranks.num_batches,
         num_epochs,
         compare(ranks.notes, quiet.notes),

@@ -79,10 +79,6 @@ class Ranks:
             length = len(script.errors)
             with contextlib.suppress(ProcessLookupError, AssertionError):
                 if is_running(script.pid):
-                    # What its engines wait for, if its main thread can still say so.
-                    os.kill(script.pid, signal.SIGUSR2)
-                    with contextlib.suppress(AssertionError):
-                        wait_until(lambda s=script, n=length: "no more engines" in s.errors[n:], 5)  # type: ignore[misc]
                     os.kill(script.pid, signal.SIGUSR1)
                     # The dump ends with the thread that runs, the first of all.
                     wait_until(lambda s=script, n=length: "Current thread" in s.errors[n:], 5)  # type: ignore[misc]

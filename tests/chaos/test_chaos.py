@@ -116,16 +116,13 @@ def test_failure_tells_how_to_repeat_it(zygote):
 
 
 @pytest.mark.chaos
-def test_hang_shows_the_engines_and_the_stacks(zygote, monkeypatch):
+def test_hang_shows_the_stacks(zygote, monkeypatch):
     monkeypatch.setattr(driver, "HANG_TIMEOUT", 2.0)
     stop = Event(Kind.STOP_WORKER, 0)
     job = {"task_timeout": None, "records": 0}
     with pytest.raises(ChaosError, match=r"no batch for 2 s") as caught:
         run(Scenario(seed=78, num_places=1, num_workers=1, every=5, events=(stop,) * 9, job=job), zygote)
-    text = str(caught.value)
-    assert re.search(r"engine of images at [\d.]+: tasks: 2 at workers; workers: 1 at work; nodes: 1 up; ", text)
-    assert re.search(r"  worker 1 of place 0 on 127.0.0.1:\d+ is at work, requested at [\d.]+, ", text)
-    assert "in _wait" in text
+    assert "in _wait" in str(caught.value)
 
 
 @pytest.mark.parametrize("num_places", [1, 2, 4])

@@ -86,30 +86,9 @@ def make_loaders(job: Job) -> dict[str, RPCDataloader[Any]]:
     return loaders
 
 
-def show_engines(loaders: dict[str, RPCDataloader[Any]]) -> None:
-    """Write the state of each pass to standard error, without its lock, which this thread may hold."""
-    for name, loader in loaders.items():
-        iterator = loader._last() if loader._last is not None else None
-        if iterator is None:
-            continue
-        engine, now = iterator.driver.engine, time.monotonic()
-        tasks = {
-            task.number: "answered" if task.size_bytes is not None else [worker.id for worker in task.holders]
-            for task in list(engine.table.tasks.values())
-        }
-        lines = [f"engine of {name} at {now:.3f}: {engine.summary(now)}", f"  tasks: {tasks}"]
-        for worker in engine.crew:
-            where = f"worker {worker.number} of place {worker.place} on {worker.node} is {worker.state}"
-            lines.append(f"  {where}, requested at {worker.asked_at:.3f}, late at {worker.late_at:.3f}")
-        sys.stderr.write("\n".join(lines) + "\n")
-    sys.stderr.write("no more engines\n")
-    sys.stderr.flush()
-
-
 def batches(job: Job) -> Iterator[tuple[str, int, int, Any]]:
     """Name of the loader, epoch, number, batch."""
     loaders = make_loaders(job)
-    signal.signal(signal.SIGUSR2, lambda *_: show_engines(loaders))
     for epoch in range(job.num_epochs):
         loaders["images"].sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         for name, loader in loaders.items():
