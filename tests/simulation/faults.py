@@ -13,8 +13,6 @@ from tests.simulation.passes import DIED, Pass
 from tests.simulation.ranks import Rank
 from tests.simulation.scenarios import Fault, Noise
 
-NO_NOISE = Noise(*(0.0,) * 7)
-
 
 def inject(cluster: Cluster, fault: Fault) -> None:
     """Let something go wrong."""
@@ -35,7 +33,7 @@ def inject(cluster: Cluster, fault: Fault) -> None:
 def heal(cluster: Cluster) -> None:
     """No more faults: what is broken is mended."""
     now = cluster.now
-    cluster.noise = NO_NOISE
+    cluster.noise = Noise(*(0.0,) * 6)
     for node in cluster.nodes.values():
         node.until.clear()
         node.mute_until = now

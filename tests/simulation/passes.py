@@ -463,7 +463,6 @@ class Pass:
                 cluster.at(worker.wire, complete, reply)
             cluster.die(worker, DIED)
             return
-        num_again = 0
         if reply.kind == BATCH:
             noise, random = cluster.noise, cluster.random.random
             if random() < noise.error:
@@ -475,24 +474,16 @@ class Pass:
             if random() < noise.late:
                 worker.wire = max(worker.wire, cluster.now + random() * 4 * cluster.scenario.seconds)
                 cluster.counts["late"] += 1
-            while random() < noise.twice:
-                num_again += 1
         if worker.wire > cluster.now:
-            cluster.at(worker.wire, self.answers, worker, complete, reply, num_again)
+            cluster.at(worker.wire, complete, reply)
         else:
-            self.answers(worker, complete, reply, num_again)
-
-    def answers(self, worker: Worker, complete: Any, reply: Reply, num_again: int) -> None:
-        """An answer is here, perhaps more than once."""
-        complete(reply)
-        for _ in range(num_again):
-            self.answer_again(worker, complete, reply)
+            complete(reply)
 
     def answer_again(self, worker: Worker, complete: Any, reply: Reply) -> None:
         """The same answer comes again: it must not be taken for another one."""
         (sent,) = complete.args
         if sent.begun is self.driver.begun and not self.is_closed and not self.judge.holds(worker.number, sent.number):
-            self.cluster.counts["twice"] += 1
+            self.cluster.counts["again"] += 1
             complete(reply)
 
     def answer_after_loss(self, worker: Worker, number: int) -> None:
