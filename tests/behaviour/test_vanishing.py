@@ -195,6 +195,7 @@ def test_host_that_vanishes_is_noticed_during_any_wait(start_node, pace, tmp_pat
     ended = {name: future.result() for name, future in futures.items()}
     # Who has not been connected yet may be told so by the limit of connecting.
     assert all(isinstance(error, (ConnectError, ConnectionLostError)) for error in ended.values()), (ended, left)
+    assert "lost: its host no longer answers" in str(ended["change"])
     for name, pids in sessions.items():
         rest = start + pace.limit + SLACK - time.monotonic()
         wait_until(lambda pids=pids: not any(map(is_running, pids)), max(rest, 1.0), f"end of {name} on its node")

@@ -26,6 +26,8 @@ from tests.support.zygote import Zygote
 # Seconds without a batch of any rank: nothing that the adversary does takes so long to get over. After a minute, the
 # ranks have logged what they wait for.
 HANG_TIMEOUT = 70.0
+# A network is mended at the latest then: with a cut, there may be no batch for a while, and so no next event.
+CUT_SECONDS = 3.0
 _USAGE_PERIOD = 2.0  # seconds between samples of memory and descriptors
 
 
@@ -42,8 +44,6 @@ class Scenario:
     num_events: int | None = None  # of the adversary; then the trainers end their epoch
     minutes: float | None = None  # instead of a number of events
     in_network: bool = False  # nodes in networks of their own, which can be cut
-    # A network is mended at the latest then: with a cut, there may be no batch for a while, and so no next event.
-    cut_seconds: float = 3.0
     registered: bool = False  # the map-style loader finds its servers in the register, and so uses those that are added
     soak: bool = False  # watch memory and descriptors; the server of the first node is not ended
     events: tuple[Event, ...] = ()  # instead of those of the plan
@@ -216,7 +216,7 @@ def _disturb(
                 heal(cuts[event.place])
             continue
         if event.kind in (Kind.CUT, Kind.SLOW):
-            cuts[event.place] = time.monotonic() + scenario.cut_seconds
+            cuts[event.place] = time.monotonic() + CUT_SECONDS
         done[event.kind] += 1
         note(f"batch {ranks.num_batches}: {pool.do(event)}")
     heal(float("inf"))

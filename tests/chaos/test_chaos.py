@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
-import os
 import re
 
 import pytest
 
 from tests.chaos import driver
-from tests.chaos.datasets import Traps
 from tests.chaos.driver import ChaosError, Scenario, run
 from tests.chaos.plan import Event, Kind, plan
-from tests.chaos.pool import Pool
 from tests.chaos.ranks import Note, compare
-from tests.conftest import wait_until
-from tests.support.network import Network, why_not
-
-NO_NETWORK = why_not()
-needs_network = pytest.mark.skipif(NO_NETWORK is not None, reason=f"network namespaces cannot be made: {NO_NETWORK}")
+from tests.support.network import why_not
 
 
 @pytest.fixture
@@ -51,7 +42,7 @@ def test_four_ranks_survive_everything(survive):
 
 
 @pytest.mark.chaos
-@needs_network
+@pytest.mark.skipif(bool(reason := why_not()), reason=f"network namespaces cannot be made: {reason}")
 def test_two_ranks_survive_a_network_that_is_cut(survive):
     report = survive(Scenario(seed=12, num_ranks=2, num_events=15, num_workers=2, in_network=True))
     assert report.events[Kind.CUT]
@@ -65,45 +56,6 @@ def test_a_quarter_of_the_workers_is_killed_in_the_middle_of_an_epoch(survive):
     report = survive(Scenario(1, num_places=2, num_workers=8, every=200, at_once=4, events=kills, job=rest))
     assert report.events == {Kind.KILL_WORKER: 4}
     assert report.stall < 20
-
-
-@pytest.mark.slow  # the half minute that it takes to tell a host that is gone from a network that is slow
-@needs_network
-def test_rank_whose_nodes_are_all_out_of_reach_goes_on_elsewhere(survive):
-    events = (Event(Kind.CUT, 0), Event(Kind.KILL_WORKER, 1))
-    scenario = Scenario(1, 2, num_places=2, num_workers=2, every=100, in_network=True, cut_seconds=90, events=events)
-    # Two ranks that wait for each other: one of them has lost all workers of its own.
-    report = survive(dataclasses.replace(scenario, job={"task_timeout": None, "records": 0}))
-    assert report.stall < 40
-
-
-ASK = """
-import sys
-from rpcdataloader import RPCDataset
-from tests.support.datasets import State
-dataset = RPCDataset(sys.argv[1], State)
-print(dataset.epoch, flush=True)
-open(sys.argv[2]).read()
-dataset.epoch = 7
-"""
-
-
-@pytest.mark.slow  # as above
-@needs_network
-def test_question_to_a_node_that_is_out_of_reach_fails(zygote, tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    with (
-        contextlib.closing(Network()) as network,
-        contextlib.closing(Pool(zygote, tmp_path, 1, 1, network, Traps(tmp_path))) as pool,
-    ):
-        script = zygote.start(f"{network.trainer.move_in}\n{ASK}", *pool.addresses, fifo)
-        wait_until(lambda: script.output, what="a first answer")
-        pool.do(Event(Kind.CUT, 0))
-        fifo.write_text("")
-        told = f"connection to {pool.addresses[0]} lost: its host no longer answers"
-        ended = script.wait(60)
-        assert told in ended.errors, ended.errors
 
 
 def test_failure_tells_how_to_repeat_it(zygote):
