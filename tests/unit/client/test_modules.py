@@ -61,12 +61,6 @@ def test_package_is_sent_with_its_data_and_without_what_is_compiled_or_hidden(fo
     assert module == choose_modules([folder / "shapes"])[0]  # whatever it is called by
 
 
-@pytest.mark.parametrize("given", ["squares", "squares.py", Path("squares.py"), importlib.import_module])
-def test_module_is_sent(folder, given):  # noqa: ARG001
-    (module,) = choose_modules([given("squares") if callable(given) else given])
-    assert (module.name, files(module)) == ("squares", {"squares.py": "side = 2"})
-
-
 def test_what_was_chosen_stays_as_it_is(folder):
     chosen = choose_modules(["shapes", "squares", "./shapes"])
     assert [module.name for module in chosen] == ["shapes", "squares"]

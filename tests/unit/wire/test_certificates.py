@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsFiles, client_tls, name_files
+from rpcdataloader.wire.tls import TlsFiles, name_files
 
 NAMES = "cert", "key", "ca"
 
@@ -29,16 +29,8 @@ def test_paths_are_absolute_and_know_the_home_folder(monkeypatch, tmp_path):
     assert name_files(NAMES, ("node.pem", "~/node.key", "/ca.pem")) == TlsFiles(
         f"{tmp_path}/node.pem", "/home/user/node.key", "/ca.pem"
     )
-
-
-def test_client_takes_them_from_the_environment(files):
-    environ = {CERT_VARIABLE: files.cert, KEY_VARIABLE: files.key, CA_VARIABLE: files.ca}
-    credentials = client_tls(environ)
-    assert credentials.files == files
-    assert credentials.context.check_hostname
-    del environ[KEY_VARIABLE]
-    with pytest.raises(ValueError, match=f"{CERT_VARIABLE} and {CA_VARIABLE} given without {KEY_VARIABLE}"):
-        client_tls(environ)
+    with pytest.raises(ValueError, match="cert and ca given without key"):
+        name_files(NAMES, ("node.pem", "", "/ca.pem"))
 
 
 def scribble(path):

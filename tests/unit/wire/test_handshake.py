@@ -8,7 +8,7 @@ import pytest
 
 from rpcdataloader.errors import AuthenticationError, RemoteProtocolError
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Decoder, Message, MessageType
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Identity, Preamble, TlsError
+from rpcdataloader.wire.handshake import Handshake, Identity, Preamble, TlsError
 from tests.unit.wire.test_frames import feed, refuse_to_allocate
 
 SECRET = b"a secret of the test"
@@ -32,14 +32,12 @@ CLIENT = Identity(
 SERVER = dataclasses.replace(CLIENT, role="server", host="node07", pid=22, rank=None, torch="2.13.0+cpu", job="")
 
 
-def client(secret=SECRET, nonce=None, session_id=SESSION_ID, **changes):
-    return Handshake(secret, dataclasses.replace(CLIENT, **changes), Preamble(session_id), nonce)
+def client(nonce=None, **changes):
+    return Handshake(SECRET, dataclasses.replace(CLIENT, **changes), Preamble(SESSION_ID), nonce)
 
 
-def server(data=None, secret=SECRET, nonce=None, **changes):
-    """A server that has read the preamble at the start of ``data``."""
-    preamble = Preamble.decode(data[:PREAMBLE_SIZE]) if data else Preamble(SESSION_ID)
-    return Handshake(secret, dataclasses.replace(SERVER, **changes), preamble, nonce)
+def server(nonce=None):
+    return Handshake(SECRET, SERVER, Preamble(SESSION_ID), nonce)
 
 
 def decode(data):
@@ -55,8 +53,9 @@ def decode_one(data):
 def start(client_options=None, server_options=None):
     """Both sides, and the client's HELLO."""
     one = client(**client_options or {})
-    data = one.data_to_send()
-    return one, server(data, **server_options or {}), decode_one(data[PREAMBLE_SIZE:])
+    preamble = one.preamble_to_send()
+    assert Preamble.decode(preamble) == Preamble(SESSION_ID)
+    return one, server(**server_options or {}), decode_one(one.data_to_send())
 
 
 def message(type, **content):
@@ -72,8 +71,8 @@ def refusal(side):
 # ---------------------------------------------------------------------------------------------------- agreement
 
 
-def establish(client_options=None, server_options=None):
-    one, two, hello = start(client_options, server_options)
+def establish(client_options):
+    one, two, hello = start(client_options)
     two.receive(hello)
     one.receive(decode_one(two.data_to_send()))
     two.receive(decode_one(one.data_to_send()))

@@ -87,15 +87,9 @@ def descriptors():
         os.close(descriptor)
 
 
-def receive(transport, size):
-    view = memoryview(bytearray(size))
-    while view:
-        view = view[transport.recv_into([view]) :]
-
-
 def receive_mapping(transport):
     """The inode of the file that comes with a message, if any."""
-    receive(transport, len(b"mapping"))
+    assert read(transport, 7) == b"mapping"
     if (descriptor := transport.take_descriptor()) < 0:
         return None
     with open(descriptor, "rb") as file:
@@ -110,9 +104,9 @@ def test_descriptors_come_with_their_messages_however_many_wait(pair, descriptor
     for descriptor in descriptors:
         theirs.send_descriptor(b"mapping", descriptor)
     theirs.send([b"after"])
-    receive(ours, len(b"before"))
+    assert read(ours, 6) == b"before"
     assert [receive_mapping(ours) for _ in descriptors] == [os.fstat(each).st_ino for each in descriptors]
-    receive(ours, len(b"after"))
+    assert read(ours, 5) == b"after"
 
 
 def test_no_descriptor_comes_with_another_message_when_there_was_no_room_for_one(pair, descriptors):
@@ -125,7 +119,7 @@ def test_no_descriptor_comes_with_another_message_when_there_was_no_room_for_one
     os.close(free := os.dup(0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
     try:
-        receive(ours, len(b"before"))
+        assert read(ours, 6) == b"before"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     theirs.send_descriptor(b"mapping", descriptors[1])
