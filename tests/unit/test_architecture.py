@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -19,6 +18,8 @@ SOURCES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text("utf-8")
     for path in PACKAGE.rglob("*.py")
 }
+
+PACKAGES = {name.rpartition(".")[0] for name in SOURCES}
 
 # What each part of the package may import besides itself. Nothing imports launch, ssh, check, status, integrations.
 BELOW = {
@@ -50,48 +51,25 @@ IMPURE |= {"threading", "time"}
 HIDDEN = re.compile(r"(?:\A|(?:from|import) )(rpcdataloader(?:\.\w+)+)(?:\Z| import|;)")
 
 
-class Import(NamedTuple):
-    target: str
-    line: int
-    for_types_only: bool  # under ``if TYPE_CHECKING:``
-    is_hidden: bool = False  # in a string
-
-
-def find_imports(module: str, sources: dict[str, str]) -> Iterator[Import]:
-    """Yield the full name of each imported module, wherever in the module the statement or its name stands."""
-    is_package = any(name.startswith(f"{module}.") for name in sources)
-
-    def visit(node: ast.AST, for_types_only: bool) -> Iterator[Import]:
+def find_imports(module: str) -> Iterator[tuple[str, ast.AST, bool]]:
+    """Yield each module that one imports, where its name stands, and whether that is for types only."""
+    nodes = list(ast.walk(ast.parse(SOURCES[module])))
+    checks = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = {part for check in checks for statement in check.body for part in ast.walk(statement)}
+    for node in nodes:
+        assert not getattr(node, "level", 0), f"{module} has an import that is not absolute"
+        names: list[str] = []
         match node:
             case ast.Import():
-                for alias in node.names:
-                    yield Import(alias.name, node.lineno, for_types_only)
-            case ast.ImportFrom():
-                parts = module.split(".")
-                base = parts[: len(parts) + is_package - node.level] if node.level else []
-                origin = ".".join([*base, *filter(None, [node.module])])
-                for alias in node.names:
-                    if (origin, alias.name) == ("rpcdataloader", "__version__"):
-                        continue  # a text, which the root has in any case
-                    name = f"{origin}.{alias.name}"
-                    yield Import(name if name in sources else origin, node.lineno, for_types_only)
-            case ast.If(test=ast.Name("TYPE_CHECKING")):
-                for statement in node.body:
-                    yield from visit(statement, True)
-                for statement in node.orelse:
-                    yield from visit(statement, for_types_only)
-            case ast.Expr(value=ast.Constant()):
-                pass  # a docstring
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom(module=str(origin)):
+                full = [f"{origin}.{alias.name}" for alias in node.names]
+                # The version is a text, which the root has in any case.
+                names = [name if name in SOURCES else origin for name in full if name != "rpcdataloader.__version__"]
             case ast.Constant(value=str(text)):
-                for name in HIDDEN.findall(text):
-                    # Packages are names of loggers.
-                    if name in sources and not any(other.startswith(f"{name}.") for other in sources):
-                        yield Import(name, node.lineno, False, is_hidden=True)
-            case _:
-                for child in ast.iter_child_nodes(node):
-                    yield from visit(child, for_types_only)
-
-    yield from visit(ast.parse(sources[module]), False)
+                # Packages are names of loggers.
+                names = [name for name in HIDDEN.findall(text) if name in SOURCES.keys() - PACKAGES]
+        yield from ((name, node, node in for_types) for name in names)
 
 
 def get_part(module: str) -> str:
@@ -99,42 +77,26 @@ def get_part(module: str) -> str:
     return module.removeprefix("rpcdataloader").lstrip(".").partition(".")[0]
 
 
-def is_ours(module: str) -> bool:
-    return module.split(".")[0] == "rpcdataloader"
-
-
-def find_faults(sources: dict[str, str]) -> list[str]:
-    """Return one line for each import that breaks a rule."""
-    faults = []
-    graph: dict[str, set[str]] = {}
-    for module in sources:
-        part = get_part(module)
-        graph[module] = set()
-        for target, line, for_types_only, is_hidden in find_imports(module, sources):
-            if is_ours(target) and part and not for_types_only:
-                graph[module].add(target)
-            # The root names its exports, for type checkers and in strings, and imports them when they are asked for.
-            if not part:
-                allowed = for_types_only or is_hidden or target.split(".")[0] in sys.stdlib_module_names
-            elif is_ours(target):
-                allowed = get_part(target) in {part, *BELOW[part]}
-            else:
-                allowed = True
-            if module in PURE:
-                is_standard = target.split(".")[0] in sys.stdlib_module_names - IMPURE
-                allowed = allowed and (is_standard or target in PURE | {"rpcdataloader.errors"})
-            if not allowed:
-                faults.append(f"{module}:{line} imports {target}")
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        faults.append("cycle: " + " <- ".join(error.args[1]))
-    return faults
+def is_allowed(module: str, target: str, node: ast.AST, for_types_only: bool) -> bool:
+    part, top = get_part(module), target.split(".")[0]
+    # The root names its exports, for type checkers and in strings, and imports them when they are asked for.
+    if not part:
+        return for_types_only or isinstance(node, ast.Constant) or top in sys.stdlib_module_names
+    if top == "rpcdataloader" and get_part(target) not in {part, *BELOW[part]}:
+        return False
+    return module not in PURE or target in PURE | {"rpcdataloader.errors"} or top in sys.stdlib_module_names - IMPURE
 
 
 def test_imports_point_downwards_and_pure_modules_stay_pure():
     assert SOURCES.keys() >= PURE
-    assert find_faults(SOURCES) == []
+    faults, graph = [], {}
+    for module in SOURCES:
+        found = list(find_imports(module))
+        wrong = [each for each in found if not is_allowed(module, *each)]
+        faults += [f"{module}:{node.lineno} imports {target}" for target, node, _for_types_only in wrong]
+        graph[module] = {name for name, _node, for_types_only in found if get_part(module) and not for_types_only}
+    assert faults == []
+    graphlib.TopologicalSorter(graph).prepare()  # raises an error for a cycle
 
 
 def test_public_names_can_be_imported_and_no_others():

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,15 +54,16 @@ class Node:
 
 
 class Engine:
+    """Has room for some nodes, which come at once or not at all."""
+
     advice = "what to look at"
 
     def __init__(self, room=8, come=True):
+        self.publish, self.withdraw, self.close = Mock(), Mock(), Mock()
+        self.reader = lambda: read
         self.nodes = []
         self.room = room
         self.comes = come
-        self.published = []
-        self.is_silent = False  # once
-        self.closed = self.withdrawn = 0
 
     def start(self, order):
         assert order is ORDER
@@ -72,20 +74,10 @@ class Engine:
             self.nodes[-1].come()
         return self.nodes[-1]
 
-    def publish(self, addresses):
-        if self.is_silent:
-            self.is_silent = False
-            raise ConnectionError("the scheduler does not answer")
-        self.published.append(list(addresses))
-
-    def reader(self):
-        return read
-
-    def withdraw(self):
-        self.withdrawn += 1
-
-    def close(self):
-        self.closed += 1
+    @property
+    def published(self):
+        """The latest addresses."""
+        return list(self.publish.call_args.args[0])
 
 
 def read():
@@ -118,13 +110,13 @@ def test_block_begins_with_the_least_and_takes_what_loops_want_while_there_is_ro
         want(100)
         wait_until(lambda: len(list(workers)) == 3)
         assert list(workers) == addresses_of(0, 1, 2)
-        withdrawn = engine.withdrawn
+        engine.withdraw.reset_mock()
         engine.room = 20
         wait_until(lambda: len(list(workers)) == 8)
         assert len(engine.nodes) == 8
-        wait_until(lambda: engine.withdrawn > withdrawn)
+        wait_until(lambda: engine.withdraw.called)
     assert all(node.calls == ["stop", "release"] for node in engine.nodes)
-    assert engine.closed == 1
+    engine.close.assert_called_once_with()
 
 
 def test_latest_nodes_drain_when_loops_want_fewer_and_others_come_when_they_want_more(want):
@@ -132,11 +124,11 @@ def test_latest_nodes_drain_when_loops_want_fewer_and_others_come_when_they_want
     with Pool(engine, (1, 8), ORDER, LIMIT) as workers:
         want(8)  # of 2 workers each
         wait_until(lambda: list(workers) == addresses_of(0, 1, 2, 3))
-        engine.is_silent = True
+        engine.publish.side_effect = [ConnectionError("the scheduler does not answer"), *[None] * 100]
         want(3)
         wait_until(lambda: list(workers) == addresses_of(0, 1))
         wait_until(lambda: all(node.calls == ["stop", "release"] for node in engine.nodes[2:]))
-        assert engine.published[-1] == addresses_of(0, 1)
+        assert engine.published == addresses_of(0, 1)
         want(0)  # between two epochs, nothing is known
         want(5)
         wait_until(lambda: list(workers) == addresses_of(0, 1, 4))
@@ -177,7 +169,7 @@ def test_end_of_the_cluster_does_not_make_a_block_fail():
         for node in engine.nodes:
             node.is_cut_off = True
     assert [node.calls for node in engine.nodes] == [["stop", "release"]] * 2
-    assert engine.closed == 1
+    engine.close.assert_called_once_with()
 
 
 def test_node_servers_that_never_come_are_not_waited_for():
@@ -186,7 +178,7 @@ def test_node_servers_that_never_come_are_not_waited_for():
     with pytest.raises(ConnectError, match=error), Pool(engine, 2, ORDER, 0.01):
         pass
     assert [node.calls for node in engine.nodes] == [["stop", "release"]] * 2
-    assert engine.closed == 1
+    engine.close.assert_called_once_with()
 
 
 def test_workers_can_be_sent_to_other_processes_of_the_engine():

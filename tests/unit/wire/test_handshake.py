@@ -199,23 +199,6 @@ def test_message_that_does_not_belong_into_a_handshake_is_a_protocol_error(field
         server().receive(Message(MessageType.HELLO, payload=json.dumps(GOOD_HELLO).encode(), **{field: 1}))
 
 
-@pytest.mark.parametrize("type", [type for type in MessageType if type != MessageType.REFUSED])
-def test_messages_out_of_order_are_protocol_errors(type):
-    one, two, hello = start()
-    two.receive(hello)
-    answer = decode_one(two.data_to_send())
-    one, two = client(), server()
-    if type != MessageType.HELLO:
-        for side in (one, two):
-            with pytest.raises(RemoteProtocolError, match=f"message type {int(type)} instead of HELLO"):
-                side.receive(message(type))
-    if type != MessageType.AUTH:
-        for side, opening in ((client(), answer), (server(), hello)):
-            side.receive(opening)
-            with pytest.raises(RemoteProtocolError, match=f"message type {int(type)} instead of AUTH"):
-                side.receive(message(type))
-
-
 def test_text_from_a_peer_is_made_fit_for_a_terminal():
     _, two, _ = start()
     evil = "node\x1b[2J\r\nroot logged in\ud800\u202e" + "x" * 300

@@ -76,11 +76,8 @@ def test_stages_keep_their_values_in_28_bytes():
     assert len(stages.pack()) == STAGES_BYTES == 28
     assert Stages.unpack(memoryview(stages.pack())).with_timings((stages.fetch, stages.collate)) == stages
     assert stages.task == stages.fetch + stages.collate + stages.encode
-
-
-def test_golden_bytes():
-    packed = Stages(idle=1.0, encode=2.0, runqueue=0.5, cpus=2.0).pack()
-    assert packed.hex() == "0000803f00000040" + "00000000" + "0000003f" + "00000000" + "00000040" + "00000000"
+    golden = "0000803f00000040" + "00000000" + "0000003f" + "00000000" + "00000040" + "00000000"
+    assert Stages(idle=1.0, encode=2.0, runqueue=0.5, cpus=2.0).pack().hex() == golden
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e30])
