@@ -112,15 +112,6 @@ def test_blocks_stay_whole_in_any_order(steps, chance):
             assert {int(tensor[0]), int(tensor[-1])} == {value}
 
 
-def test_pages_of_memory_that_came_back_stay_for_the_next_block(machine):
-    _first, second = (machine.trainer.borrow(machine.lend(7)) for _ in range(2))
-    address = second.tensor.data_ptr()
-    del second
-    machine.give_back()
-    machine.worker.allocate(LARGE + MIB)  # for which it has no place
-    assert ctypes.string_at(address, 1) == bytes([7])
-
-
 def test_pages_that_a_device_reads_stay(machine, monkeypatch):
     """The device would go on to read the old ones."""
     machine.worker.mapped(1, is_registered=True)
