@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,24 +20,6 @@ class Compose:
         return image
 
 
-class RandomResizedCrop:
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        area, aspect, x, y = torch.rand(4).tolist()
-        side = math.sqrt((0.08 + 0.92 * area) * image.width * image.height)
-        shape = math.exp((2 * aspect - 1) * math.log(4 / 3) / 2)
-        width, height = min(image.width, side * shape), min(image.height, side / shape)
-        left, top = x * (image.width - width), y * (image.height - height)
-        return image.resize((self.size, self.size), box=(left, top, left + width, top + height))
-
-
-class RandomHorizontalFlip:
-    def __call__(self, image: Image.Image) -> Image.Image:
-        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if torch.rand(()) < 0.5 else image
-
-
 class Resize:
     """To ``size`` pixels of the shorter side."""
 
@@ -50,13 +31,23 @@ class Resize:
         return image.resize((round(scale * image.width), round(scale * image.height)))
 
 
-class CenterCrop:
-    def __init__(self, size: int) -> None:
-        self.size = size
+class RandomResizedCrop(Resize):
+    def __call__(self, image: Image.Image) -> Image.Image:
+        scale, x, y = torch.rand(3).tolist()
+        side = (0.3 + 0.7 * scale) * min(image.size)
+        left, top = x * (image.width - side), y * (image.height - side)
+        return image.resize((self.size, self.size), box=(left, top, left + side, top + side))
 
+
+class CenterCrop(Resize):
     def __call__(self, image: Image.Image) -> Image.Image:
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         return image.crop((left, top, left + self.size, top + self.size))
+
+
+class RandomHorizontalFlip:
+    def __call__(self, image: Image.Image) -> Image.Image:
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if torch.rand(()) < 0.5 else image
 
 
 class PILToTensor:
