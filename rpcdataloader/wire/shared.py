@@ -65,20 +65,22 @@ def _address_of(view: memoryview) -> int:
 class _Mapping:
     """A mapping of a worker, and which ranges of it are free.
 
+    Args:
+        announce: As for :class:`Lender`.
+
     Attributes:
-        descriptor: Its descriptor, until the trainer has it; then -1.
         is_mapped: True once the trainer has mapped it.
         is_registered: True if a device of the trainer reads its pages themselves, whatever lies at their addresses.
     """
 
-    def __init__(self, number: int, size_bytes: int) -> None:
+    def __init__(self, number: int, size_bytes: int, announce: Callable[[int, int], None]) -> None:
         self.number = number
-        self.descriptor = create_memory(size_bytes)
+        descriptor = create_memory(size_bytes)
         try:
-            self.memory = map_memory(self.descriptor, size_bytes)
-        except OSError:
-            os.close(self.descriptor)
-            raise
+            self.memory = map_memory(descriptor, size_bytes)
+            announce(number, descriptor)  # the trainer maps it while the first block is filled
+        finally:
+            os.close(descriptor)
         self.address = _address_of(self.memory)
         self.is_mapped = self.is_registered = False
         # In order: start, end, and the number of leases when it was returned; None for a range without any pages.
@@ -162,9 +164,6 @@ class Lender:
 
     def forget(self) -> None:
         """Begin anew in a forked child, whose parent goes on to use the memory."""
-        for mapping in self._mappings:
-            if mapping.descriptor >= 0:
-                os.close(mapping.descriptor)
         self._start_empty()
         self._can_share = False
 
@@ -176,7 +175,6 @@ class Lender:
             part = self._take(size_bytes)
         if part is None:
             return self._pool.allocate(size_bytes)
-        self._introduce(part.mapping)
         lease = part.mapping.memory[part.offset : part.offset + size_bytes]
         part.lease = weakref.ref(lease)
         weakref.finalize(lease, self._ended.append, part).atexit = False
@@ -193,7 +191,7 @@ class Lender:
                         return self._use(mapping, offset, capacity)
             usual = min(_LEAST_MAPPING_BYTES << len(self._mappings), _MOST_MAPPING_BYTES)
             try:
-                mapping = _Mapping(len(self._mappings) + 1, max(capacity, usual))
+                mapping = _Mapping(len(self._mappings) + 1, max(capacity, usual), self._announce)
             except OSError:
                 self._can_share = False
                 return None
@@ -263,18 +261,6 @@ class Lender:
         if not mapping.is_mapped:
             self._look()
         return mapping.is_mapped
-
-    def _introduce(self, mapping: _Mapping) -> None:
-        """Tell the trainer of a new mapping: it maps that while the block is filled."""
-        if mapping.descriptor < 0:
-            return
-        with self._lock:
-            descriptor, mapping.descriptor = mapping.descriptor, -1
-        if descriptor >= 0:
-            try:
-                self._announce(mapping.number, descriptor)
-            finally:
-                os.close(descriptor)
 
     def mapped(self, number: int, is_registered: bool = False) -> None:
         """Note that the trainer has mapped a mapping, and perhaps registered it with a device."""
