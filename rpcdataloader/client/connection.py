@@ -53,9 +53,9 @@ class Connection:
 
     Args:
         name: Name in messages and threads; see :meth:`rename` for a better one, such as ``node07:6543/2``.
-        open_channel: Function that connects, authenticates, and reads the welcome, in the receiver thread.
-        owner: Object that the receiver thread tells when the server is ``ready``, what was ``received`` and answers no
-            request, and that the connection is ``lost``, after it has asked the object to ``explain`` the error.
+        owner: Object that the receiver thread lets ``open`` the channel, up to its welcome. It is told when the server
+            is ``ready``, what was ``received`` and answers no request, and that the connection is ``lost``, after it
+            was asked to ``explain`` the error.
         sender: Thread that sends what callers do not.
 
     Attributes:
@@ -65,13 +65,11 @@ class Connection:
     def __init__(
         self,
         name: str,
-        open_channel: Callable[[], Channel],
         owner: RemoteSession | RemoteWorker,
         sender: Sender,
     ) -> None:
         self.name = name
         self.error: RPCError | None = None
-        self._open_channel = open_channel
         self._owner = owner
         self._channel: Channel | None = None
         self._borrower: Borrower | None = None  # of a worker on this machine
@@ -233,7 +231,7 @@ class Connection:
         signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         error: RPCError
         try:
-            channel = self._open_channel()
+            channel = self._owner.open()
             try:
                 self._serve(channel)
             finally:

@@ -78,7 +78,7 @@ class RemoteSession:
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
-        self.connection = Connection(self.name, self._open, self, settings.sender)
+        self.connection = Connection(self.name, self, settings.sender)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
         # What the session was sent last of what may change, and its answer.
@@ -269,7 +269,7 @@ class RemoteSession:
 
     # --- the control connection (receiver thread)
 
-    def _open(self) -> Channel:
+    def open(self) -> Channel:
         channel, self._welcome = self._settings.open(
             self.address,
             _NO_SESSION,

@@ -227,7 +227,7 @@ class RemoteWorker:
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._wait = Deadline(None)  # for the present wait, to connect or for room
-        self.connection = Connection(session.name, self._open, self, settings.sender)
+        self.connection = Connection(session.name, self, settings.sender)
 
     @property
     def is_usable(self) -> bool:
@@ -280,7 +280,7 @@ class RemoteWorker:
 
     # --- its connection (receiver thread)
 
-    def _open(self) -> Channel:
+    def open(self) -> Channel:
         welcome = self.session.wait()
         room: Deadline | None = None
         pause, has_warned = 0.05, False

@@ -25,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +36,6 @@ from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.slabs import Block, PageablePool, PageLock
 
 logger = logging.getLogger("rpcdataloader.client")
-
-_T = TypeVar("_T")
 
 #: Least size of a shared block. The kernel copies smaller ones in less time than it takes to lend them.
 MIN_SHARED_BYTES = 1 << 18
@@ -433,15 +431,15 @@ _borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
 _forking = threading.local()  # several threads may fork at once
 
 
-def _living(objects: weakref.WeakSet[_T]) -> list[_T]:
+def _living_borrowers() -> list[Borrower]:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has added one meanwhile
-            return list(objects)
+            return list(_borrowers)
 
 
 def _before_fork() -> None:
     _forking.pipe = None  # also if there are no descriptors for another
-    if any(borrower.has_blocks for borrower in _living(_borrowers)):
+    if any(borrower.has_blocks for borrower in _living_borrowers()):
         _forking.pipe = os.pipe()
 
 
@@ -450,7 +448,7 @@ def _after_fork_in_parent() -> None:
         reader, writer = _forking.pipe
         os.close(writer)
         children = _Children(reader)
-        for borrower in _living(_borrowers):
+        for borrower in _living_borrowers():
             borrower.keep_for(children)
 
 
