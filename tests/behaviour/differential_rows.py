@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import multiprocessing
 import os
 import pickle
 import random
@@ -656,9 +655,7 @@ ROWS: dict[str, Row] = {
     "list": row(lambda: [[1.5, "x"], [2.5, "y"], [3.5, "z"]], batch_size=2),
     "range": row(lambda: range(10), batch_size=4, shuffle=True),
     "mapping": row(Words, sampler=["three", "", "one", "three"], batch_size=3),
-    "mapping without batches": row(Words, sampler=["three", "", "one"], batch_size=None),
     "mapping and missing keys": row(Words, sampler=["three", "nine", "one"]),
-    "mapping from numbers": row(lambda: {0: 1.5, 1: 2.5}, batch_size=2),
     "mapping without a sampler": row(Words),
     "no length, with a sampler": row(NoLength, sampler=[4, 2], batch_size=2),
     "length that raises": row(Unmeasured, sampler=[3, 1], batch_size=2),
@@ -732,15 +729,6 @@ ROWS: dict[str, Row] = {
     "dataset changes during an epoch": row(
         State, change_while_loading, batch_size=2, collate_fn=told_state, ours=SENT, torch=(2,)
     ),
-    **{
-        f"multiprocessing_context: {str(context).partition(' at ')[0]}": row(
-            drive=attributes, exact=True, ours=("local",), multiprocessing_context=context, batch_size=5
-        )
-        for context in (
-            "fork", "spawn", "forkserver", "nonsense", 5,
-            multiprocessing.get_context("fork"), multiprocessing.get_context("spawn"),
-        )
-    },
 }  # fmt: skip
 
 # Ways to use a loader, whose workers stay or not.

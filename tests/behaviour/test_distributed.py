@@ -20,7 +20,6 @@ from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutEr
 from tests.conftest import close_client, wait_until
 from tests.support import datasets
 from tests.support.datasets import Augmented, Numbers, augment_batch, notes
-from tests.support.origins import run_ranks
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -94,52 +93,39 @@ def test_malformed_environment_is_named(shared_server, as_rank, rank, world_size
         RPCDataset(shared_server.address, Numbers)
 
 
-def load_as_rank(rendezvous, *workers):
-    """The batches of two epochs, and on which node server the workers are."""
-    rank, world_size, tp_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 2
-    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
-    group = rank // tp_size, world_size // tp_size
-    # What a rank has drawn before must not matter.
-    torch.manual_seed(rank)
-    random.seed(rank)
-    dataset = RPCDataset(workers, Augmented, 41)
-    sampler = DistributedSampler(dataset, group[1], group[0], seed=5)
-    generator = torch.Generator().manual_seed(1)
-    log = f"{rendezvous}.{rank}"
-    loader = RPCDataloader(
-        dataset, 4, sampler=sampler, partition=group, generator=generator, collate_fn=augment_batch,
-        worker_init_fn=NoteServer(log),
-    )  # fmt: skip
-    batches = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        batches += [{name: value.tolist() for name, value in batch.items()} for batch in loader]
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    return batches, notes(log)
-
-
 def test_groups_share_samples_and_nodes_and_ranks_of_a_group_get_the_same_batches(
-    zygote, shared_server, second_server, tmp_path
+    shared_server, second_server, log, as_rank
 ):
-    servers = shared_server, second_server
-    addresses = [server.address for server in servers]
-    ranks = run_ranks(zygote, load_as_rank, 4, tmp_path / "rendezvous", *addresses)
-    batches = [batches for batches, _servers in ranks]
-    assert batches[0] == batches[1]
-    assert batches[2] == batches[3]
-    assert len(batches[0]) == 12
+    servers, found = (shared_server, second_server), []
+    for rank in range(4):
+        as_rank(rank, 4)
+        group, before = (rank // 2, 2), len(notes(log))
+        # What a rank has drawn before must not matter.
+        torch.manual_seed(rank)
+        random.seed(rank)
+        dataset = RPCDataset([server.address for server in servers], Augmented, 41)
+        sampler = DistributedSampler(dataset, group[1], group[0], seed=5)
+        loader = RPCDataloader(
+            dataset, 4, sampler=sampler, partition=group, generator=torch.Generator().manual_seed(1),
+            collate_fn=augment_batch, worker_init_fn=NoteServer(log),
+        )  # fmt: skip
+        found.append([])
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            found[-1] += [{name: value.tolist() for name, value in batch.items()} for batch in loader]
+        # Each group has a node to itself.
+        assert {int(line) for line in notes(log)[before:]} == {servers[rank // 2].pid}
+    one, like_one, other, like_other = found
+    assert (one, other) == (like_one, like_other)
+    assert len(one) == 12
     for epoch in slice(6), slice(6, 12):
-        indices = [[index for batch in batches[rank][epoch] for index in batch["index"]] for rank in (0, 2)]
+        indices = [[index for batch in batches[epoch] for index in batch["index"]] for batches in (one, other)]
         # 41 samples for two: one is loaded twice.
         assert set(indices[0] + indices[1]) == set(range(41))
         assert len(indices[0]) == len(indices[1]) == 21
-    draws = [{draw for batch in batches[rank] for one in batch["draws"] for draw in one} for rank in (0, 2)]
+    draws = [{draw for batch in batches for each in batch["draws"] for draw in each} for batches in (one, other)]
     assert len(draws[0]) == len(draws[1]) == 2 * 21 * 4
     assert not draws[0] & draws[1]
-    # Each group has a node to itself.
-    for rank, (_batches, log) in enumerate(ranks):
-        assert {int(line) for line in log} == {servers[rank // 2].pid}
 
 
 class Kinds(Numbers):

@@ -50,26 +50,16 @@ class Floods(Numbers):
         return super().__getitem__(index)
 
 
-class Shown:
-    """Standard error of this process."""
-
-    def __init__(self, capsys):
-        self._capsys = capsys
-        self._text = ""
-
-    @property
-    def lines(self):
-        self._text += self._capsys.readouterr().err
-        return self._text.splitlines()
-
-    def forget(self):
-        self._capsys.readouterr()
-        self._text = ""
-
-
 @pytest.fixture
 def shown(capsys):
-    return Shown(capsys)
+    """The lines of this process's standard error so far."""
+    texts = []
+
+    def shown():
+        texts.append(capsys.readouterr().err)
+        return "".join(texts).splitlines()
+
+    return shown
 
 
 @pytest.fixture
@@ -80,8 +70,8 @@ def server(serve):
 def test_lines_of_session_and_workers_come_with_their_origin_and_stay_in_the_log(server, shown):
     dataset = RPCDataset(server.address, Talks, forward_output=True)
     assert len(list(RPCDataloader(dataset, num_workers=1))) == 1
-    wait_until(lambda: len(shown.lines) == 1 + len(LINES))
-    first, *others = shown.lines
+    wait_until(lambda: len(shown()) == 1 + len(LINES))
+    first, *others = shown()
     assert first == f"({server.address} session) built"
     assert sorted(others) == [f"({server.address} worker 1) {line}" for line in sorted(LINES)]
     assert all(f"worker 1] {line}" in server.log for line in ("printed é", "program"))
@@ -91,28 +81,28 @@ def test_without_it_they_stay_there(server, shown):
     assert len(list(RPCDataloader(RPCDataset(server.address, Talks)))) == 1
     wait_until(lambda: "program" in server.log)
     close_client()
-    assert shown.lines == []
+    assert shown() == []
 
 
 def test_flood_holds_up_nothing_and_is_counted(server, shown):
     def num_left_out():
-        return sum(int(match[1]) for line in shown.lines if (match := re.search(r"(\d+) lines left out$", line)))
+        return sum(int(match[1]) for line in shown() if (match := re.search(r"(\d+) lines left out$", line)))
 
     list(RPCDataloader(RPCDataset(server.address, Floods, 4, forward_output=True)))
     wait_until(lambda: num_left_out() > 40_000)
     close_client()
-    passed = sum(line.endswith("x") for line in shown.lines)
+    passed = sum(line.endswith("x") for line in shown())
     assert 0 < passed < 20_000
     assert passed + num_left_out() <= 4 * 20_001
 
 
-def test_client_that_leaves_in_a_flood_does_not_end_the_server_for_others(server, shown):
+def test_client_that_leaves_in_a_flood_does_not_end_the_server_for_others(server, shown, capsys):
     next(iter(RPCDataloader(RPCDataset(server.address, Floods, 100, forward_output=True))))
     close_client()
-    shown.forget()
+    capsys.readouterr()
     # The note to the first client was due before the one to this.
     list(RPCDataloader(RPCDataset(server.address, Floods, 2, forward_output=True)))
-    wait_until(lambda: any("left out" in line for line in shown.lines))
+    wait_until(lambda: any("left out" in line for line in shown()))
 
 
 class Stopped:

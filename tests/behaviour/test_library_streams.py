@@ -72,7 +72,10 @@ def wds_shuffled(shards):
 
 
 class Graph(IterableDataset):
-    """A graph of nodes over a part of the numbers; each worker makes its own, with its threads."""
+    """A graph of nodes over a part of the numbers; each worker makes its own, with its threads.
+
+    The state of the graph is the dataset's. That of its iterator is of no use: it can be saved, but not loaded.
+    """
 
     def __init__(self):
         self.loader = None
@@ -91,10 +94,6 @@ class Graph(IterableDataset):
     def __iter__(self):
         return iter(self._made())
 
-
-class StatefulGraph(Graph):
-    """The state of the graph is the dataset's. That of its iterator is of no use: it can be saved, but not loaded."""
-
     def state_dict(self):
         return self._made().state_dict()
 
@@ -104,10 +103,6 @@ class StatefulGraph(Graph):
 
 def graph(_shards):
     return Graph()
-
-
-def stateful_graph(_shards):
-    return StatefulGraph()
 
 
 # The contract
@@ -126,8 +121,7 @@ KINDS = [
     Kind(hf_shuffled, "datasets", "dataset"),
     Kind(wds_pipeline, "webdataset"),
     Kind(wds_shuffled, "webdataset"),
-    Kind(graph, "torchdata.nodes"),
-    Kind(stateful_graph, "torchdata.nodes", "dataset"),
+    Kind(graph, "torchdata.nodes", "dataset"),
 ]
 # Its buffer is not part of its state.
 RESUMED = [kind for kind in KINDS if kind.make is not hf_shuffled]
