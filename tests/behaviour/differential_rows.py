@@ -366,12 +366,7 @@ def initialise(number: int) -> None:
 # Drives
 
 
-def three_epochs(loader: Any) -> Any:
-    return epochs(loader, 3)
-
-
-def two_epochs(loader: Any) -> Any:
-    return epochs(loader, 2)
+two_epochs, three_epochs = (functools.partial(epochs, count=count) for count in (2, 3))
 
 
 def ten(loader: Any) -> Any:

@@ -9,7 +9,6 @@ import os
 import re
 import runpy
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import TIMEOUT_SCALE
+from tests.support.comparison import assert_same
 from tests.support.quick import quick_server
 from tests.support.zygote import FORK_POOLS, Script, Zygote
 
@@ -133,7 +133,7 @@ imagenet.main()
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A folder of images in two colours, in which it shows where they are cropped and flipped."""
+    """A folder of images of two classes."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("images")
@@ -141,33 +141,24 @@ def images(tmp_path_factory):
         for k in range(number):
             path = folder / part / ("cat", "dog")[k % 2] / f"{k}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            pixels = np.full((60, 80, 3), (0, 200 * (k % 2), k), dtype=np.uint8)
-            pixels[:, :, 0] = 3 * np.arange(80)
-            Image.fromarray(pixels).save(path)
+            Image.fromarray(np.random.default_rng(k).integers(256, size=(60, 80, 3), dtype=np.uint8)).save(path)
     return folder
 
 
-@dataclass
-class ImageNet:
-    """What is the same in all trainings of a test."""
-
-    zygote: Zygote
-    servers: list[str]
-    images: Path
-    folder: Path
-
-    def train(self, checkpoint, num_ranks, *, stops_at=0):
+@pytest.fixture
+def train(training_zygote, servers, images, tmp_path):
+    def train(checkpoint, num_ranks, *, stops_at=0):
         """Train for two epochs, or on from the checkpoint, or until a batch of the last rank; gives the output.
 
         One process that stops has a pool of its own. The others use node servers. Those that stop are of srun, and
         others of torchrun.
         """
-        workers = "local:2" if stops_at and num_ranks == 1 else ",".join(self.servers)
+        workers = "local:2" if stops_at and num_ranks == 1 else ",".join(servers)
         env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": workers}
         paths = [str(ROOT)] if importlib.util.find_spec("torchvision") else [str(ROOT), str(STANDINS)]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")]))
         options = {"epochs": 2, "batch-size": 2, "image-size": 32, "warmup-epochs": 1, "amp": "off"}
-        words = [self.images, "--checkpoint", self.folder / checkpoint]
+        words = [images, "--checkpoint", tmp_path / checkpoint]
         words += [f"--{name}={value}" for name, value in options.items()]
         rank_name, size_name = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS") if stops_at else ("RANK", "WORLD_SIZE")
         if num_ranks > 1:
@@ -180,31 +171,25 @@ class ImageNet:
                 env={**env, rank_name: str(rank)}, paths=paths, path=str(EXAMPLES / "imagenet.py"),
                 stops_at=stops_at if rank == num_ranks - 1 else 0,
             )  # fmt: skip
-            ranks.append(self.zygote.start(FORK_POOLS + source, *words, ends_quickly=True))
+            ranks.append(training_zygote.start(FORK_POOLS + source, *words, ends_quickly=True))
         for script in ranks:
             ended = script.wait(100 * TIMEOUT_SCALE)
             assert ended.status == (os.EX_TEMPFAIL if stops_at else 0), ended.errors
         return ranks[0].output
 
-    def network(self, checkpoint: str) -> dict[str, torch.Tensor]:
-        saved = torch.load(self.folder / checkpoint, weights_only=True)
-        assert saved["epoch"] == 2
-        return saved["network"]
+    return train
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_imagenet_that_is_told_to_stop_goes_on_as_if_nothing_had_happened(
-    training_zygote, servers, images, tmp_path, num_ranks
-):
-    imagenet = ImageNet(training_zygote, servers, images, tmp_path)
-    assert imagenet.train("stopped.pt", num_ranks, stops_at=3) == ""
+def test_imagenet_that_is_told_to_stop_goes_on_as_if_nothing_had_happened(train, tmp_path, num_ranks):
+    assert train("stopped.pt", num_ranks, stops_at=3) == ""
     shutil.copy(tmp_path / "stopped.pt", tmp_path / "other.pt")
-    output = imagenet.train("stopped.pt", num_ranks)
+    output = train("stopped.pt", num_ranks)
     assert re.fullmatch(r"(epoch +[12]  loss \d+\.\d{4}  .*within five guesses 1\.0000\n){2}", output), output
     if num_ranks > 1:
-        assert imagenet.train("other.pt", 1).count("\n") == 2
+        assert train("other.pt", 1).count("\n") == 2
         return
-    assert imagenet.train("whole.pt", num_ranks).count("\n") == 2
-    whole, stopped = imagenet.network("whole.pt"), imagenet.network("stopped.pt")
-    assert whole.keys() == stopped.keys()
-    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert train("whole.pt", num_ranks).count("\n") == 2
+    whole, stopped = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "stopped.pt"))
+    assert whole["epoch"] == stopped["epoch"] == 2
+    assert_same(dict(stopped["network"]), dict(whole["network"]))
