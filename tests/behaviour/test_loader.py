@@ -6,6 +6,7 @@ import dis
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -15,11 +16,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, get_sample_seed
+from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
+from rpcdataloader.errors import LocalProtocolError
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support import datasets
 from tests.support.comparison import assert_same
-from tests.support.datasets import notes
+from tests.support.datasets import Numbers, notes
 from tests.support.devices import plug_in_pinned
 
 pytestmark = [
@@ -94,6 +96,55 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(place):
     assert num_told == num_failed
     assert (num_failed > 0) == (place != "inline")
     assert num_drawing >= 5
+
+
+# Workers
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_server, fifo, persistent_workers):
+    witness = RPCDataset(shared_server.address, datasets.State)
+    assert witness.epoch == 0  # the session, and the worker that answers questions
+    before = set(shared_server.processes())
+    dataset = datasets.Gated(20, 3, fifo)
+    loader = RPCDataloader(dataset, workers=shared_server.address, persistent_workers=persistent_workers)
+    iterator = iter(loader)
+    assert int(next(iterator)) == 0
+    wait_until(lambda: len(set(shared_server.processes()) - before) == 2, what="both workers")
+    del iterator, loader
+    gc.collect()
+    wait_until(lambda: set(shared_server.processes()) <= before, what="the workers of the iterator ended")
+
+
+# In other processes
+
+
+def test_iterator_belongs_to_its_process(workers):
+    iterator = iter(RPCDataloader(Numbers(8), workers=workers))
+    next(iterator)
+
+    def go_on():
+        with pytest.raises(LocalProtocolError, match=r"this iterator belongs to process \d+, of which"):
+            next(iterator)
+
+    child = multiprocessing.get_context("fork").Process(target=go_on)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    child.close()
+    assert [int(number) for number in iterator] == list(range(1, 8))
+
+
+def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(workers):
+    dataset = RPCDataset(workers, Numbers)
+    iterator = iter(DataLoader(dataset, sampler=[0], num_workers=1))
+    with pytest.raises(LocalProtocolError, match="dataset Numbers belongs to process"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    del iterator
+    gc.collect()  # the traceback refers to it, and it to pipes
+    assert [int(number) for number in DataLoader(dataset)] == list(range(20))
 
 
 # Time limit
