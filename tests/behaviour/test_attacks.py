@@ -20,13 +20,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support.clocks import in_server
+from tests.support.datasets import Numbers
 from tests.support.peers import (
     PREAMBLE_SIZE,
     MessageType,
@@ -123,14 +123,6 @@ def test_worker_whose_first_bytes_come_in_parts_is_no_session(server, monkeypatc
         open_as_client(server.address, session_id)
 
 
-class Squares(Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return index * index
-
-
 def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
     """Three times as many as may be at the door, from elsewhere, and another one for each that is put out."""
     preambles = [b"", preamble(), preamble(session_id_of(server.address))]
@@ -158,8 +150,8 @@ def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
         with dial(server.address):  # of somebody who is slow, and is not put out for others
             thread.start()
             wait_until(lambda: "from 127.0.0.2:" in server.log, what="a flood")
-        loader = RPCDataloader(Squares(), batch_size=8, num_workers=2, workers=server.address)
-        assert torch.cat(list(loader)).tolist() == [index * index for index in range(64)]
+        loader = RPCDataloader(Numbers(64), batch_size=8, num_workers=2, workers=server.address)
+        assert torch.cat(list(loader)).tolist() == list(range(64))
     finally:
         over.set()
         thread.join()

@@ -23,6 +23,7 @@ from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Augmented, Numbers
 from tests.support.engine import Engine, pool_on
 from tests.support.quick import quick_server
+from tests.support.streams import Parts
 
 NUM_OFFERED = 4
 SIZE = 300_000  # samples: more than are taken
@@ -119,11 +120,6 @@ def test_what_is_given_back_is_free_for_another_loop_and_asked_for_again(workers
     assert "is busy" not in caplog.text
 
 
-class Whole(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(range(SIZE))
-
-
 def slowly(number):
     time.sleep(0.02)
     return number
@@ -131,7 +127,7 @@ def slowly(number):
 
 def test_transform_follows_the_loop_and_its_source_keeps_its_stream(workers):
     options = {"transform": slowly, "shuffle": None, "source_workers": 1}
-    iterator = iter(loader_of(Whole(), workers, **options))
+    iterator = iter(loader_of(Parts([SIZE]), workers, **options))
     batches = take(iterator, lambda number: number <= 1, 0.05)
     assert [int(batch) for batch in batches] == [*range(len(batches))]
 

@@ -178,8 +178,12 @@ class Desk:
 
 @pytest.fixture
 def desk(request, tmp_path) -> Iterator[Desk]:
+    """For a session; one about a library that is not installed is skipped."""
     session = request.node.callspec.params["session"] if hasattr(request.node, "callspec") else ""
-    zygote = request.getfixturevalue(f"{'library' if module_for(session) else 'training'}_zygote")
+    module = module_for(session)
+    if module is not None and importlib.util.find_spec(module) is None:  # importing it here would take seconds
+        pytest.skip(f"{module} is not installed")
+    zygote = request.getfixturevalue(f"{'library' if module else 'training'}_zygote")
     options = ("--num-workers", "2", "--max-connections", "64")
     with quick_server(zygote, *options) as first, quick_server(zygote, *options) as second:
         yield Desk(tmp_path, {"node01:6543": first.address, "node02:6543": second.address}, zygote)
@@ -191,15 +195,6 @@ def module_for(session: str) -> str | None:
     return list(SESSION.finditer(PAGES[page]))[int(number) - 1]["module"] if int(number or 0) else None
 
 
-@pytest.fixture
-def needs(session):
-    """Skip a session about a library that is not installed; importing it here would take seconds."""
-    module = module_for(session)
-    if module is not None and importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed")
-
-
-@pytest.mark.usefixtures("needs")
 @pytest.mark.parametrize(
     "session", sessions_with(lambda block: block.language == "python" and "file" not in block.marks)
 )
@@ -231,7 +226,6 @@ def is_typed(block: Block) -> bool:
     return block.language == "console" and any(not is_launch(command) for command, _ in block.commands)
 
 
-@pytest.mark.usefixtures("needs")
 @pytest.mark.parametrize("session", sessions_with(is_typed))
 def test_commands_of_session_run(session, desk):
     for block in blocks_of(session):
