@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -11,7 +12,7 @@ import math
 import operator
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +282,15 @@ def measure_costs(
     if path is not None and path.exists():
         found: NDArray[np.float64] = np.load(path)
         return found
-    make = functools.partial(RPCDataloader, dataset, batch_size=_MEASURED_AT_ONCE, collate_fn=_Measure(cost))
-    if (batches := make(**options))._where is None:  # torch's own loader would not name a sample
+    make = functools.partial(
+        RPCDataloader, dataset, batch_size=_MEASURED_AT_ONCE, collate_fn=functools.partial(_measure, cost)
+    )
+    batches: Any = make(**options)
+    if batches._where is None:  # torch's own loader would not name a sample
         batches = make(**{**options, "workers": "inline"})
-    found = np.concatenate([np.empty(0), *_with_progress(batches)])
+    with contextlib.suppress(ImportError):
+        batches = importlib.import_module("tqdm").tqdm(batches, desc="measuring costs", unit="batch")
+    found = np.concatenate([np.empty(0), *batches])
     if len(found) != len(dataset):
         raise ValueError(f"the dataset has {len(dataset)} samples, but {len(found)} were loaded")
     if path is not None:
@@ -296,31 +302,17 @@ def measure_costs(
     return found
 
 
-class _Measure:
-    """Collate function: the costs of the samples in place of these."""
-
-    def __init__(self, cost: Callable[[Any], float]) -> None:
-        self.cost = cost
-
-    def __call__(self, samples: list[Any]) -> NDArray[np.float64]:
-        costs = np.empty(len(samples))
-        for number, sample in enumerate(samples):
-            try:
-                costs[number] = self.cost(sample)
-            except Exception as error:
-                first = (whereabouts.batch[0] - 1) * _MEASURED_AT_ONCE
-                add_note(error, f"cost of the sample with index {first + number}")
-                raise
-        return costs
-
-
-def _with_progress(batches: RPCDataloader[Any]) -> Iterable[Any]:
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        return batches
-    progress: Iterable[Any] = tqdm(batches, desc="measuring costs", unit="batch")
-    return progress
+def _measure(cost: Callable[[Any], float], samples: list[Any]) -> NDArray[np.float64]:
+    """Collate the costs of samples in place of these."""
+    costs = np.empty(len(samples))
+    for number, sample in enumerate(samples):
+        try:
+            costs[number] = cost(sample)
+        except Exception as error:
+            first = (whereabouts.batch[0] - 1) * _MEASURED_AT_ONCE
+            add_note(error, f"cost of the sample with index {first + number}")
+            raise
+    return costs
 
 
 def _fingerprint(dataset: Any, cost: Callable[[Any], float]) -> str:

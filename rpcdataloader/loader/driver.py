@@ -23,7 +23,6 @@ import torch
 from torch.autograd import profiler
 
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Recorder, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
@@ -432,22 +431,20 @@ class Driver:
                     is_wanted = member is not None and not member.is_closed
                     if is_wanted and (session := self.executor.session(action.node)) is not None:
                         # With the condition: the worker is ready only after its first request was sent.
+                        seat = Seat(self, action.worker)
                         try:
-                            self._request(action, session, opening)
-                            return
+                            seat.worker = self.executor.open(session, opening, seat, self.is_alone)
                         except ConnectionLostError as exc:
                             reason = exc.with_traceback(None)
+                            break
+                        self.seats[action.worker] = seat
+                        # Fails if the worker is lost already, which is about to be reported.
+                        with contextlib.suppress(RPCError):
+                            seat.worker.submit(opening.request.payload, opening.request.buffers, seat.started)
+                        return
                     break
             opening = None  # another epoch has begun
         self.feed(lambda engine, _now: engine.crew.open_failed(action.worker, reason))
-
-    def _request(self, action: Open, session: RemoteSession, opening: Opening) -> None:
-        seat = Seat(self, action.worker)
-        seat.worker = self.executor.open(session, opening, seat, self.is_alone)
-        self.seats[action.worker] = seat
-        # Fails if the worker is lost already, which is about to be reported.
-        with contextlib.suppress(RPCError):
-            seat.worker.submit(opening.request.payload, opening.request.buffers, seat.started)
 
     def _end(self, ends: Sequence[End], begun: Pass) -> None:
         """End workers that exceed a task's time limit, all at the same time."""
