@@ -366,11 +366,15 @@ class Worker:
 
     def _send_reply(self, type: MessageType, request_id: int, encoded: Encoded, flags: int = 0) -> None:
         self._row.unanswered[0] = self._num_calls - 1
-        if self._outbox.num_waiting or encoded.size_bytes > MAX_SENT_NOW_BYTES:
-            self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers, flags))
+        payload, buffers = encoded.payload, encoded.buffers
+        size_bytes = encoded.size_bytes if buffers else len(payload)
+        if self._outbox.num_waiting or size_bytes > MAX_SENT_NOW_BYTES:
+            self._outbox.put(Outgoing(type, request_id, payload, buffers, flags))
             return
-        with contextlib.suppress(RPCError):  # the next receive sees the same error and ends this process
-            self._channel.send(type, request_id, encoded.payload, encoded.buffers, flags)
+        try:
+            self._channel.send(type, request_id, payload, buffers, flags)
+        except RPCError:
+            return  # the next receive sees the same error and ends this process
 
     # --- the watcher
 
