@@ -218,32 +218,6 @@ def test_function_that_the_user_registered_for_tensors_stays(monkeypatch):
     assert load([floats(2), floats(4)], range(2)).shape == (2, 4)
 
 
-class Reusing:
-    """Writes its samples into the same memory for each batch."""
-
-    def __init__(self):
-        self.memory = torch.zeros(3, 1 << 16)
-        self.rows = list(self.memory)
-
-    def __getitem__(self, index):
-        return self.rows[index % 3].fill_(index)
-
-
-class ReusingBatches(Reusing):
-    def __getitems__(self, indices):
-        for index in indices:
-            self[index]
-        return self.rows
-
-
-@pytest.mark.parametrize("dataset", [Reusing, ReusingBatches])
-def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way(dataset):
-    loader = make_loader(dataset())
-    _metrics, batch, *_rest = loader.load([0, 1, 2], 0, 0)
-    loader.load([3, 4, 5], 3, 1)
-    assert batch[:, 0].tolist() == [0, 1, 2]
-
-
 # Skipping
 
 
