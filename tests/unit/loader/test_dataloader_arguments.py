@@ -174,6 +174,7 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         # How
         ({"num_workers": "2"}, TypeError, "num_workers must be a whole number or 'auto', but is '2'"),
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1, but is 0"),
+        ({"max_in_flight_bytes": 0}, ValueError, "must be at least 1, and finite, but is 0"),
         ({"max_in_flight_bytes": math.inf}, ValueError, "must be at least 1, and finite, but is inf"),
         ({"max_in_flight_bytes": "1GB"}, TypeError, "max_in_flight_bytes must be a number, but is '1GB'"),
         ({"max_retries": 0}, ValueError, "max_retries must be at least 1, but is 0"),
@@ -184,6 +185,7 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         ({"task_timeout": 0}, ValueError, "task_timeout must be a number of seconds above 0, or None, but is 0"),
         ({"task_timeout": "5"}, TypeError, "task_timeout must be a number, but is '5'"),
         ({"workers": None, "task_timeout": 5}, ValueError, "task_timeout and retry_on need workers"),
+        ({"workers": None, "retry_on": OSError}, ValueError, "task_timeout and retry_on need workers"),
         ({"retry_on": "OSError"}, TypeError, "retry_on must be exception classes, but is 'OSError'"),
         ({"retry_on": [OSError, 5]}, TypeError, "retry_on must be exception classes, but one is 5"),
         ({"on_error": "ignore"}, ValueError, "on_error must be 'raise' or 'skip', but is 'ignore'"),
