@@ -112,15 +112,16 @@ def test_blocks_stay_whole_in_any_order(steps, chance):
             assert {int(tensor[0]), int(tensor[-1])} == {value}
 
 
-def test_pages_that_a_device_reads_stay(machine, monkeypatch):
-    """The device would go on to read the old ones."""
-    machine.worker.mapped(1, is_registered=True)
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_pages_that_are_long_unused_go_unless_a_device_reads_them(machine, monkeypatch, is_registered):
+    """It would go on to read the old ones."""
+    machine.worker.mapped(1, is_registered=is_registered)
     monkeypatch.setattr(shared, "_MAX_UNUSED_LEASES", 0)
     address = machine.trainer.borrow(machine.lend(7)).tensor.data_ptr()
     for _ in range(3):
         machine.give_back()
         machine.trainer.borrow(machine.lend(8, MIB))
-    assert ctypes.string_at(address + 2 * MIB, 1) == bytes([7])
+    assert ctypes.string_at(address + 2 * MIB, 1) == bytes([7 * is_registered])
 
 
 # Forks
