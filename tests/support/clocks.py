@@ -64,11 +64,6 @@ def shorten(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         monkeypatch.setattr(*CLOCKS[name])
 
 
-def in_script(*names: str) -> str:
-    """The same, as what a script runs first."""
-    return f"import pytest; from tests.support.clocks import shorten; shorten(pytest.MonkeyPatch(), *{names})\n"
-
-
 def in_server(*names: str) -> str:
     """What a server runs first, to have these: ``serve(before=in_server("renewal"))``."""
     changes = [change for name in names for change in CLOCKS_OF_SERVERS[name].items()]

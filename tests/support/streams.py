@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,14 +34,6 @@ class Parts(IterableDataset[Any]):
         if self.log is not None:
             note(self.log, stream_number(), number)
         return 100 * stream_number() + number
-
-
-class Informed(Parts):
-    """What the worker info says, and from which process."""
-
-    def make(self, _number: int) -> Any:
-        info: Any = get_worker_info()
-        return info.id, info.num_workers, info.seed, info.dataset is self, os.getpid()
 
 
 class Drawn(Parts):

@@ -295,44 +295,16 @@ POOLS = {
 }
 
 
-class Advice(NamedTuple):
-    """What was recommended, and what came of it.
-
-    Attributes:
-        more: Number of further workers: at least, likely, at most; None if none were recommended.
-        with_likely: Share of waiting with the likely number.
-        with_fewer: Share of waiting with two thirds of the least number.
-    """
-
-    more: tuple[int, int, int] | None
-    with_likely: float = math.nan
-    with_fewer: float = math.nan
-
-    @property
-    def is_enough(self) -> bool:
-        return self.with_likely < 0.05
-
-    @property
-    def fewer_are_too_few(self) -> bool:
-        return self.with_fewer >= 0.05
-
-
-def take_advice(cause: Cause, addresses: list[str]) -> Advice:
-    """Run a pass, and then others with as many workers as its diagnosis recommends, and with fewer."""
-    now = cause.options["num_workers"]
-
-    def wait_with(more: int) -> float:
-        other = cause._replace(options={**cause.options, "num_workers": now + more}, num_batches=200)
-        diagnosis = run(other, addresses)[0]
-        if diagnosis.bound != "start":
-            return diagnosis.wait_share
-        # Of the whole pass; no number of workers shortens the wait for the first batch.
-        numbers = diagnosis.metrics()
-        total, first = numbers["batches"] * numbers["step_seconds"], numbers["first_wait_seconds"]
-        return (diagnosis.wait_share * total - first) / (total - first)
-
+def wait_with_advice(cause: Cause, addresses: list[str]) -> float:
+    """Run a pass, and another with as many workers as its diagnosis recommends; returns how much that one waits."""
     more = run(cause, addresses)[0].more_workers
     if more is None:
-        return Advice(None)
-    low, likely, _high = more
-    return Advice(more, wait_with(likely), wait_with(2 * low // 3))
+        return math.inf
+    options = {**cause.options, "num_workers": cause.options["num_workers"] + more[1]}
+    diagnosis = run(cause._replace(options=options, num_batches=200), addresses)[0]
+    if diagnosis.bound != "start":
+        return diagnosis.wait_share
+    # Of the whole pass; no number of workers shortens the wait for the first batch.
+    numbers = diagnosis.metrics()
+    total, first = numbers["batches"] * numbers["step_seconds"], numbers["first_wait_seconds"]
+    return (diagnosis.wait_share * total - first) / (total - first)
