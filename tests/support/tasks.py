@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import weakref
 from dataclasses import dataclass
@@ -51,9 +50,6 @@ def append(item: Any) -> None:
 
 def read_log() -> list[Any]:
     return log
-
-
-_event = threading.Event()
 
 
 def busy_in(marker: str, how: str) -> None:

@@ -54,34 +54,28 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def run(command: list[str], folder: Path, **env: str) -> str:
-    """Run a program with nothing of this checkout in its path; returns what it prints."""
-    done = subprocess.run(command, cwd=folder, env=_environment(**env), check=True, stdout=subprocess.PIPE, text=True)
-    return done.stdout
+    """Run a program; returns what it prints."""
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, **env}, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
-def train(python: str, folder: Path, **env: str) -> list[str]:
+def train(python: str, folder: Path, **env: str) -> str:
     """Train for an epoch; returns the line with its accuracy."""
     printed = run([python, "train.py", "1"], folder, **env)
-    found = re.findall(r"^epoch 1  accuracy 0\.\d{4}$", printed, re.MULTILINE)
-    assert len(found) == 1, printed
-    return found
-
-
-def _environment(**env: str) -> dict[str, str]:
-    return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **env}
+    (line,) = re.findall(r"^epoch 1  accuracy 0\.\d{4}$", printed, re.MULTILINE)
+    return line
 
 
 @contextmanager
-def node_server(programs: Path, folder: Path, token: str) -> Iterator[str]:
-    """A node server, from the installed command; gives its address."""
+def node_server(programs: Path, folder: Path) -> Iterator[str]:
+    """A node server, from the installed command; gives its address. Its secret is that of this environment."""
     command = [str(programs / "rpcdataloader"), "launch", "--port", "0", "--num-workers", "2", "--log-level", "warning"]
-    env = _environment(RPCDATALOADER_TOKEN=token)
-    with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            match = READY_LINE.fullmatch(line)
-            assert match, line
+            match = READY_LINE.fullmatch(process.stdout.readline())
+            assert match
             yield match[1]
         finally:
             process.send_signal(signal.SIGTERM)
@@ -90,6 +84,8 @@ def node_server(programs: Path, folder: Path, token: str) -> Iterator[str]:
 
 def main() -> None:
     """Build, install and try."""
+    os.environ.pop("PYTHONPATH", None)  # nothing of this checkout is in the path of what runs
+    os.environ["RPCDATALOADER_TOKEN"] = os.urandom(16).hex()
     with tempfile.TemporaryDirectory() as name:
         source, environment, folder = (Path(name, part) for part in ("source", "environment", "script"))
         source.mkdir()
@@ -103,9 +99,8 @@ def main() -> None:
         assert match
         (folder / "train.py").write_text(match[1])
         here = train(python, folder, RPCDATALOADER_WORKERS="local:2")
-        token = os.urandom(16).hex()
-        with node_server(programs, folder, token) as address:
-            there = train(python, folder, RPCDATALOADER_WORKERS=address, RPCDATALOADER_TOKEN=token)
+        with node_server(programs, folder) as address:
+            there = train(python, folder, RPCDATALOADER_WORKERS=address)
         assert here == there, f"{here} on this machine, and {there} from a node server"
 
 
