@@ -112,6 +112,7 @@ def train_as_rank(address, server, store):
     os.environ.update(LOCAL_RANK=os.environ["RANK"], MASTER_ADDR="unused", MASTER_PORT="0")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == 2
+    assert gather_states(accelerator.process_index) == [0, 1]
     seen = Seen(int(server))
     torch.manual_seed(3)
     theirs = accelerator.prepare(DataLoader(Points(11), batch_size=2, shuffle=True))
