@@ -577,7 +577,6 @@ ROWS: dict[str, Row] = {
     "drop_last": row(batch_size=3, drop_last=True),
     "prefetch_factor 1": row(batch_size=2, shuffle=True, prefetch_factor=1),
     "any order": row(batch_size=3, in_order=False, as_sets=True),
-    "any order, shuffled": row(batch_size=3, in_order=False, shuffle=True, generator=New(seeded), as_sets=True),
     "any order, persistent": row(batch_size=3, in_order=False, persistent_workers=True, as_sets=True),
     "timeout": row(batch_size=3, timeout=100, torch=(2,)),
     "pin_memory": row(batch_size=3, pin_memory=True),
@@ -593,10 +592,6 @@ ROWS: dict[str, Row] = {
         sampler=New(lambda: RandomSampler(range(40), True, 45)),
     ),
     # Samplers
-    "RandomSampler with replacement": row(
-        drive=two_epochs, batch_size=4,
-        sampler=New(lambda: RandomSampler(range(20), replacement=True, num_samples=33)),
-    ),
     "DistributedSampler": row(
         drive=change_sampler, sampler=New(lambda: DistributedSampler(Numbers(), 3, 1, seed=3)), batch_size=2
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +13,6 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import AuthenticationError, ConnectError, RemoteProtocolError
 from tests.behaviour.test_recovery import take
-from tests.conftest import AT_ONCE
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
 from tests.support.datasets import Hosted
@@ -143,16 +141,6 @@ def test_pass_begins_with_those_that_are_there_and_is_joined_by_the_other(serve,
     iterator = iter(loader)
     wait_for_crew(iterator, 5)
     assert take(iterator, 400) == ([*range(400)], {first.pid, second.pid})
-
-
-def test_it_is_waited_for_once(first, absent, caplog):
-    workers = [first.address, absent]
-    for number in range(3):
-        began = time.monotonic()
-        loader = RPCDataloader(Hosted(10), workers=workers)
-        assert take(iter(loader), 10) == ([*range(10)], {first.pid})
-        assert number == 0 or time.monotonic() - began < AT_ONCE
-    assert len(told(caplog, absent)) == 1
 
 
 @pytest.mark.parametrize("use", ["dataset", "loader", "register"])

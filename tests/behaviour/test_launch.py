@@ -205,19 +205,16 @@ def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, 
     ("options", "problem"),
     [
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1 port 0: Cannot assign requested address"),
-        (["--host", "a..b"], "the address for clients, a..b, does not resolve here"),
         (["--port", "0", "--advertise", "no..host"], "no..host, does not resolve here (not a valid host name)"),
         (
             ["--port", "0", "--register", "/no/such/folder/pool"],
             "cannot register in /no/such/folder/pool: No such file",
         ),
-        (["--host", "unix:/no/such/folder/socket"], "cannot listen on unix:/no/such/folder/socket: No such file"),
         (
             ["--port", "0", "--preload", "no_such_module"],
             "cannot preload no_such_module: No module named 'no_such_module'",
         ),
         (["--token-file", "/no/such/token"], "the token file /no/such/token does not exist; create it with"),
-        (["--token-file", "/"], "the token file / is not a regular file, or set --token-file to"),
     ],
 )
 def test_server_that_cannot_start_says_why(fails, options, problem):
