@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
 from rpcdataloader.errors import LocalProtocolError
@@ -144,7 +144,9 @@ def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(workers):
         next(iterator)
     del iterator
     gc.collect()  # the traceback refers to it, and it to pipes
-    assert [int(number) for number in DataLoader(dataset)] == list(range(20))
+    for usable in dataset, RPCDataset("inline", Numbers):
+        assert torch.cat(list(DataLoader(usable, 8))).tolist() == list(range(20))
+        assert [int(number) for number in DataLoader(Subset(usable, [1, 2]))] == [1, 2]
 
 
 # Time limit
@@ -242,7 +244,7 @@ def test_bytes_in_flight_stay_below_the_limit(workers, tmp_path):
 
 NEWER_TORCH = """
 import importlib, inspect
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from rpcdataloader.loader import dataloader
 
 of_torch = inspect.signature(DataLoader)

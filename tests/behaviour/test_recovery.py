@@ -311,12 +311,11 @@ class DeadlyStreams(IterableDataset):
 
 
 def consume(loader):
-    """Samples that were delivered, and the errors in place of batches."""
-    taken = list(steps(iter(loader)))
+    """Batches that were delivered, and the errors in place of others."""
+    *taken, _end = steps(iter(loader))
     errors = [step for step in taken if isinstance(step, Raised)]
     assert {error.type for error in errors} == {ConnectionLostError}
-    samples = [int(sample) for step in taken[:-1] if not isinstance(step, Raised) for sample in step]
-    return samples, [error.line for error in errors]
+    return [step for step in taken if not isinstance(step, Raised)], [error.line for error in errors]
 
 
 # More than are ever under way at once, side by side: for some time, there is no answer at all.
@@ -335,9 +334,9 @@ def test_batch_that_kills_every_worker_is_one_error(workers, monkeypatch, deadly
     shorten(monkeypatch, "late")
     loader = RPCDataloader(datasets.Deadly(160, deadly, how, 0.1 * times_late), 8, workers=workers, **options)
     for _epoch in range(1 + loader.persistent_workers):
-        samples, errors = consume(loader)
+        batches, errors = consume(loader)
         lost = {index // 8 for index in deadly}
-        assert sorted(samples) == [index for index in range(160) if index // 8 not in lost]
+        assert sorted(torch.cat(batches).tolist()) == [index for index in range(160) if index // 8 not in lost]
         assert len(errors) == len(lost)
         for text in errors:
             assert re.match(r"batch \d+ \(indices \[[\d, ]+\]\) has ended 3 workers in a row: worker ", text)
@@ -349,12 +348,69 @@ def test_batch_that_kills_every_worker_is_one_error(workers, monkeypatch, deadly
 def test_streams_that_kill_their_workers_end_with_one_error_each(workers, monkeypatch, deadly, in_order, times_late):
     shorten(monkeypatch, "late")
     loader = RPCDataloader(DeadlyStreams(deadly, 0.1 * times_late), workers=workers, num_workers=4, in_order=in_order)
-    samples, errors = consume(loader)
-    assert sorted(samples) == [10 * part + number for part in range(4) for number in range(2 if part in deadly else 6)]
+    batches, errors = consume(loader)
+    assert sorted(torch.cat(batches).tolist()) == [
+        10 * part + number for part in range(4) for number in range(2 if part in deadly else 6)
+    ]
     assert len(errors) == len(deadly)
     state = loader.state_dict()
     assert state["finished"]
     assert [num_samples for num_samples, *_ in state["streams"]] == [2 if part in deadly else 6 for part in range(4)]
+
+
+# A worker that dies says at which sample, though it cannot say anything any more
+
+
+class DeadlyBatches(datasets.Deadly):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class DeadlyStream(IterableDataset):
+    def __iter__(self):
+        yield from range(7)
+        os._exit(3)
+
+
+def die(samples):
+    if 7 in samples:
+        os._exit(3)
+    return samples
+
+
+KILLED = "was killed by SIGKILL (perhaps out of memory)"
+CRASHED = "was killed by SIGSEGV (a crash in compiled code)"
+NAMES = ["four", "five", "six", "seven", "eight"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "how", "where"),
+    [
+        (datasets.Deadly(12, {7}, "SIGKILL"), {"batch_size": 4}, KILLED, "sample 7"),
+        (datasets.Deadly(12, {7}, "SIGSEGV"), {"batch_size": None}, CRASHED, "sample 7"),
+        # The sampler decides what an index is; the worker knows its position only.
+        (
+            datasets.Deadly(12, {"seven"}, "SIGKILL"),
+            {"batch_sampler": [NAMES], "collate_fn": list},
+            KILLED,
+            "sample seven",
+        ),
+        (DeadlyBatches(12, {7}, "SIGKILL"), {"batch_size": 4}, KILLED, "batch 1"),
+        (DeadlyStream(), {"batch_size": 3}, "exited with status 3", "sample 7 of its stream"),
+    ],
+    ids=["sample", "one by one", "names", "at once", "stream"],
+)
+def test_death_names_the_sample(shared_server, caplog, dataset, options, how, where):
+    _batches, (text,) = consume(RPCDataloader(dataset, workers=shared_server.address, num_workers=1, **options))
+    assert len(re.findall(rf"{re.escape(how)} while it loaded {where}(?:;|$)", text)) == 3, text
+    assert len(re.findall(rf"{re.escape(how)} while it loaded {where}; another worker starts", caplog.text)) >= 2
+
+
+def test_death_after_the_last_sample_is_none_of_a_sample(shared_server):
+    loader = RPCDataloader(range(12), 3, workers=shared_server.address, collate_fn=die)
+    batches, (text,) = consume(loader)
+    assert text.count("exited with status 3 after it had loaded batch 2") == 3
+    assert len(batches) == 3
 
 
 # Batches that take too long

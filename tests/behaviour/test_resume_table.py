@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader
-from tests.support.datasets import Numbers
+from tests.support.datasets import Failing, Numbers
 
 SIZE = 32  # all numbers of ranks, times all batch sizes, divide it
 NUMBERS = Counter(range(SIZE))
@@ -249,21 +249,12 @@ def test_end_and_beginning_of_an_epoch_go_on_with_anything(saved, shared_server)
 # What all ranks have delivered
 
 
-class Slow(Numbers):
-    """Its first batch comes after the next ones."""
-
-    def __getitem__(self, index):
-        if index in (0, 1):
-            raise LookupError(index)
-        return index
-
-
 @pytest.mark.parametrize("kind", ["distributed", "resumable"])
 def test_ranks_that_are_not_in_step_need_their_own_states(kind):
     for options in {"in_order": False}, {"on_error": "skip"}:
         states = []
         for rank in range(2):
-            dataset = Slow(SIZE) if "on_error" in options else Numbers(SIZE)
+            dataset = Failing(SIZE, {0: (LookupError,), 1: (LookupError,)} if "on_error" in options else {})
             sampler = DistributedSampler if kind == "distributed" else ResumableDistributedSampler
             sampler = sampler(dataset, 2, rank, shuffle=False)
             loader = RPCDataloader(dataset, 1, sampler=sampler, workers="inline", partition=(rank, 2), **options)

@@ -280,21 +280,14 @@ def test_error_of_a_full_server_tells_what_this_process_holds(serve, monkeypatch
 
 
 def test_output_of_a_session_is_in_the_log_and_its_warnings_reach_the_client(serve, caplog):
-    class Talkative:
-        def __init__(self):
-            os.write(1, b"building\n")
-            warnings.warn("the index is old", stacklevel=1)
-            logging.getLogger("user.data").warning("the index is large")
-
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return index
+    def build():
+        os.write(1, b"building\n")
+        warnings.warn("the index is old", stacklevel=1)
+        logging.getLogger("user.data").warning("the index is large")
+        return [0]
 
     server = serve()
-    dataset = RPCDataset([server.address], Talkative)
-    assert len(dataset) == 1
+    assert len(RPCDataset([server.address], build)) == 1
     wait_until(lambda: re.search(rf"^\[\S+ client \S+:{os.getpid()}\] building$", server.log, re.MULTILINE))
     wait_until(lambda: "UserWarning: the index is old" in server.log)
     wait_until(lambda: f"{server.address}: user.data: the index is large" in caplog.text)

@@ -18,6 +18,7 @@ import torch
 from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
 from tests.conftest import TIMEOUT_SCALE, close_client
+from tests.support.datasets import Filled
 from tests.support.peers import preamble, session_of
 from tests.support.quick import quick_server
 from tests.support.tampering import Bomb, EncryptedProxy, dial, num_loaded
@@ -28,18 +29,6 @@ pytestmark = pytest.mark.usefixtures("clean_client")
 
 # A refusal is an answer, and not a limit of time.
 PROMPTLY = 8 * TIMEOUT_SCALE
-
-BYTES = 300_000
-
-
-class Images(torch.utils.data.Dataset):
-    """Batches of many records, and small fields beside them."""
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        return torch.full((BYTES,), index, dtype=torch.uint8), index, torch.rand(3)
 
 
 def options(folder, name="node", ca="ca"):
@@ -68,10 +57,9 @@ def plain_server(zygote):
 
 
 def batches(workers):
-    dataset = RPCDataset(workers, Images)
+    """Each of many records."""
     torch.manual_seed(1)
-    loader = RPCDataloader(dataset, batch_size=4, shuffle=True, num_workers=2)
-    return list(loader)
+    return list(RPCDataloader(RPCDataset(workers, Filled, 24, 300_000), batch_size=4, shuffle=True, num_workers=2))
 
 
 def test_loader_delivers_the_same_batches(server, plain_server, certificates, monkeypatch):
@@ -80,8 +68,7 @@ def test_loader_delivers_the_same_batches(server, plain_server, certificates, mo
     use(monkeypatch, certificates)
     received = batches(server.address)
     assert len(expected) == len(received) == 6
-    for one, other in zip(expected, received, strict=True):
-        assert all(map(torch.equal, one, other))
+    assert all(map(torch.equal, expected, received))
     assert "over TLS" in server.log
 
 
