@@ -270,16 +270,6 @@ class Over(Sampler[int]):
         return iter([3, 1, 2])
 
 
-class SameList:
-    """Fills one list for each batch."""
-
-    def __iter__(self) -> Any:
-        batch = [0, 0]
-        for first in range(0, 20, 2):
-            batch[:] = first, first + 1
-            yield batch
-
-
 class BrokenBatches:
     """One is a generator that raises, another does not begin."""
 
@@ -672,7 +662,6 @@ ROWS: dict[str, Row] = {
         drive=until_the_sampler_ended, torch=(0,), numbers=(1, 2), as_sets=True, sampler=Breaking(), batch_size=None
     ),
     "sampler over a dataset without a length": row(Unmeasured, sampler=Over(Unmeasured())),
-    "batches of the sampler in one list": row(batch_sampler=SameList(), torch=(0,)),
     "batches of the sampler fail": row(torch=(0,), numbers=(1,), as_sets=True, batch_sampler=BrokenBatches()),
     "sampler of batches fails": row(
         drive=until_the_sampler_ended, torch=(0,), numbers=(1,), as_sets=True, sampler=Breaking(), batch_size=2

@@ -157,6 +157,16 @@ class Bare:
             return next(self.numbers)
 
 
+class SameList:
+    """Fills one list for each batch."""
+
+    def __iter__(self):
+        batch = [0, 0]
+        for first in range(0, SIZE, 2):
+            batch[:] = first, first + 1
+            yield batch
+
+
 class Given:
     """Says nothing about itself, apart from such attributes."""
 
@@ -197,6 +207,7 @@ SAMPLERS = {
     "list": lambda: {"batch_size": 3, "sampler": [5, 5, 2, 7, 1, 0, 9]},
     "buckets": lambda: {"batch_sampler": Buckets()},
     "counted": lambda: {"batch_sampler": Counted()},
+    "in one list": lambda: {"batch_sampler": SameList()},
     "bare": lambda: {"batch_size": None, "sampler": Bare()},
 }
 
