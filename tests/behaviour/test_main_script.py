@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+
+import pytest
 
 SCRIPT = """
 import dataclasses
@@ -175,3 +178,22 @@ def test_node_without_the_folder_of_the_script_says_so_once_and_in_what_comes_of
     assert re.findall(r"^(\w+)NotFoundError", ended.output, re.MULTILINE) == ["Module", "File"], ended.errors
     assert ended.output.count("no /no/such/project: put") == 2
     assert ended.errors.count("there is no /no/such/project") == 1
+
+
+IN_A_THREAD = """
+import threading
+import numpy as np
+from rpcdataloader import RPCDataloader
+
+def train():
+    threading.main_thread().join()
+    print([batch.shape for batch in RPCDataloader(np.zeros((2, 1 << 17)), num_workers=1)])
+
+threading.Thread(target=train).start()
+"""
+
+
+@pytest.mark.skipif((3, 12) <= sys.version_info < (3, 12, 2), reason="this Python starts no thread by then")
+def test_a_thread_goes_on_to_train_once_the_main_thread_has_ended(zygote):
+    ended = zygote.start(IN_A_THREAD).wait()
+    assert (ended.status, ended.output.count("131072")) == (0, 2), ended.errors

@@ -1,4 +1,4 @@
-"""Memory that does not grow: of workers nobody listens to, and over many epochs."""
+"""Memory and threads that do not grow: of workers nobody listens to, and over many epochs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ import torch
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.__main__ import main
 from tests.conftest import wait_until
-from tests.support.datasets import Filled, note, notes
+from tests.support.crew import wait_for_crew
+from tests.support.datasets import Filled, Numbers, note, notes
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -140,3 +142,14 @@ def test_many_epochs_leave_nothing_behind(serve, tmp_path, where, num_rounds):
     )
     for pid in pids:
         assert private_bytes(pid) < memory[pid] + 24 * MIB
+
+
+def test_training_process_has_one_thread_per_worker_and_a_few_more(wide_servers):
+    loader = RPCDataloader(Numbers(200), batch_size=1, workers=wide_servers[0].address, persistent_workers=True)
+    iterator = iter(loader)
+    wait_for_crew(iterator, 8)
+    assert len(list(iterator)) == 200
+    threads = Counter(thread.name.split()[0] for thread in threading.enumerate() if thread.name.startswith("rpcdl"))
+    assert threads.pop("rpcdl-recv") == 9  # the session's, too
+    assert threads.pop("rpcdl-send") == 1
+    assert threads.total() <= 4

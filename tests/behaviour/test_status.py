@@ -278,32 +278,6 @@ def test_wrong_usage(arguments, error, capsys):
     assert error in capsys.readouterr().err
 
 
-TLS = {"RPCDATALOADER_TLS_CERT": "node.pem", "RPCDATALOADER_TLS_KEY": "node.key", "RPCDATALOADER_TLS_CA": "ca.pem"}
-
-
-@pytest.fixture
-def files(certificates):
-    """Options of a server that speaks TLS."""
-    return [f"--tls-{name.rpartition('_')[2].lower()}={certificates}/{file}" for name, file in TLS.items()]
-
-
-def test_over_tls(serve, files, certificates, monkeypatch, look, look_at):
-    server = serve(*files, "--advertise", "localhost")
-    status, document = look(server.address)
-    assert (status, document["nodes"][0]["state"]) == (2, "refused")
-    assert "RPCDATALOADER_TLS_CERT" in document["nodes"][0]["error"]
-    for variable, name in TLS.items():
-        monkeypatch.setenv(variable, f"{certificates}/{name}")
-    rpc_async(server.address, os.getpid).wait()
-    node = look_at(server)
-    assert node["calls"] == 1
-    assert node["sent_bytes"] > 0
-    monkeypatch.delenv("RPCDATALOADER_TLS_CA")
-    with pytest.raises(SystemExit) as caught:
-        ask_for_status(server.address)
-    assert caught.value.code == 2
-
-
 # --- stacks
 
 

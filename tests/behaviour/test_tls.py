@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
+from rpcdataloader.__main__ import main
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
 from tests.conftest import TIMEOUT_SCALE, close_client
 from tests.support.datasets import Filled
@@ -75,6 +77,23 @@ def test_loader_delivers_the_same_batches(server, plain_server, certificates, mo
 def test_embedded_pool_does_without(certificates, monkeypatch):
     use(monkeypatch, certificates)
     assert len(batches(None)) == 6
+
+
+def test_status_over_tls(server, certificates, monkeypatch, capsys):
+    def look():
+        main(["status", server.address, "--json", "--timeout", str(PROMPTLY)])
+        (node,) = json.loads(capsys.readouterr().out)["nodes"]
+        return node
+
+    assert "RPCDATALOADER_TLS_CERT" in look()["error"]
+    use(monkeypatch, certificates)
+    rpc_async(server.address, os.getpid).wait()
+    node = look()
+    assert node["state"] == "ready"
+    assert min(node["calls"], node["sent_bytes"]) > 0
+    monkeypatch.delenv("RPCDATALOADER_TLS_CA")
+    with pytest.raises(SystemExit, match="2"):
+        look()
 
 
 # --- refusals
