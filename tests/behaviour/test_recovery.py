@@ -62,13 +62,11 @@ def take(iterator, count):
 # One fault in the middle of a pass
 
 
-class NeverBuilt(Numbers):
-    """Its constructor waits for a FIFO, and keeps its session busy."""
-
-    def __init__(self, log, fifo):
-        super().__init__()
-        note(log, os.getpid())
-        wait_for(fifo)
+def build_for_long(log, fifo):
+    """Keeps its session busy."""
+    note(log, os.getpid())
+    wait_for(fifo)
+    return Numbers()
 
 
 class Scene:
@@ -116,7 +114,7 @@ class Scene:
     def occupy_session(self):
         """It builds for long, and answers nothing."""
         log = str(self.folder / "constructors")
-        thread = threading.Thread(target=RPCDataset, args=(self.first.address, NeverBuilt, log, self.fifo))
+        thread = threading.Thread(target=RPCDataset, args=(self.first.address, build_for_long, log, self.fifo))
         thread.start()
         self.stack.callback(thread.join)
         self.stack.callback(lambda: open(self.fifo, "w").close())
@@ -124,16 +122,16 @@ class Scene:
         self.kill_worker()
 
 
-FAULTS = {
-    Scene.kill_worker: {},
-    Scene.stop_worker: {"task_timeout": TIMEOUT_SCALE},
-    Scene.kill_session: {},
-    Scene.kill_node: {},
-    Scene.drain_node: {},
-    Scene.start_node_again: {},
-    Scene.freeze_node: {},
-    Scene.occupy_session: {},
-}
+FAULTS = [
+    Scene.kill_worker,
+    Scene.stop_worker,
+    Scene.kill_session,
+    Scene.kill_node,
+    Scene.drain_node,
+    Scene.start_node_again,
+    Scene.freeze_node,
+    Scene.occupy_session,
+]
 PASSES = [Fields(60), FieldStream(), StatefulFieldStream()]
 
 
@@ -159,8 +157,9 @@ def test_batches_are_the_same_in_spite_of(fault, dataset, undisturbed, serve, tm
     with contextlib.ExitStack() as stack:
         scene = Scene(serve, tmp_path, fifo, stack)
         addresses = [scene.first.address, scene.second.address]
-        persistent = {"persistent_workers": fault in (Scene.kill_worker, Scene.kill_node)}
-        for number, batch in enumerate(loader_of(dataset, addresses, **persistent, **FAULTS[fault])):
+        options = {"persistent_workers": fault in (Scene.kill_worker, Scene.kill_node)}
+        options["task_timeout"] = TIMEOUT_SCALE if fault is Scene.stop_worker else None
+        for number, batch in enumerate(loader_of(dataset, addresses, **options)):
             batches.append(fields_of(batch))
             firsts += batch[-1].tolist()
             if number == 2:

@@ -66,19 +66,17 @@ HARM = {
 }
 
 
-class Attack:
-    """Does harm to the first message of a type in one direction of one connection."""
+def attack_on(where, how):
+    """Does harm to the first message of a type in one direction of one connection; gives what was harmed, too."""
+    harmed = []
 
-    def __init__(self, direction, connection, type, how):
-        self.where = direction, connection, type
-        self.harm = HARM[how]
-        self.done = False
-
-    def __call__(self, direction, connection, number, frame):
-        if self.done or number < 2 or (direction, connection, frame.type) != self.where:
+    def attack(direction, connection, number, frame):
+        if harmed or number < 2 or (direction, connection, frame.type) != where:
             return [frame]
-        self.done = True
-        return self.harm(frame)
+        harmed.append(frame)
+        return HARM[how](frame)
+
+    return attack, harmed
 
 
 NOTICED = "failed authentication .altered, replayed or injected.|was altered on its way|the peer sent no message"
@@ -95,14 +93,14 @@ ATTACKS = [
 @pytest.mark.parametrize(("direction", "connection", "type", "how"), ATTACKS)
 def test_altered_message_is_never_loaded(server, trace, direction, connection, type, how):
     """Of the control connection, which is the first one, and of that of a worker."""
-    attack = Attack(direction, connection, type, how)
+    attack, harmed = attack_on((direction, connection, type), how)
     start = time.monotonic()
     with Proxy(server.address, attack) as proxy:
         # The bomb is loaded by the worker in the arguments, or by this process in the result.
         func, args = (id, (Bomb(trace),)) if direction == "up" else (Bomb, (trace,))
         with pytest.raises(RPCError) as raised:
             torch.futures.wait_all([rpc_async(proxy.address, *each) for each in [(func, args), *2 * [(os.getpid,)]]])
-        assert attack.done, raised.value
+        assert harmed, raised.value
     assert time.monotonic() - start < PROMPTLY
     # What is replayed has arrived once, as it should; but a worker looks at all that has come before it begins.
     expected = int(how == "replay")
