@@ -98,7 +98,6 @@ def check(batches):
 options = {"batch_size": 3, "collate_fn": collate, "worker_init_fn": init}
 for build in ("node", "worker"):
     check(RPCDataloader(RPCDataset(workers, Images, 6, build=build), **options))
-check(RPCDataloader(RPCDataset(workers, lambda: Images(size=6)), **options))
 assert Images.made == 0, "it is built there, not here"
 loader = RPCDataloader(Images(6), workers=workers, persistent_workers=True, **options)
 for _epoch in range(2):
@@ -109,8 +108,6 @@ batches = RPCDataloader(Images(6), 6, workers=workers, collate_fn=lambda samples
 assert list(batches) == [11]
 places = RPCDataloader(Images(6), None, sampler=[Place(1, 2), Place(3, 4)], workers=workers)
 assert torch.stack(list(places)).tolist() == [[1, 2], [3, 4]]
-places = RPCDataloader(Images(6), batch_sampler=[[Place(1, 2), Place(3, 4)]], workers=workers)
-assert next(iter(places)).tolist() == [[1, 2], [3, 4]]
 try:
     list(RPCDataloader(Images(8), workers=workers, **options))
 except DecodeError as error:
@@ -129,7 +126,7 @@ for cls, before in attributes.items():
         after.pop(name, None), before.pop(name, None)
     assert not after.keys() ^ before.keys(), (cls, after.keys() ^ before.keys())
     assert all(after[name] is before[name] for name in before), cls
-assert (Batch.made, Images.made) == (0, 5)
+assert (Batch.made, Images.made) == (0, 4)
 print("as expected")
 """
 

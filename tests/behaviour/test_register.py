@@ -65,15 +65,11 @@ def servers_of(loader):
 # --- the server
 
 
-def test_file_is_there_with_the_ready_line_and_says_the_same(register):
-    server, path = register()
+def test_file_is_there_with_the_ready_line_and_is_renewed_where_there_is_nothing_to_do(register):
+    server, path = register(before=in_server("renewal"))
     said = json.loads(path.read_text())
     assert (said["address"], said["num_workers"], said["pid"]) == (server.address, server.num_workers, server.pid)
     assert said["host"] == socket.gethostname()
-
-
-def test_server_that_has_nothing_to_do_renews_its_file(register):
-    _server, path = register(before=in_server("renewal"))
     for _ in range(3):
         os.utime(path, (1000.0, 1000.0))
         wait_until(lambda: path.stat().st_mtime > 1000.0)

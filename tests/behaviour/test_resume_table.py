@@ -53,6 +53,8 @@ class Hidden:
 class Stateful:
     """Shuffles, and has a state of its own, which it takes from its like only."""
 
+    key = "left"
+
     def __init__(self):
         self.left = []
         self.goes_on = False
@@ -65,18 +67,14 @@ class Stateful:
             yield self.left.pop()
 
     def state_dict(self):
-        return {"left": list(self.left)}
+        return {self.key: list(self.left)}
 
     def load_state_dict(self, state):
-        self.left, self.goes_on = list(state["left"]), True
+        self.left, self.goes_on = list(state[self.key]), True
 
 
 class Planned(Stateful):
-    def state_dict(self):
-        return {"plan": list(self.left)}
-
-    def load_state_dict(self, state):
-        self.left, self.goes_on = list(state["plan"]), True
+    key = "plan"
 
 
 class Pairs(BatchSampler):

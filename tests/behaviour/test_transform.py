@@ -344,33 +344,26 @@ def test_interrupt_loses_no_raw_batch(monkeypatch):
     assert numbers(batches) == list(range(12))
 
 
-class InterruptedOnce(Decode):
-    is_interrupted = False
-
-    def __call__(self, sample):
-        if sample["number"] == 6 and not self.is_interrupted:
-            self.is_interrupted = True
-            raise KeyboardInterrupt
-        return super().__call__(sample)
-
-
 def test_transform_gets_samples_as_they_were_after_an_interrupt(expected):
-    batches = iter(make("inline", decode=InterruptedOnce()))
+    decode, interrupts = Decode(), [KeyboardInterrupt]
+
+    def transform(sample):
+        if sample["number"] == 6 and interrupts:
+            raise interrupts.pop()
+        return decode(sample)
+
+    batches = iter(make("inline", decode=transform))
     found = [next(batches).tolist()]
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     assert found + as_lists(batches) == expected
 
 
-class Locked(Stream):
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
-
-
 def test_error_at_the_beginning_of_the_stream_names_the_rank_once(wide_servers):
+    stream = Stream()
+    stream.lock = threading.Lock()
     with pytest.raises(SerializationError, match=r"^\[rank 1 of 2\] dataset.lock is a"):
-        iter(make(wide_servers[0].address, Locked(), partition=(1, 2)))
+        iter(make(wide_servers[0].address, stream, partition=(1, 2)))
 
 
 class Sums(Dataset):
