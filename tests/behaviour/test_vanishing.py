@@ -129,9 +129,8 @@ def test_host_that_vanishes_is_noticed_during_any_wait(zygote, monkeypatch, wait
             cable.cut()
             start = time.monotonic()
             # Who has not been connected yet may be told so by the limit of connecting.
-            with pytest.raises((ConnectError, ConnectionLostError)) as caught:
+            with pytest.raises((ConnectError, ConnectionLostError)):
                 finish()
-            assert wait is not change or "lost: its host no longer answers" in str(caught.value)
             wait_until(lambda: not any(map(is_running, pids)), pace.limit + SLACK, "the end of its session")
             assert time.monotonic() - start < pace.limit + SLACK
             close_client()
