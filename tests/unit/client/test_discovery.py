@@ -83,14 +83,6 @@ def test_error_in_the_environment_names_the_variable():
         find_workers(None, {WORKERS_VARIABLE: "node01"})
 
 
-def test_caller_comes_before_the_environment_and_the_environment_is_the_default(monkeypatch):
-    assert find_workers("inline", {WORKERS_VARIABLE: "node01:6543"}) == Inline()
-    assert find_workers(None, {}) is None
-    assert find_workers(None, {WORKERS_VARIABLE: "  "}) is None
-    monkeypatch.setitem(os.environ, WORKERS_VARIABLE, "node01:6543")
-    assert find_workers(None) == Remote((NODE,))
-
-
 # Node servers behind a DNS name
 
 

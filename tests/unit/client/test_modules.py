@@ -61,14 +61,6 @@ def test_package_is_sent_with_its_data_and_without_what_is_compiled_or_hidden(fo
     assert module == choose_modules([folder / "shapes"])[0]  # whatever it is called by
 
 
-def test_what_was_chosen_stays_as_it_is(folder):
-    chosen = choose_modules(["shapes", "squares", "./shapes"])
-    assert [module.name for module in chosen] == ["shapes", "squares"]
-    (folder / "squares.py").write_text("side = 3")
-    assert choose_modules(chosen) == chosen
-    assert choose_modules(None) == ()
-
-
 def test_two_of_a_name_are_refused(folder):
     (folder / "parts" / "squares.py").write_text("side = 3")
     with pytest.raises(ValueError, match="two modules of the name squares"):

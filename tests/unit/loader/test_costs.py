@@ -7,7 +7,6 @@ import copy
 import itertools
 import json
 import sys
-import timeit
 
 import hypothesis.strategies as st
 import numpy as np
@@ -203,13 +202,6 @@ def test_state_belongs_to_its_costs_and_its_budget_whether_that_is_an_integer_or
     (stranger,) = ranks(lengths(100, seed=1), 1, max_cost=2000)
     with pytest.raises(ValueError, match="belongs to other costs, or to another max_cost"):
         stranger.load_state_dict(one.state_dict())
-
-
-def test_a_state_takes_as_long_for_many_samples_as_for_few():
-    """The loader takes one for every batch."""
-    (few,), (many,) = ranks(np.ones(10), 1), ranks(np.ones(1_000_000), 1)
-    of_few, of_many = [min(timeit.repeat(sampler.state_dict, number=1, repeat=9)) for sampler in (few, many)]
-    assert of_many < 100 * of_few
 
 
 class Texts:
