@@ -5,7 +5,7 @@
     python -m examples.recommender.measure                    # about 6 minutes on 2 cores
     python -m examples.recommender.measure --device cuda      # on a GPU, also with 1,000 features
     torchrun --nproc-per-node 2 -m examples.recommender.measure --parts overlap
-    python -m tests.benchmark.overlap                         # the same over a link of known speed, as root
+    python -m tests.benchmark.link --overlap                  # the same over a link of known speed, as root
 
 **loading**: batches of a file with 1,000 sparse features, in both forms, from this package's loader and from torch's,
 each with two workers. A batch is received, and on a GPU copied there, and nothing is done with it.
