@@ -11,7 +11,6 @@ import os
 import re
 import socket
 import threading
-import time
 
 import pytest
 from torch.utils.data import Subset
@@ -24,7 +23,7 @@ from rpcdataloader.errors import (
     SerializationError,
 )
 from tests.conftest import TIMEOUT_SCALE, close_client, process_name, wait_until
-from tests.support.datasets import Numbers
+from tests.support.datasets import Deadly, Numbers
 from tests.support.quick import quick_server
 
 
@@ -32,11 +31,6 @@ class WithLock(Numbers):
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()
-
-
-class Sleeps(Numbers):
-    def __getitem__(self, index):
-        time.sleep(600)
 
 
 class NoDataset:
@@ -83,7 +77,7 @@ MISTAKES = {
         r"an RPCDataset belongs to this process and cannot be sent: to use a part of it, .*Subset"),
     "no dataset": (lambda a: RPCDataset(a, NoDataset), TypeError,
         "NoDataset made no dataset: it has no __getitem__, and is no IterableDataset"),
-    "hang": (lambda a: load(a, Sleeps(), task_timeout=0.2, max_retries=1), RPCTimeoutError,
+    "hang": (lambda a: load(a, Deadly(8, {0}, "hang"), task_timeout=0.2, max_retries=1), RPCTimeoutError,
         r"took longer than 0\.2 s while it loaded sample 0(.|\n)*in __getitem__"),
     "init function that fails": (lambda a: load(a, worker_init_fn=no_scratch), OSError,
         r"no scratch disk.*worker_init_fn\(\d\), worker"),

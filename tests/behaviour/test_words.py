@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rpcdataloader import RPCDataloader
-from tests.conftest import TIMEOUT_SCALE
+from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.clocks import shorten
 from tests.support.datasets import Gated
 from tests.support.zygote import FORK_POOLS
 
 SCRIPT = """
-import os, signal, sys
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import ConnectionLostError
+from tests.support.datasets import Deadly
 
-class Deadly:
-    def __len__(self):
-        return 4
-    def __getitem__(self, index):
-        if index == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-loader = RPCDataloader(Deadly(), num_workers=1, max_retries=1)
+loader = RPCDataloader(Deadly(4, {2}, "SIGKILL"), num_workers=1, max_retries=1)
 try:
     list(loader)
 except ConnectionLostError as error:
@@ -54,21 +47,11 @@ def test_a_long_wait_is_told_with_the_stack_of_the_worker_and_nothing_ends(share
     shorten(monkeypatch, "long wait")
     batches = iter(RPCDataloader(Gated(8, 3, fifo), batch_size=None, workers=shared_server.address, num_workers=2))
     assert [next(batches) for _ in range(3)] == [0, 1, 2]
-
-    messages = []
-
-    def let_go(record):
-        if "has waited" in record.getMessage():
-            messages.append(record.getMessage())
-            open(fifo, "w").close()
-        return True
-
-    caplog.handler.addFilter(let_go)
-    try:
+    with ThreadPoolExecutor(1) as thread:
+        opened = thread.submit(lambda: wait_until(lambda: "has waited" in caplog.text) or open(fifo, "w").close())
         assert list(batches) == [3, 4, 5, 6, 7]
-    finally:
-        caplog.handler.removeFilter(let_go)
-    (told,) = messages
+        opened.result()
+    (told,) = [message for message in caplog.messages if "has waited" in message]
     assert re.match(r"the loop has waited 1 s for batch 3 \(indices 3\), which is at worker \d+ \(pid \d+\) on ", told)
     assert re.search(r" \(tasks: \d at workers.*; workers: 2 at work; nodes: 1 up; next decision in [\d.]+ s\)\n", told)
     assert re.search(r'datasets\.py", line \d+ in wait_for\n', told)
