@@ -33,11 +33,6 @@ class WithLock(Numbers):
         self.lock = threading.Lock()
 
 
-class NoDataset:
-    def __len__(self):
-        return 3
-
-
 def no_scratch(_worker):
     raise OSError("no scratch disk")
 
@@ -75,8 +70,8 @@ MISTAKES = {
         r"collate_fn\S* is a _thread\.lock, .*: open it on first use instead of in the constructor"),
     "RPCDataset in a dataset": (lambda a: load(a, Subset(RPCDataset(a, Numbers), [1])), LocalProtocolError,
         r"an RPCDataset belongs to this process and cannot be sent: to use a part of it, .*Subset"),
-    "no dataset": (lambda a: RPCDataset(a, NoDataset), TypeError,
-        "NoDataset made no dataset: it has no __getitem__, and is no IterableDataset"),
+    "no dataset": (lambda a: RPCDataset(a, object), TypeError,
+        "object made no dataset: it has no __getitem__, and is no IterableDataset"),
     "hang": (lambda a: load(a, Deadly(8, {0}, "hang"), task_timeout=0.2, max_retries=1), RPCTimeoutError,
         r"took longer than 0\.2 s while it loaded sample 0(.|\n)*in __getitem__"),
     "init function that fails": (lambda a: load(a, worker_init_fn=no_scratch), OSError,

@@ -258,34 +258,23 @@ def test_passes_begin_without_a_node_that_does_not_answer_and_it_joins_later(ser
     wait_until(lambda: len(sessions_of(dataset)) == 2)
 
 
-@pytest.fixture
-def refuse(monkeypatch):
-    """Let the next start of a thread with such a name fail; gives the names of those that have failed."""
-    start = threading.Thread.start
-
-    def refuse(name):
-        def start_later(thread):
-            if thread.name.startswith(name) and not failed:
-                failed.append(thread.name)
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        failed = []
-        monkeypatch.setattr(threading.Thread, "start", start_later)
-        return failed
-
-    return refuse
-
-
 @pytest.mark.parametrize(("lost", "name"), [("worker", "rpcdl-recv"), ("session", "rpcdl-seek")])
-def test_worker_or_node_for_which_there_is_no_thread_is_asked_for_again(workers, refuse, lost, name, caplog):
+def test_worker_or_node_for_which_there_is_no_thread_is_asked_for_again(workers, monkeypatch, lost, name, caplog):
+    start, failed = threading.Thread.start, []
+
+    def refuse_once(thread):
+        if thread.name.startswith(name) and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
     iterator = iter(RPCDataloader(RPCDataset(workers, Processes, 10**6), batch_size=None, num_workers=2))
     known, sessions = set(), set()
     while len(known) < 2:
         _index, worker, session = map(int, next(iterator))
         known.add(worker)
         sessions.add(session)
-    failed = refuse(name)
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
     os.kill(min(known if lost == "worker" else sessions), signal.SIGKILL)
     wait_until(lambda: int(next(iterator)[1]) not in known)
     assert failed

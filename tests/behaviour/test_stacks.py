@@ -18,9 +18,6 @@ from tests.support.peers import session_of
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 
-# --- what users write
-
-
 def sleep_in_python():
     time.sleep(600)
 
@@ -39,9 +36,6 @@ def line_of(func, text):
     lines, first = inspect.getsourcelines(func)
     (line,) = (number for number, line in enumerate(lines, first) if text in line)
     return f'File "{__file__}", line {line} in {func.__name__}'
-
-
-# --- what happens
 
 
 def test_session_serves_others_while_it_waits_for_a_stack(shared_server, tmp_path):

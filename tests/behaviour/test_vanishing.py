@@ -14,13 +14,12 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
 from tests.support.clocks import REAL_KEEPALIVE, KeepAlive
-from tests.support.datasets import Gated, Hosted
+from tests.support.datasets import Filled, Gated, Hosted
 from tests.support.network import Network, why_not
 from tests.support.quick import quick_server
 
@@ -31,19 +30,6 @@ FAST = KeepAlive(1, 1, 2, 0.2)
 
 # Seconds that a busy machine may take beyond that.
 SLACK = 20.0 * TIMEOUT_SCALE
-
-
-class Large(Dataset):
-    """Batches that take a while to travel: more than the kernel keeps for a connection."""
-
-    def __init__(self, size_bytes=2**28):
-        self.size_bytes = size_bytes
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        return torch.zeros(self.size_bytes, dtype=torch.uint8)
 
 
 # What a trainer waits for. Each is prepared while its node is there, and gives what is done when that has vanished.
@@ -64,7 +50,8 @@ def batch_that_is_computed(address, _cable, fifo):
 
 def batch_that_is_received(address, cable, _fifo):
     before = cable.received_bytes
-    iterator = iter(RPCDataloader(Large(), workers=address, num_workers=1, reconnect_timeout=0))
+    # More than the kernel keeps for a connection.
+    iterator = iter(RPCDataloader(Filled(10, 2**28), workers=address, num_workers=1, reconnect_timeout=0))
     wait_until(lambda: cable.received_bytes - before > 2**24, 30, "a part of the batch")
     cable.cut()
     assert cable.received_bytes - before < 2**28
