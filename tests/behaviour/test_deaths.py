@@ -85,11 +85,6 @@ def start_trainer(zygote, server, gone, tmp_path, how, building="", has_child=""
     return script, {int(line) for line in log.read_text().split()}
 
 
-def states_of(pids):
-    """What the kernel says of processes: R runs, S sleeps, T is stopped."""
-    return {stat_of(pid)[0] for pid in pids}
-
-
 @pytest.mark.parametrize(
     ("busy", "has_child", "end"),
     [
@@ -138,7 +133,7 @@ def test_nothing_is_left_of_a_server_that_ends(serve, zygote, gone, tmp_path, st
         stopped = set(processes) - workers
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: states_of(stopped) <= {"T"})
+    wait_until(lambda: {stat_of(pid)[0] for pid in stopped} <= {"T"})
     if state == "twice interrupted":
         server.signal(signal.SIGINT)
         wait_until(lambda: "draining" in server.log)
