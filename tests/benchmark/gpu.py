@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -124,17 +125,49 @@ def _count_bytes(subject: str, batch_size: int) -> int:
 # --- the trainer
 
 
+class Bottleneck(nn.Module):
+    """The block of ResNet-50."""
+
+    def __init__(self, num_inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        num_outputs = 4 * width
+        self.path = nn.Sequential(
+            *_convolution(num_inputs, width, 1), nn.ReLU(inplace=True),
+            *_convolution(width, width, 3, stride), nn.ReLU(inplace=True),
+            *_convolution(width, num_outputs, 1),
+        )  # fmt: skip
+        changes = stride > 1 or num_inputs != num_outputs
+        self.shortcut = nn.Sequential(*_convolution(num_inputs, num_outputs, 1, stride)) if changes else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.path(x) + self.shortcut(x), inplace=True)
+
+
+def _convolution(num_inputs: int, num_outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(num_inputs, num_outputs, size, stride, padding=size // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(num_outputs)]
+
+
+def build_resnet50(num_classes: int = 1000) -> nn.Module:
+    """ResNet-50, with its stride in the 3x3 convolution."""
+    blocks: list[nn.Module] = []
+    num_channels = 64
+    for width, depth in (64, 3), (128, 4), (256, 6), (512, 3):
+        for number in range(depth):
+            blocks.append(Bottleneck(num_channels, width, 2 if number == 0 and width > 64 else 1))
+            num_channels = 4 * width
+    stem = [*_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, num_classes)]
+    return nn.Sequential(*stem, *blocks, *head)
+
+
 class Training:
     """A step of training on a batch of uint8 images, wherever they are."""
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
-        from transformers import ResNetConfig, ResNetForImageClassification  # takes a second
-
         torch.backends.cudnn.benchmark = True
         self._device = device
-        config = ResNetConfig(num_labels=1000)  # type: ignore[call-arg]  # a wrong stub
-        network: Any = ResNetForImageClassification(config)
-        self._network = network.to(device=device, memory_format=torch.channels_last)
+        self._network = build_resnet50().to(device=device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a wrong stub
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.01, momentum=0.9)
         self._labels = torch.randint(1000, (batch_size,), device=device)
 
@@ -142,7 +175,7 @@ class Training:
         images = images.to(self._device, non_blocking=True)
         values = ((images.float() - 120.0) / 58.0).contiguous(memory_format=torch.channels_last)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
-            loss = F.cross_entropy(self._network(values).logits, self._labels)
+            loss = F.cross_entropy(self._network(values), self._labels)
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
