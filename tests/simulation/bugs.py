@@ -107,11 +107,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("a pass without workers remembers an earlier time", "self.stuck_since = None  # also", "pass  # also"),
         ("a worker whose node answers at last stays late", "other.is_late = False", "pass"),
         ("a worker elsewhere ends the one that comes home", "not self.roster.is_at_home(place, other.node)", "True"),
-        (
-            "a node that had no room is not asked again for a mute one",
-            "self.roster.places[worker.place].refused_by.clear()",
-            "pass",
-        ),
+        ("a node that had no room is not asked again for a mute one", "place].refused_by.clear()", "place]"),
         ("a node that cannot be reached is counted on for ever", "self._sought.get(node) == math.inf", "False"),
         ("a node that has not answered is forgotten with its worker", "workers, self._mute |", "workers,"),
         ("a stopped node is back when its session answers", "!= incarnation:  # otherwise", "!= 0:  # otherwise"),

@@ -172,7 +172,7 @@ class Cluster(Clock):
         self.random = random.Random(scenario.seed)
         self.nodes: dict[str, Node] = {}
         self.alive: list[Worker] = []  # those that have come
-        self.counts: Counter[str] = Counter()  # how often a kind of fault has hit something
+        self.counts: Counter[str] = Counter()  # faults of each kind
         self.num_passes = 0
         self.has_ended = False  # no more faults, and no more passes
         self.ranks: list[Any] = []

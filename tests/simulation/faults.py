@@ -1,8 +1,4 @@
-"""What goes wrong: each kind of fault, and what it does to the cluster.
-
-A fault is counted when it hits something: a worker that answers twice, when it does; a node that is lost, once,
-whatever it takes with it.
-"""
+"""What goes wrong: each kind of fault, and what it does to the cluster."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from tests.simulation.scenarios import Fault, Noise
 def inject(cluster: Cluster, fault: Fault) -> None:
     """Let something go wrong."""
     kind = fault.kind
+    cluster.counts[kind] += 1
     if kind in _WORKER_FAULTS:
         if cluster.alive:
             _WORKER_FAULTS[kind](cluster, cluster.alive[fault.pick % len(cluster.alive)], fault)
@@ -49,13 +46,11 @@ def heal(cluster: Cluster) -> None:
 
 
 def _kill(cluster: Cluster, worker: Worker, fault: Fault) -> None:
-    cluster.counts["kill"] += 1
     cluster.die(worker, DIED)
 
 
 def _hang(cluster: Cluster, worker: Worker, fault: Fault) -> None:
     if worker.hung_until <= cluster.now:
-        cluster.counts["hang"] += 1
         worker.hung_until = cluster.now + (2 + 200 * fault.size**3) * max(1.0, cluster.scenario.seconds)
 
 
@@ -66,7 +61,6 @@ def _kill_while_answering(cluster: Cluster, worker: Worker, fault: Fault) -> Non
 def _retire(cluster: Cluster, worker: Worker, fault: Fault) -> None:
     if worker.is_draining:
         return
-    cluster.counts["retire"] += 1
     worker.is_draining = worker.will_retire = True
     cluster.after(cluster.latency(), worker.crew.drain, worker)
     if not worker.is_busy:
@@ -86,7 +80,6 @@ def _finish(cluster: Cluster, worker: Worker) -> None:
 
 def _lose_node(cluster: Cluster, node: Node, fault: Fault) -> None:
     if node.is_up:
-        cluster.counts["lose node"] += 1
         cluster.lose_node(node)
         delay = fault.size**2 * (20 if fault.pick & 7 else 600)
         cluster.after(delay, cluster.return_node, node, node.incarnation)
@@ -95,7 +88,6 @@ def _lose_node(cluster: Cluster, node: Node, fault: Fault) -> None:
 def _drain_node(cluster: Cluster, node: Node, fault: Fault) -> None:
     if not node.answers:
         return
-    cluster.counts["drain node"] += 1
     node.is_draining = True
     for worker in [worker for worker in cluster.alive if worker.node is node]:
         if not worker.is_draining:
@@ -138,7 +130,6 @@ def _mute(cluster: Cluster, node: Node, fault: Fault) -> None:
 
 
 def _pause(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
-    cluster.counts["pause"] += 1
     rank.paused_until = cluster.now + fault.size**2 * 100 * cluster.scenario.seconds
     if rank.is_waiting:
         rank.later(0.0, rank.consume)
@@ -172,33 +163,20 @@ def _add_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     else:
         nodes = list(cluster.nodes.values())
         node = nodes[fault.pick % len(nodes)]
-    cluster.counts["add node"] += 1
     crew.driver.nodes_changed([node.name], [])
 
 
 def _remove_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     nodes = list(cluster.nodes.values())
     node = nodes[int(fault.size * len(nodes))]
-    cluster.counts["remove node"] += 1
     crew.driver.nodes_changed([], [node.name])
 
 
 def _want(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     """The loop wants fewer workers, or more."""
     if not crew.lengths:
-        cluster.counts["want"] += 1
         most = 1 + int(fault.size * (len(crew.judge.places) + 1))
         crew.driver.feed(lambda engine, _now: engine.crew.use(most))
-
-
-def _leave(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
-    cluster.counts["leave"] += 1
-    rank.leave()
-
-
-def _resume(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
-    cluster.counts["resume"] += 1
-    rank.resume()
 
 
 _WORKER_FAULTS: dict[str, Callable[[Cluster, Worker, Fault], None]] = {
@@ -224,6 +202,6 @@ _RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
     "add node": _add_node,
     "remove node": _remove_node,
     "want": _want,
-    "leave": _leave,
-    "resume": _resume,
+    "leave": lambda _cluster, rank, _crew, _fault: rank.leave(),
+    "resume": lambda _cluster, rank, _crew, _fault: rank.resume(),
 }

@@ -112,7 +112,6 @@ class SimulatedDriver(Driver):
     def carry_out(self, todo: ToDo) -> None:
         cluster = self.executor.cluster
         if not self.executor.is_beginning and cluster.random.random() < cluster.noise.thread:
-            cluster.counts["thread"] += 1
             delay = cluster.random.random() ** 2 * cluster.scenario.seconds
             cluster.after(delay, super().carry_out, todo)
         else:
@@ -237,7 +236,6 @@ class Pass:
         node = cluster.nodes[name]
         patience = cluster.latency() if node.answers else cluster.random.random()
         if node.mute_until > cluster.now and node.answers:
-            cluster.counts["mute node"] += 1
             if self.session(name) is None:
                 patience = cluster.scenario.options.connect_timeout
             elif node.has_mute_sessions:
@@ -253,10 +251,8 @@ class Pass:
         if not node.answers or (node.mute_until > now and (node.has_mute_sessions or self.session(name) is None)):
             feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE))
         elif node.has("foreign node", now):
-            self.cluster.counts["foreign node"] += 1
             feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE, is_foreign=True))
         elif node.has("broken node", now):
-            self.cluster.counts["broken node"] += 1
             feed(lambda engine, _now: engine.crew.node_hopeless(name, ValueError("no such file")))
         else:
             session = self.rank.sessions.get(name)
@@ -268,8 +264,7 @@ class Pass:
 
     def opening(self, begun: Any, place: int, stream: int | None) -> Any:
         self._is_free("a request is pickled")
-        request = encoded(Start(begun, place, stream or 0))
-        return Opening(begun, request)
+        return Opening(begun, encoded(Start(begun, place, stream or 0)))
 
     def restarting(self, begun: Epoch) -> Encoded:
         return encoded(Start(begun, -1, 0))
@@ -334,8 +329,6 @@ class Pass:
         state: Any = result[1] + 1 if self.lengths and kind not in (CANCELLED, FAILED) else None
         if kind == BATCH:
             return Answer((kind, result), size_bytes=self.rank.size(result), timings=(reply.seconds, 0.0), stream=state)
-        if result in self.cluster.bad:
-            self.cluster.counts["bad batch"] += 1
         return Answer((kind, result), error=ERROR, stream=state)
 
     # Workers
@@ -348,11 +341,8 @@ class Pass:
         if not worker.session.is_ready:
             cluster.die(worker, GONE)
         elif node.mute_until > now:
-            if node.is_building:
-                cluster.counts["mute node"] += 1
-                cluster.at(node.mute_until, self.connect, worker, math.inf)
-            elif now < deadline:
-                cluster.counts["mute node"] += 1
+            deadline = math.inf if node.is_building else deadline
+            if now < deadline:
                 cluster.at(min(deadline, node.mute_until), self.connect, worker, deadline)
             else:
                 cluster.die(worker, REFUSED)
@@ -360,16 +350,14 @@ class Pass:
             if now < deadline and worker.keep_waiting():
                 cluster.after(1.0, self.connect, worker, deadline)
             else:
-                cluster.counts["refusal"] += 1
                 worker.was_refused = True
                 cluster.die(worker, REFUSED)
         elif node.has("flapping node", now) and cluster.random.random() < 0.5:
-            cluster.counts["flap"] += 1
             cluster.die(worker, REFUSED)
         else:
             cluster.come(worker)
             if node.has("flapping node", now):
-                cluster.after(self.rank.seconds() * cluster.random.random(), self.kill, worker, "flap")
+                cluster.after(self.rank.seconds() * cluster.random.random(), self.flap, worker)
             is_cold = cluster.random.random() < cluster.scenario.cold_starts
             opening = cluster.random.random() * (10.0 if is_cold else 0.1) * cluster.scenario.seconds
             cluster.after(opening, self.begin_work, worker)
@@ -388,7 +376,6 @@ class Pass:
             return
         worker.is_busy = False
         if worker.node.has("raising node", self.cluster.now) and self.cluster.random.random() < 0.7:
-            self.cluster.counts["raising node"] += 1
             worker.has_failed = True
         complete(Reply(FAILED if worker.has_failed else BATCH, None, 0.0))
         if not worker.is_busy:
@@ -427,19 +414,17 @@ class Pass:
                 worker.position += 1
         seconds = self.rank.seconds()
         if cluster.random.random() < cluster.noise.slow:
-            cluster.counts["slow"] += 1
             seconds *= 2.0 + 20.0 * cluster.random.random()
         worker.at = batch, int(cluster.random.random() * NUM_PLACES)
         if kind == BATCH and result in cluster.deadly:
-            cluster.after(cluster.deadly[result] * seconds, self.kill, worker, "deadly batch")
+            cluster.after(cluster.deadly[result] * seconds, cluster.die, worker, DIED)
             return
         if kind == BATCH and result in cluster.bad:
             kind = EXCEPTION
         cluster.after(seconds, self.done, worker, complete, Reply(kind, result, seconds))
 
-    def kill(self, worker: Worker, kind: str) -> None:
-        if worker.is_alive and (kind != "flap" or worker.node.has("flapping node", self.cluster.now)):
-            self.cluster.counts[kind] += 1
+    def flap(self, worker: Worker) -> None:
+        if worker.node.has("flapping node", self.cluster.now):
             self.cluster.die(worker, DIED)
 
     def done(self, worker: Worker, complete: Any, reply: Reply) -> None:
@@ -457,7 +442,6 @@ class Pass:
         else:
             self.work(worker)
         if worker.dies_answering:
-            cluster.counts["kill while answering"] += 1
             if cluster.random.random() < 0.5:  # the answer is on its way
                 worker.wire = max(worker.wire, cluster.now + cluster.random.random() * cluster.scenario.seconds)
                 cluster.at(worker.wire, complete, reply)
@@ -467,13 +451,11 @@ class Pass:
             noise, random = cluster.noise, cluster.random.random
             if random() < noise.error:
                 reply.kind = EXCEPTION
-                cluster.counts["error"] += 1
             if random() < noise.again:
                 delay = random() * 3 * cluster.scenario.seconds
                 cluster.after(delay, self.answer_again, worker, complete, reply)
             if random() < noise.late:
                 worker.wire = max(worker.wire, cluster.now + random() * 4 * cluster.scenario.seconds)
-                cluster.counts["late"] += 1
         if worker.wire > cluster.now:
             cluster.at(worker.wire, complete, reply)
         else:
@@ -483,14 +465,12 @@ class Pass:
         """The same answer comes again: it must not be taken for another one."""
         (sent,) = complete.args
         if sent.begun is self.driver.begun and not self.is_closed and not self.judge.holds(worker.number, sent.number):
-            self.cluster.counts["again"] += 1
             complete(reply)
 
     def answer_after_loss(self, worker: Worker, number: int) -> None:
         """An answer of a worker that is known to be lost."""
         task = self.judge.tasks.get(number)
         if task is not None and not self.is_closed:
-            self.cluster.counts["after the loss"] += 1
             result = (worker.place, 0) if self.lengths else task.payload.number
             answer = Answer((BATCH, result))
 
