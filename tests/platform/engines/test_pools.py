@@ -81,9 +81,7 @@ class Cluster:
             "text": True,
             "cwd": ROOT,
         }
-        if self.network is None:
-            return subprocess.Popen([sys.executable, *words], **options)
-        with self.network.trainer.entered():
+        with self.network.trainer.entered() if self.network else contextlib.nullcontext():
             return subprocess.Popen([sys.executable, *words], **options)
 
     @contextlib.contextmanager
