@@ -30,7 +30,7 @@ def inject(cluster: Cluster, fault: Fault) -> None:
 def heal(cluster: Cluster) -> None:
     """No more faults: what is broken is mended."""
     now = cluster.now
-    cluster.noise = Noise(*(0.0,) * 6)
+    cluster.noise = Noise(*(0.0,) * 5)
     for node in cluster.nodes.values():
         node.until.clear()
         node.mute_until = now

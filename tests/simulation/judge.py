@@ -76,14 +76,14 @@ class Member:
         return self.joined and not (self.draining or self.sent_away or self.closed)
 
 
+@dataclass(slots=True)
 class Place:
     """Where a worker should be."""
 
-    def __init__(self, home: str) -> None:
-        self.home = home
-        self.closed = False
-        self.refused: set[str] = set()
-        self.worker = 0  # the last one that was opened here; 0 when that is lost
+    home: str
+    closed: bool = False
+    refused: set[str] = field(default_factory=set)
+    worker: int = 0  # the last one that was opened here; 0 when that is lost
 
 
 class Judge:

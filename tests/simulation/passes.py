@@ -467,18 +467,6 @@ class Pass:
         if sent.begun is self.driver.begun and not self.is_closed and not self.judge.holds(worker.number, sent.number):
             complete(reply)
 
-    def answer_after_loss(self, worker: Worker, number: int) -> None:
-        """An answer of a worker that is known to be lost."""
-        task = self.judge.tasks.get(number)
-        if task is not None and not self.is_closed:
-            result = (worker.place, 0) if self.lengths else task.payload.number
-            answer = Answer((BATCH, result))
-
-            def answered(engine: Any, now: float) -> None:
-                engine.answered(worker.number, number, size_bytes=1000, task_seconds=0.1, now=now, answer=answer)
-
-            self.driver.feed(answered)
-
     def lose(self, worker: Worker) -> None:
         """A worker's end is known here."""
         worker.is_lost = True
@@ -493,14 +481,8 @@ class Pass:
             if self.cluster.random.random() >= 0.1:
                 place = BETWEEN if self.cluster.random.random() < 0.3 else place
                 worker.exited = Exited(worker.number, 0, "", batch, place)
-        member = self.judge.members.get(worker.number)
-        unanswered = [] if member is None else list(member.in_flight)
         worker.owner.worker_lost(worker, error)
         assert worker.number not in self.driver.seats, f"worker {worker.number} is lost, and is kept"
-        random, likely = self.cluster.random.random, self.cluster.noise.after_loss
-        for number in unanswered:
-            if random() < likely:
-                self.answer_after_loss(worker, number)
 
     def drain(self, worker: Worker) -> None:
         """A worker says that it takes no more."""

@@ -75,7 +75,6 @@ class Noise(NamedTuple):
     late: float  # an answer is long on the wire, and so are those behind it
     again: float  # an answer comes again, later
     error: float  # an exception instead of a batch
-    after_loss: float  # the answer of a worker that is lost comes, though nobody waits for it any more
     thread: float  # what the engine wants done is done later, and overtaken by what it wants next
 
 
@@ -96,7 +95,7 @@ def choose_scenario(seed: int) -> Scenario:
     num_workers = max(1, sum(offered))
     seconds = 10 ** rng.uniform(-2, 0.3)
     weights = [weight * rng.choice((0, 0.3, 1, 1, 3)) for weight in KINDS.values()]
-    most_noise = (0.9, 0.8, 0.6, 0.2, 0.95, 0.8)
+    most_noise = (0.9, 0.8, 0.6, 0.2, 0.8)
     noise = Noise(*(rng.choice((0.0, 1.0, 1.0, 1.0)) * rate for rate in most_noise))
     if rng.random() < 0.3:
         noise = noise._replace(slow=0.0, late=0.0)  # what is late then is really late

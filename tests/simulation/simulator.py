@@ -73,14 +73,8 @@ def _longest(cluster: Cluster) -> float:
 
 
 def _describe(cluster: Cluster) -> str:
-    told = []
-    for rank in cluster.ranks:
-        if rank.is_done or rank.crew is None:
-            continue
-        judge = rank.crew.judge
-        members = {number: list(member.in_flight) for number, member in list(judge.members.items())[:8]}
-        told.append(f"rank {rank.number} has {len(judge.tasks)} tasks left, at workers {members}")
-    return "; ".join(told)
+    ranks = [rank for rank in cluster.ranks if not rank.is_done and rank.crew is not None]
+    return "; ".join(f"rank {rank.number} has {len(rank.crew.judge.tasks)} tasks left" for rank in ranks)
 
 
 @dataclass
