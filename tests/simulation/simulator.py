@@ -17,13 +17,23 @@ from tests.simulation.scenarios import Fault, Scenario, choose_faults, choose_sc
 
 @dataclass
 class Outcome:
-    """What came of a run; ``violation`` is empty if all held."""
+    """What came of a run, or of many until one fails; ``violation`` is empty if all held."""
 
     counts: Counter[str] = field(default_factory=Counter)
     num_passes: int = 0
     violation: str = ""
     trace: str = ""
     ended_at: float = 0.0
+    failed_seed: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def num_faults(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        simulated = f"{self.num_faults:,} faults in {self.seconds:.0f} s, {self.num_passes:,} passes"
+        return f"{simulated}: {int(self.failed_seed is not None)} violations"
 
 
 def run(scenario: Scenario, faults: Iterable[Fault] | None = None) -> Outcome:
@@ -77,27 +87,7 @@ def _describe(cluster: Cluster) -> str:
     return "; ".join(f"rank {rank.number} has {len(rank.crew.judge.tasks)} tasks left" for rank in ranks)
 
 
-@dataclass
-class Report:
-    """What was simulated, and what came of it."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    num_passes: int = 0
-    failed_seed: int | None = None
-    violation: str = ""
-
-    @property
-    def num_faults(self) -> int:
-        return sum(self.counts.values())
-
-    def __str__(self) -> str:
-        num_violations = int(self.failed_seed is not None)
-        simulated = f"{self.num_faults:,} faults in {self.seconds:.0f} s, {self.num_passes:,} passes"
-        return f"{simulated}: {num_violations} violations"
-
-
-def simulate(seconds: float, seed: int = 0, num_seeds: int | None = None) -> Report:
+def simulate(seconds: float, seed: int = 0, num_seeds: int | None = None) -> Outcome:
     """Simulate for some time, until a run fails.
 
     Args:
@@ -105,7 +95,7 @@ def simulate(seconds: float, seed: int = 0, num_seeds: int | None = None) -> Rep
         seed: The first one.
         num_seeds: How many at most; not limited if None.
     """
-    report = Report()
+    report = Outcome()
     end = None if num_seeds is None else seed + num_seeds
     began = time.process_time()
     gc.collect()
