@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tests import conftest
 from tests.conftest import descendants, process_name, stat_of
+from tests.support import network
 
 ROOT = Path(__file__).parents[3]
 # Whoever asks Slurm takes CPU time from its jobs.
@@ -37,13 +38,9 @@ def why_not() -> str | None:
     for name in ("up.sh", "down.sh"):
         if not (SCRIPTS / name).exists():
             return f"RPCDATALOADER_SLURM_TESTBED does not name a folder with {name}"
-    if os.geteuid() != 0:
-        return "only root can start daemons for several nodes"
     if not shutil.which("slurmctld") and not shutil.which("apt-get"):
         return "Slurm is not installed, and there is no apt-get to install it"
-    if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True).returncode:
-        return "namespaces cannot be made"
-    return None
+    return network.why_not()
 
 
 def become(user: int) -> list[str]:
