@@ -31,16 +31,6 @@ def thousands(_samples):
     return {str(number): torch.full((3,), number) for number in range(2000)}
 
 
-def test_every_tensor_of_a_batch_is_pinned_and_arrives_right():
-    loader = RPCDataloader(Samples(), batch_size=8, num_workers=2, pin_memory=True)
-    for number, batch in enumerate(loader):
-        assert all(tensor.is_pinned() for tensor in batch.values())
-        copies = {name: tensor.to("cuda", non_blocking=True) for name, tensor in batch.items()}
-        del batch
-        assert copies["large"][:, 0, 0, 0].tolist() == list(range(8 * number, 8 * number + 8))
-        assert copies["small"].tolist() == copies["index"].tolist()
-
-
 @pytest.mark.parametrize("collate", [many_kinds, thousands, None])
 @pytest.mark.parametrize("workers", ["local:2", "inline"])
 def test_every_dense_tensor_is_pinned(workers, collate):
