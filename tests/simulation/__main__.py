@@ -5,21 +5,7 @@ cluster that does not exist, with a time of its own. A seed chooses how large th
 goes wrong when; the same seed is always the same run. A judge beside each engine checks every action, and that nothing
 is forgotten.
 
-``scenarios.py``
-    what a seed stands for: sizes, options, faults by time, and how often each message is hit by one of its own.
-``cluster.py``, ``passes.py``, ``ranks.py``
-    the nodes, workers and wires; the executor through which a driver sees them; the consumers, which begin passes,
-    pause, leave early, and are saved and go on with others.
-``faults.py``
-    each kind of fault, and what it does. It counts when it hits something.
-``judge.py``, ``judged.py``
-    what must hold after every event, as a model of its own, which never asks the engine what is right.
-``shrink.py``
-    what is needed of a schedule that fails.
-``bugs.py``
-    bugs that are planted into engine and driver, to see that the judge finds them.
-
-Tell what a kind of fault is worth with ``--counts``; run one seed again with ``--seed 7 --only``.
+See how many faults of each kind there were with ``--counts``; run one seed again with ``--seed 7 --only``.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class Judge:
             return number if task.is_answered else None
         return None
 
-    def delivered(self, delivery: Entry) -> Task:
+    def delivered(self, delivery: Entry) -> None:
         number, payload, stream = delivery.number, delivery.payload, delivery.stream
         condemned = delivery.condemned
         assert number == self.deliverable(), f"task {number} is delivered, and {self.deliverable()} should be"
@@ -188,7 +188,6 @@ class Judge:
         self.window = self.wanted_window
         if task.stream is not None:
             self.num_of_stream[task.stream] -= 1
-        return task
 
     @property
     def is_finished(self) -> bool:
@@ -308,17 +307,14 @@ class Judge:
         place = self.places[member.place]
         died = node_is_up and came and not member.draining
         was_in_table = member.joined and (not self.is_iterable or self.owners.get(member.place) == number)
-        running = next(iter(member.in_flight), None)
-        if died and member.joined and member.at_work and loss.task in member.in_flight and not self.is_iterable:
+        running = next(iter(member.in_flight), -1)
+        if loss.task in member.in_flight and not self.is_iterable:
             running = loss.task
-        running_task = self.tasks.get(running) if running is not None else None
-        is_blamed = (
-            died and member.joined and member.at_work and running_task is not None and not running_task.is_answered
-        )
+        task = self.tasks.get(running)
+        is_blamed = died and member.joined and member.at_work and task is not None and not task.is_answered
         if was_in_table:
             self._leave(number, member)
         if is_blamed:
-            assert running is not None
             self._blame(running)
         self._vacate(number, member)
         if was_refused:
@@ -657,13 +653,10 @@ class Judge:
 
     def _check_streams(self) -> None:
         for number, task in self.tasks.items():
-            owner = self.owners.get(task.stream) if task.waits and task.stream is not None else None
-            if owner is None or (not self.members[owner].is_usable and not self.members[owner].draining):
-                continue
-            if self.members[owner].closed:
-                continue
-            assert not self._may_send(number), f"task {number} waits, and worker {owner} is there"
-            return
+            owner = self.members.get(self.owners.get(task.stream or 0, 0)) if task.waits else None
+            if owner is not None and not owner.closed and (owner.is_usable or owner.draining):
+                assert not self._may_send(number), f"task {number} waits, and {owner} is there"
+                return
 
     def _check_places(self) -> None:
         is_deserted, mute = self._is_deserted(), self._mute()

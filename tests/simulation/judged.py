@@ -9,7 +9,7 @@ from rpcdataloader.plan.actions import Action, End, PlanOptions
 from rpcdataloader.plan.crew import Crew
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry, Table
-from tests.simulation.judge import Judge, Task
+from tests.simulation.judge import Judge
 
 
 def _told(kind: type, name: str) -> Any:
@@ -24,15 +24,9 @@ def _told(kind: type, name: str) -> Any:
 
 
 class JudgedEngine(Engine[str]):
-    """An engine with a judge beside it.
+    """An engine with a judge beside it."""
 
-    Attributes:
-        delivered: What the judge knows of the task that was delivered last.
-        at_end: Takes each decision to end a worker.
-    """
-
-    delivered: Task
-    at_end: Callable[[End], None]
+    at_end: Callable[[End], None]  # takes each decision to end a worker
 
     def __init__(
         self, judge: Judge, options: PlanOptions, homes: Sequence[str], others: Sequence[str], turn: int
@@ -55,7 +49,7 @@ class JudgedEngine(Engine[str]):
         delivery = super().deliver()
         assert (delivery is not None) == has_deliverable, f"{delivery} is delivered"
         if delivery is not None:
-            self.delivered = self.judge.delivered(delivery)
+            self.judge.delivered(delivery)
         elif self.judge.deliverable() is not None:
             raise AssertionError(f"task {self.judge.deliverable()} is answered, and is not delivered")
         elif self.table.finished != self.judge.is_finished:
