@@ -47,4 +47,4 @@ def test_a_failure_shows_its_seed_and_what_is_needed_of_its_schedule():
     assert text.startswith("seed ")
     assert "there are no workers" in text
     shrunk = [line for line in text.splitlines() if line.startswith("  at ")]
-    assert len(shrunk) <= 10
+    assert len(shrunk) <= 15  # of more than a hundred
