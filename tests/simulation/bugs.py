@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import rpcdataloader
 
-SECONDS = 60.0  # at most, for each bug
+SECONDS = 180.0  # at most, for each bug: most take one
 
 
 # By module of the package: the name of a mistake that somebody could make, a text and what it is replaced with, and
