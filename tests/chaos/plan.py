@@ -66,16 +66,11 @@ _UNDONE_AFTER = (1, 4)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happens.
-
-    Attributes:
-        place: Number of the node.
-        pick: Which one of its processes, from 0 to 1.
-    """
+    """One thing that happens."""
 
     kind: Kind
-    place: int
-    pick: float = 0.0
+    place: int  # number of the node
+    pick: float = 0.0  # which one of its processes, from 0 to 1
 
 
 def plan(seed: int, num_places: int, *, network: bool = False, num_spared: int = 0) -> Iterator[Event]:

@@ -159,11 +159,7 @@ class Clock:
 
 
 class Cluster(Clock):
-    """Nodes and workers of all ranks.
-
-    Args:
-        scenario: What does not change.
-    """
+    """Nodes and workers of all ranks."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()

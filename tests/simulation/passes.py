@@ -122,18 +122,7 @@ class SimulatedDriver(Driver):
 
 
 class Pass:
-    """What stands behind an iterator, and what its driver takes for the outside.
-
-    Args:
-        rank: Whose it is.
-        options: Of the engine.
-        homes: The node of each worker.
-        others: Nodes that may help.
-        payloads: What the sampler gives; None for streams.
-        lengths: Batches of each stream.
-        positions: Where each stream begins.
-        turn: The stream whose batch comes first.
-    """
+    """What stands behind an iterator, and what its driver takes for the outside."""
 
     is_over = False  # the client
     name = "dataset"
@@ -144,13 +133,13 @@ class Pass:
         cluster: Cluster,
         rank: Rank,
         options: PlanOptions,
-        homes: list[str],
-        others: list[str],
+        homes: list[str],  # the node of each worker
+        others: list[str],  # nodes that may help
         *,
-        payloads: list[int],
-        lengths: list[int],
-        positions: list[int] | None = None,
-        turn: int = 0,
+        payloads: list[int],  # what the sampler gives; empty for streams
+        lengths: list[int],  # batches of each stream
+        positions: list[int] | None = None,  # where each stream begins
+        turn: int = 0,  # the stream whose batch comes first
     ) -> None:
         self.cluster = cluster
         self.rank = rank
