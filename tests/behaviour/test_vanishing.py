@@ -1,5 +1,5 @@
 """Hosts that vanish without a word are noticed. One that answers for a process that is stopped is waited for: see
-``tests/unit/wire/test_transport.py``. That an epoch goes on elsewhere, and takes hosts in again, is seen by chaos.
+``tests/unit/wire/test_transport.py``.
 
 The tests have networks of their own. Most of them let keep-alive be as fast as the kernel allows (its unit is a
 second); those marked slow wait for the real time.
@@ -17,6 +17,7 @@ import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
+from tests.behaviour.test_recovery import take
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
 from tests.support.clocks import REAL_KEEPALIVE, KeepAlive
 from tests.support.datasets import Filled, Gated, Hosted
@@ -102,22 +103,62 @@ WAITS = [
 ]
 
 
-@pytest.mark.skipif(bool(reason := why_not()), reason=f"no networks of our own: {reason}")
+needs_networks = pytest.mark.skipif(bool(reason := why_not()), reason=f"no networks of our own: {reason}")
+
+
+@contextlib.contextmanager
+def node_on(network, zygote, pace):
+    """A node server on a host of its own, and the cable to that."""
+    host, cable = network.add()
+    options = ("--host", cable.address, "--num-workers", "1")
+    with quick_server(zygote, *options, before=f"{host.move_in}\n{pace.statement}") as server:
+        yield server, cable
+
+
+@needs_networks
 @pytest.mark.parametrize("pace", [FAST, pytest.param(REAL_KEEPALIVE, marks=pytest.mark.slow)], ids=["fast", "real"])
 @pytest.mark.parametrize("wait", WAITS)
 def test_host_that_vanishes_is_noticed_during_any_wait(zygote, monkeypatch, wait, pace, fifo):
     pace.use(monkeypatch)
-    with contextlib.closing(Network()) as network, network.trainer.entered():
-        host, cable = network.add()
-        options = ("--host", cable.address, "--num-workers", "1")
-        with quick_server(zygote, *options, before=f"{host.move_in}\n{pace.statement}") as server:
-            finish = wait(server.address, cable, fifo)
-            pids = server.processes()
-            cable.cut()
-            start = time.monotonic()
-            # Who has not been connected yet may be told so by the limit of connecting.
-            with pytest.raises((ConnectError, ConnectionLostError)):
-                finish()
-            wait_until(lambda: not any(map(is_running, pids)), pace.limit + SLACK, "the end of its session")
-            assert time.monotonic() - start < pace.limit + SLACK
-            close_client()
+    with (
+        contextlib.closing(Network()) as network,
+        network.trainer.entered(),
+        node_on(network, zygote, pace) as (server, cable),
+    ):
+        finish = wait(server.address, cable, fifo)
+        pids = server.processes()
+        cable.cut()
+        start = time.monotonic()
+        # Who has not been connected yet may be told so by the limit of connecting.
+        with pytest.raises((ConnectError, ConnectionLostError)):
+            finish()
+        wait_until(lambda: not any(map(is_running, pids)), pace.limit + SLACK, "the end of its session")
+        assert time.monotonic() - start < pace.limit + SLACK
+        close_client()
+
+
+@needs_networks
+def test_epoch_goes_on_elsewhere_and_takes_a_host_in_again_that_comes_back(zygote, monkeypatch, caplog):
+    FAST.use(monkeypatch)
+    with (
+        contextlib.closing(Network()) as network,
+        network.trainer.entered(),
+        node_on(network, zygote, FAST) as (one, cable),
+        node_on(network, zygote, FAST) as (other, _cable),
+    ):
+        iterator, indices = iter(RPCDataloader(Hosted(10**6), workers=[one.address, other.address])), []
+
+        def servers_of_next():
+            more, pids = take(iterator, 20)
+            indices.extend(more)
+            return pids
+
+        wait_until(lambda: servers_of_next() == {one.pid, other.pid}, what="batches of both nodes")
+        cable.cut()
+        wait_until(lambda: servers_of_next() and "going on with 1 of 2" in caplog.text, what="the loss of a node")
+        assert servers_of_next() == {other.pid}
+        cable.mend()
+        wait_until(lambda: servers_of_next() == {one.pid, other.pid}, what="the return of a node")
+        assert indices == [*range(len(indices))]
+        assert caplog.text.count("is back") == 1
+        close_client()
