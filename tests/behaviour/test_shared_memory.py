@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -18,7 +19,7 @@ import torch
 from torch.utils.data import default_collate
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectionLostError, RPCError
 from tests.conftest import wait_until
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Filled
@@ -164,6 +165,43 @@ def test_connection_to_a_hostile_worker_ends_with_an_error_that_names_the_lie(se
     assert "a block of shared memory 9, which it never gave" in "".join([*told, caplog.text])
 
 
+TRAINING = """
+import sys, time
+from rpcdataloader import RPCDataloader
+from tests.behaviour.test_shared_memory import Images, is_shared
+
+if __name__ == "__main__":
+    kept = []
+    for batch in RPCDataloader(Images(400), 4, workers=sys.argv[1]):
+        if not kept and not is_shared(batch):  # the first ones come before the mapping is confirmed
+            continue
+        kept.append(batch)
+        if len(kept) == 10:
+            print(is_shared(kept[-1]), flush=True)
+        if len(kept) > 10:
+            time.sleep(0.01)
+"""
+
+
+def test_nothing_stays_after_a_trainer_was_killed(zygote, serve, tmp_path):
+    server = serve("--host", f"unix:{tmp_path}/socket", "--num-workers", "2")
+    trainer = zygote.start(TRAINING, server.address)
+    wait_until(lambda: "\n" in trainer.output or trainer.errors, what="ten batches")
+    assert (trainer.output, trainer.errors) == ("True\n", "")
+    assert any(map(maps_shared_memory, server.processes()))
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not server.processes(), what="the end of its workers")
+    assert not maps_shared_memory(server.pid)
+
+
+def maps_shared_memory(pid):
+    try:
+        return "memfd:rpcdataloader" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize("size", [600, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_hundreds_of_kept_batches_with_few_descriptors(serve, tmp_path, size):
     """The soft limit of descriptors is 256, and each batch is a block of its own, of 64 KiB."""
@@ -268,6 +306,50 @@ def num_descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.fixture
+def memory_group():
+    """A new memory cgroup: its folder, and the name of its limit."""
+    groups = Path("/proc/self/cgroup").read_text()
+    own = dict(re.findall(r"^\d+:([\w,]*):(.*)$", groups, re.M))
+    root = Path("/sys/fs/cgroup")
+    old = root / "memory" / own["memory"].strip("/") if "memory" in own else None
+    folder = (old or root / own.get("", "/").strip("/")) / f"rpcdl-test-{os.getpid()}"
+    limit = "memory.limit_in_bytes" if old else "memory.max"
+    if len(Path("/proc/swaps").read_text().splitlines()) > 1:
+        pytest.skip("this machine swaps")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a cgroup: {error}")
+    if not (folder / limit).exists():
+        folder.rmdir()
+        pytest.skip("this cgroup cannot limit memory")
+    yield folder, limit
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            (folder.parent / "cgroup.procs").write_text(pid)
+    wait_until(lambda: not (folder / "cgroup.procs").read_text(), what="the end of the processes of the cgroup")
+    folder.rmdir()
+
+
+@pytest.mark.slow
+def test_workers_at_the_limit_of_their_memory_cgroup(serve, tmp_path, memory_group):
+    """The kernel kills them, and what starts others. The loop hears of it, and what it has taken stays whole."""
+    folder, limit = memory_group
+    server = serve("--host", f"unix:{tmp_path}/socket")
+    loader = RPCDataloader(Images(4000), BATCH_SIZE, workers=server.address, reconnect_timeout=1)
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(10)]
+    for pid in [server.pid, *server.processes()]:
+        with contextlib.suppress(ProcessLookupError):
+            (folder / "cgroup.procs").write_text(str(pid))
+    (folder / limit).write_text(str(200 * MIB))
+    with pytest.raises(ConnectionLostError):
+        kept.extend(iterator)
+    assert sum(map(is_shared, kept)) > 50
+    assert [first_bytes(batch) for batch in kept] == [expected(number) for number in range(len(kept))]
+
+
 def test_without_shared_memory_batches_are_sent(serve, tmp_path):
     """As where a sandbox forbids memfd_create."""
     refuse = (
@@ -277,6 +359,29 @@ def test_without_shared_memory_batches_are_sent(serve, tmp_path):
     batches = list(RPCDataloader(Images(), BATCH_SIZE, workers=server.address))
     assert [first_bytes(batch) for batch in batches] == [expected(number) for number in range(6)]
     assert not any(map(is_shared, batches))
+
+
+DEV_SHM = f"""
+{FORK_POOLS}
+import ctypes, subprocess, sys
+from rpcdataloader import RPCDataloader
+from tests.behaviour.test_shared_memory import Images, is_shared
+
+if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS
+    sys.exit(77)
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", "/dev/shm"], check=True)
+batches = list(RPCDataloader(Images(), 4, workers="local:1"))
+print(sum(map(len, batches)), is_shared(batches[-1]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_size_of_dev_shm_does_not_matter(zygote):
+    ended = zygote.start(DEV_SHM, ends_quickly=True).wait(60)
+    if ended.status == 77:
+        pytest.skip("this system has no mount namespaces")
+    assert (ended.status, ended.output, ended.errors) == (0, "24 True\n", "")
 
 
 def test_python_that_was_built_without_memfd_create_shares_memory(zygote):
