@@ -179,7 +179,8 @@ def fork_pools() -> None:
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             run_code(*words[2:])
 
-        return subprocess.Popen(words, preexec_fn=run, **options)  # it has no threads yet
+        # It has no threads yet. Of signals, a new interpreter ignores those that a Popen restores.
+        return subprocess.Popen(words, preexec_fn=run, restore_signals=False, **options)
 
     vars(node)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
 
