@@ -31,7 +31,8 @@ def draw() -> dict[Path, str]:
     readme, page = ROOT / "README.md", ROOT / "docs" / "waiting.md"
     return {
         FOLDER / "killed.svg": losses.draw_killed(lost["killed"]).render(),
-        FOLDER / "loaders.svg": results.draw_loaders().render(),
+        FOLDER / "loaders.svg": results.draw_loaders("loaders", "Batches per second", 0.3, 100).render(),
+        FOLDER / "one-machine.svg": results.draw_loaders("one-machine", "On one machine: batches/s", 0.9, 10).render(),
         FOLDER / "waiting-capacities.svg": waiting.draw_capacities(waits).render(),
         readme: results.put_numbers(readme.read_text(), results.make_numbers(lost)),
         page: waiting.put_quotes(page.read_text(), waits),

@@ -1,4 +1,4 @@
-"""What the recorded tables in ``docs/figures`` show: a chart of all loaders, and the numbers of the first page."""
+"""What the recorded tables in ``docs/figures`` show: charts of loaders, and the numbers of the first page."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ BEGIN, END = "<!-- numbers -->\n", "<!-- end of numbers -->\n"
 
 _COLOURS = {
     "ours, TCP": BLUE,
+    "ours, shared memory": GREEN,
     "torch DataLoader": GREY,
     "original 0.2.1": RED,
     "bare sockets": ORANGE,
@@ -33,18 +34,18 @@ def number(cell: str) -> float | None:
     return None if cell == "-" else float(cell.split()[0].replace(",", ""))
 
 
-def draw_loaders() -> Picture:
-    """Bars in groups, on a logarithmic scale."""
+def draw_loaders(table: str, title: str, least: float, most: float) -> Picture:
+    """Draw bars in groups, for the ratios to torch in a recorded table, on a logarithmic scale."""
     groups: dict[str, list[tuple[str, float, str]]] = {}
-    for row in read_table("loaders"):
+    for row in read_table(table):
         ratio, rate = number(row["x torch"]), row["batches/s"].partition(" (")[0]
         if ratio is not None:
             groups.setdefault(row["workload"], []).append((row["loader"], ratio, f"{ratio:.3g} x, {rate}/s"))
     height = 48 + sum(34 + 22 * len(bars) for bars in groups.values())
     text = "For each kind of batch, the batches per second of each loader, relative to torch's DataLoader."
-    picture = Picture("Batches per second, relative to torch's DataLoader", text, 600, height + 34)
-    picture.text(12, 28, "Batches per second, torch = 1")
-    scale = Scale(0.3, 100, 200, 490, is_log=True)
+    picture = Picture(f"{title}, relative to torch's DataLoader", text, 600, height + 34)
+    picture.text(12, 28, f"{title}, torch = 1")
+    scale = Scale(least, most, 220, 490, is_log=True)
     for value in scale.powers():
         picture.text(scale.at(value), height + 20, f"{value:g}", "middle", "soft")
         picture.line([(scale.at(value), 44), (scale.at(value), height)], "wire" if value == 1 else "grid")
