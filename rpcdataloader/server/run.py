@@ -90,10 +90,11 @@ def run_server(
     try:
         context = ServerContext(settings, credentials, settings.workers, log, embedded, tls)
         server = NodeServer(listener, context, lifeline)
-        with server.signals.heard():
+        with server.signals.heard(), contextlib.ExitStack() as failed:
             if settings.register:
                 entry = ServerEntry(address, context.num_workers, context.node, os.getpid(), machine_id())
                 server.registration = Registration(settings.register_directory, entry)
+                failed.callback(server.registration.close)
             if credentials.insecure and tls is None and not settings.is_unix:
                 logger.warning(
                     "no secret is required: every user who reaches %s, other users of this machine included, can run "
@@ -103,7 +104,8 @@ def run_server(
             how = "" if tls is None else " over TLS"
             logger.info("listening on %s%s, offering %d workers", address, how, context.num_workers)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
-            server.serve()
+            failed.pop_all()
+            server.serve()  # whose drain closes the registration
     finally:
         listener.close()
         # Another server may have taken this one's place while it drained.

@@ -21,6 +21,7 @@ from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,
     ConnectionLostError,
+    LocalProtocolError,
     RemoteProtocolError,
     RPCError,
     RPCTimeoutError,
@@ -171,7 +172,14 @@ class Channel:
     ) -> None:
         """Seal and send one message; blocks until the kernel has taken all of it."""
         with self._send_lock:
-            self.transport.send(encode(self._sealer, type, request_id, payload, buffers, flags))
+            try:
+                self.transport.send(encode(self._sealer, type, request_id, payload, buffers, flags))
+            except LocalProtocolError:
+                raise  # it was not sealed
+            except BaseException:
+                # A KeyboardInterrupt between sealing and sending, as in `begin`.
+                self.transport.shutdown()
+                raise
 
     def send_descriptor(self, type: MessageType, payload: bytes, descriptor: int) -> None:
         """Seal and send one small message with a descriptor, over a Unix socket."""

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -147,3 +149,14 @@ def test_server_with_another_secret_is_left_out(register, where, other_secret, c
     server, _path = register()
     assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
     assert f"going on without {other.address} until it comes: the node server refused this connection: " in caplog.text
+
+
+def test_server_that_cannot_say_that_it_is_ready_leaves_no_file(folder):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rpcdataloader.launch", "--port", "0", "--register", folder]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert "registered as" in ended.stderr
+    assert "error: [Errno 32] Broken pipe" in ended.stderr
+    assert files(folder) == []

@@ -14,9 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from rpcdataloader.errors import AuthenticationError
+from rpcdataloader.errors import AuthenticationError, LocalProtocolError
 from rpcdataloader.wire import transport
+from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.connecting import listen_tcp
+from rpcdataloader.wire.frames import MessageType, Sealer
+from rpcdataloader.wire.handshake import Established
 from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
@@ -200,3 +203,16 @@ def test_host_is_gone_if_it_leaves_all_unanswered_for_as_long_as_keep_alive_wait
     sock = Mock(family=socket.AF_INET, getsockopt=Mock(return_value=info))
     assert transport.is_cut_off(sock) is expected
     sock.getsockopt.assert_called_once_with(socket.IPPROTO_TCP, socket.TCP_INFO, len(info))
+
+
+def test_message_that_is_interrupted_once_it_is_sealed_is_the_last(pair):
+    """The peer would take the next one for an altered one."""
+    sealer = Sealer(b"key")
+    channel = Channel(pair[0], Established(sealer, sealer, Mock(), []), bytes(16), "client")
+    with pytest.raises(LocalProtocolError, match="send it in parts"):
+        channel.send(MessageType.REPLY, 1, b"", [memoryview(b"")] * (2**20 + 1))
+    channel.send(MessageType.REPLY, 1)
+    pair[0].send = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        channel.send(MessageType.REPLY, 2)
+    assert len(read(pair[1], 1000)) < 200  # one message, and the end
