@@ -23,7 +23,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
-from rpcdataloader.host.environment import Change, catch_up, get_states, without_overwritten
+from rpcdataloader.host.state import Change, catch_up, get_states, without_overwritten
 from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks

@@ -10,7 +10,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
-from rpcdataloader.host.environment import Change, catch_up
+from rpcdataloader.host.state import Change, catch_up
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
 

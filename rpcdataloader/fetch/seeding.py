@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from rpcdataloader.host.environment import get_states, set_states
+from rpcdataloader.host.state import get_states, set_states
 
 _MASK_64 = 2**64 - 1
 _PACK_KEY = struct.Struct("<QQQ").pack

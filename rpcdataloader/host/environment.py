@@ -1,4 +1,4 @@
-"""The part of a client's process that others take over: paths, rank, variables, modules, and random generators.
+"""The part of a client's process that its sessions take over: paths, rank, variables, and modules.
 
 Only the client's own paths travel: the script's folder, the current folder, and entries that the user added to
 ``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation. A client's folder
@@ -10,10 +10,6 @@ Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it n
 Datasets and loaders may add environment variables, modules, and a wish for the workers' output. A client has one
 session per node for all of its loaders, which share variables and modules. The files of a module lie as they do beside
 the script, so a package finds its data by the same relative paths.
-
-A dataset that draws random numbers in its constructor is built from the trainer's generators, so that it is the same on
-every node, and the same as one built in the trainer. Its client numbers later changes, and each process makes each of
-them once, in the same order.
 """
 
 from __future__ import annotations
@@ -24,16 +20,11 @@ import gc
 import importlib
 import logging
 import os
-import random
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
 
 from rpcdataloader.host.trust import find_flaw, identify
 
@@ -241,79 +232,3 @@ def update(additions: Additions, rank: int, world_size: int) -> None:
             f"--preload {late}, or leave it out of py_modules",
             name=late,
         )
-
-
-def get_states() -> tuple[Any, ...]:
-    """The states of this process's global random generators, python's, numpy's and torch's; picklable, about 10 KB."""
-    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state().numpy().tobytes()
-
-
-def set_states(states: tuple[Any, ...]) -> None:
-    """Put the generators of this process into ``states``."""
-    python_state, numpy_state, torch_state = states
-    random.setstate(python_state)
-    kind = numpy_state["bit_generator"]  # the user may have set another (numpy.random.set_bit_generator)
-    if kind != np.random.get_state(legacy=False)["bit_generator"]:
-        np.random.set_bit_generator(getattr(np.random, kind)())  # type: ignore[attr-defined]  # numpy's stubs lack it
-    np.random.set_state(numpy_state)
-    torch.default_generator.set_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
-
-
-def states_to_plain(states: tuple[Any, ...]) -> dict[str, Any]:
-    """The states as numbers, strings and lists, for files that may hold only these."""
-    (version, python_state, gauss), numpy_state, torch_state = states
-    return {
-        "python": [version, list(python_state), gauss],
-        "numpy": _without_arrays(numpy_state),
-        "torch": torch_state.hex(),
-    }
-
-
-def states_from_plain(plain: dict[str, Any]) -> tuple[Any, ...]:
-    """The states again."""
-    version, python_state, gauss = plain["python"]
-    return (version, tuple(python_state), gauss), plain["numpy"], bytes.fromhex(plain["torch"])
-
-
-def _without_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_arrays(part) for name, part in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-class Change(NamedTuple):
-    """A function of the dataset that changes it."""
-
-    number: int
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-# Number of the last change made in this process, by the key of the dataset; workers inherit it with the dataset.
-_made: dict[int, int] = {}
-
-
-def catch_up(dataset: Any, key: int, changes: Sequence[Change]) -> Any:
-    """Make those of ``changes`` that are new to this process; returns the result of the last one."""
-    result = None
-    for number, function, args in changes:
-        if number > _made.get(key, 0):
-            result = function(dataset, *args)
-            _made[key] = number
-    return result
-
-
-def without_overwritten(changes: tuple[Change, ...]) -> tuple[Change, ...]:
-    """Drop attributes set again later, so that ``dataset.epoch = n`` does not make the list grow without limit.
-
-    Only within a row of attributes: any other change in between may have read the value.
-    """
-    left: list[Change] = []
-    for change in changes:
-        if change.function is setattr:
-            start = len(left)
-            while start > 0 and left[start - 1].function is setattr:
-                start -= 1
-            left[start:] = [other for other in left[start:] if other.args[0] != change.args[0]]
-        left.append(change)
-    return tuple(left)

@@ -23,7 +23,7 @@ from rpcdataloader.client.worker import RemoteWorker, WorkerOwner, dumps_named, 
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
-from rpcdataloader.host.environment import Change
+from rpcdataloader.host.state import Change
 from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.placement import Placement, build
 from rpcdataloader.loader.settings import PassSettings

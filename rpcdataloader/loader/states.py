@@ -22,7 +22,7 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.samples import stopped
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.host.environment import get_states, set_states, states_from_plain, states_to_plain
+from rpcdataloader.host.state import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, Source, order_of
 from rpcdataloader.loader.settings import PassSettings

@@ -22,8 +22,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.host.environment import set_states
 from rpcdataloader.host.resources import read
+from rpcdataloader.host.state import set_states
 from rpcdataloader.server.processes import num_threads
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block

@@ -36,7 +36,8 @@ from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, Loop, ended_after, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.status import STACK_LOOK_PERIOD, ForkedWorker, StackFile, serve_status, stack_file
+from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, ForkedWorker, StackFile, stack_file
+from rpcdataloader.server.status import serve_status
 from rpcdataloader.server.worker import Worker, admit
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
 from rpcdataloader.wire.copies import Copies, map_copies

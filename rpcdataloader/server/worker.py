@@ -32,7 +32,7 @@ from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import MAX_WAITING_BYTES, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.status import write_stacks
+from rpcdataloader.server.stacks import write_stacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Flag, Message, MessageType
