@@ -382,25 +382,26 @@ class Driver:
         """
         ends: list[End] = []
         for action in todo.actions:
-            seat = self.seats.get(getattr(action, "worker", None) or 0)
             match action:
                 case Cancel():
-                    sent = None if seat is None else seat.sent.get(action.number)
-                    if seat is not None and sent is not None and sent.begun is todo.begun:
+                    seat = self.seats.get(action.worker)
+                    if seat is not None and (sent := seat.sent.get(action.number)) and sent.begun is todo.begun:
                         seat.worker.connection.cancel(sent.request_id)
                 case Open():
                     self._open(action)
                 case Close():
-                    if seat is not None:  # otherwise it is lost, or not requested yet
+                    if (seat := self.seats.get(action.worker)) is not None:  # otherwise lost, or not requested yet
                         seat.worker.close()
                 case Restart():
-                    if seat is not None:  # the consumer draws for this epoch when all workers know of it
+                    # The consumer draws for this epoch when all workers know of it.
+                    if (seat := self.seats.get(action.worker)) is not None:
                         seat.restart(self.executor.restarting(todo.begun))
                 case End():
                     ends.append(action)
                 case Seek():
                     self.executor.seek(action.node, action.delay, self.feed)
                 case ReportWait():
+                    seat = None if action.worker is None else self.seats.get(action.worker)
                     self.executor.report_wait(action, None if seat is None else seat.worker)
                 case Say():
                     self.executor.say(action)
