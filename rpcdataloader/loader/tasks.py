@@ -138,7 +138,8 @@ class TaskSource:
 
 def load_request(task: Task) -> Encoded:
     """Return the content of a request for a batch."""
-    content, large = (task.indices, task.position, task.number), list[pickle.PickleBuffer]()
+    content = (task.indices, task.position, task.number)
+    large: list[pickle.PickleBuffer] = []
     try:
         pickled = pickle.dumps(content, protocol=5, buffer_callback=large.append)
         if isinstance(task.indices, RawIndices):

@@ -55,6 +55,7 @@ _DESCRIPTOR = struct.Struct("i")
 
 # Plain numbers: to join two members of an enumeration costs as much as a system call.
 _WAIT_FOR_ALL, _CLOSE_ON_EXEC = int(socket.MSG_WAITALL), int(socket.MSG_CMSG_CLOEXEC)
+_HAS_LOST_DESCRIPTORS = int(socket.MSG_CTRUNC)
 
 # Seconds between two looks at a connection that may be cut off while keep-alive is suspended; see is_cut_off.
 CUT_OFF_PERIOD = 2.0
@@ -247,7 +248,7 @@ class Transport:
         # The kernel closes all but the first of a message. A receive ends where another one with a descriptor begins.
         room = socket.CMSG_LEN(_DESCRIPTOR.size)
         size, rights, found, _address = self._sock.recvmsg_into(views, room, flags | _CLOSE_ON_EXEC)
-        if found & socket.MSG_CTRUNC:
+        if found & _HAS_LOST_DESCRIPTORS:
             # This process may have no more descriptors, so later ones would come for the wrong messages.
             self._takes_descriptors = False
         elif rights:
