@@ -45,7 +45,7 @@ class Sleepy(Augmented):
     """Samples that take no CPU."""
 
     def __getitem__(self, index):
-        time.sleep(0.02)
+        time.sleep(0.01)
         return super().__getitem__(index)
 
 
@@ -67,7 +67,7 @@ def take(iterator, is_reached, step):
 
 
 def slow_down(iterator):
-    return take(iterator, lambda number: number <= 2, 0.05)
+    return take(iterator, lambda number: number <= 2, 0.025)
 
 
 def speed_up(iterator):
@@ -121,14 +121,14 @@ def test_what_is_given_back_is_free_for_another_loop_and_asked_for_again(workers
 
 
 def slowly(number):
-    time.sleep(0.02)
+    time.sleep(0.01)
     return number
 
 
 def test_transform_follows_the_loop_and_its_source_keeps_its_stream(workers):
     options = {"transform": slowly, "shuffle": None, "source_workers": 1}
     iterator = iter(loader_of(Parts([SIZE]), workers, **options))
-    batches = take(iterator, lambda number: number <= 1, 0.05)
+    batches = take(iterator, lambda number: number <= 1, 0.025)
     assert [int(batch) for batch in batches] == [*range(len(batches))]
 
 
@@ -151,10 +151,10 @@ def test_a_pool_follows_what_a_loop_wants_in_mid_pass(monkeypatch):
     """The loop hears of the pool's node servers, and the pool of what the loop wants, by way of these."""
     shorten(monkeypatch, "reports", "pool asks", "pool shrinks", "pool is asked")
     engine = Engine()
-    with pool_on(engine, (1, 3)) as workers:
+    with pool_on(engine, (1, 2)) as workers:
         iterator = iter(RPCDataloader(RPCDataset(workers, Sleepy, SIZE), batch_size=None, num_workers="auto"))
-        batches = take(iterator, lambda number: (number, len(list(workers))) == (3, 3), 0.0)
-        batches += take(iterator, lambda number: (number, len(list(workers))) == (1, 1), 0.1)
+        batches = take(iterator, lambda number: (number, len(list(workers))) == (2, 2), 0.0)
+        batches += take(iterator, lambda number: (number, len(list(workers))) == (1, 1), 0.05)
         assert [int(batch["index"]) for batch in batches] == [*range(len(batches))]
         wait_until(lambda: sum(map(is_running, engine.pids)) == 1)
         assert is_running(engine.pids[0])
