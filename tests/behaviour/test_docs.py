@@ -204,7 +204,7 @@ def desk(request, tmp_path) -> Iterator[Desk]:
     module = module_for(session)
     if module is not None and importlib.util.find_spec(module) is None:  # importing it here would take seconds
         pytest.skip(f"{module} is not installed")
-    zygote = request.getfixturevalue(f"{'library' if module else 'training'}_zygote")
+    zygote = request.getfixturevalue("library_zygote")
     options = ("--num-workers", "2", "--max-connections", "64")
     with quick_server(zygote, *options) as first, quick_server(zygote, *options) as second:
         yield Desk(tmp_path, {"node01:6543": first.address, "node02:6543": second.address}, zygote)
