@@ -35,11 +35,12 @@ AT_ONCE = 8 * TIMEOUT_SCALE
 # Each session would import them with the modules of tests, or each server: 0.2 to 2 s.
 IMPORTED_OFTEN = ("encodings.idna", "h5py", "hypothesis", "numpy.random", "pytest")
 
-# Each training would, the second one with its optimizer: 3 s. Not imported elsewhere, as every fork costs more then.
-OF_TRAININGS = ("sklearn.datasets", "torch._dynamo", "tqdm")
-
-# Scripts that need them would import them for seconds, each time.
-LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "transformers.trainer", "webdataset")
+# Scripts that need them would import them for seconds, each time; torch._dynamo comes with an optimizer. Not imported
+# elsewhere, as every fork costs more then.
+LIBRARIES = (
+    *("sklearn.datasets", "torch._dynamo", "tqdm"),
+    *("accelerate", "datasets", "pytorch_lightning", "transformers.trainer", "webdataset"),
+)
 
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C, and so would all programs of tests.
@@ -52,14 +53,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """A plain ``pytest`` runs in parallel, in more processes than there are cores: tests wait half of the time."""
     is_plain = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if is_plain and config.getoption("numprocesses", 0) is None:
-        config.option.numprocesses = min(len(os.sched_getaffinity(0)) + 1, 8)
+        config.option.numprocesses = min(len(os.sched_getaffinity(0)) + 2, 8)
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
 
 
 # They import the libraries above, or start processes that do.
 OF_LIBRARIES = {
-    f"test_{name}.py" for name in ("accelerate", "docs", "library_streams", "lightning", "training", "transformers")
+    f"test_{name}.py" for name in ("accelerate", "docs", "examples", "library_streams", "lightning", "transformers")
 }
 
 
@@ -199,8 +200,7 @@ def _zygote_with(*modules: str) -> Any:
 
 
 zygote = _zygote_with(*IMPORTED_OFTEN)
-training_zygote = _zygote_with(*IMPORTED_OFTEN, *OF_TRAININGS)
-library_zygote = _zygote_with(*IMPORTED_OFTEN, *OF_TRAININGS, *LIBRARIES)
+library_zygote = _zygote_with(*IMPORTED_OFTEN, *LIBRARIES)
 
 
 @pytest.fixture(scope="session")

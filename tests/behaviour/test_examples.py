@@ -25,11 +25,11 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="module")
-def servers(training_zygote):
+def servers(library_zygote):
     """Addresses of two node servers."""
     with contextlib.ExitStack() as stack:
         options = ("--num-workers", "2", "--max-connections", "64")
-        yield [stack.enter_context(quick_server(training_zygote, *options)).address for _ in range(2)]
+        yield [stack.enter_context(quick_server(library_zygote, *options)).address for _ in range(2)]
 
 
 def start_digits(zygote: Zygote, *options: object, epochs: int, **env: object) -> Script:
@@ -53,32 +53,32 @@ def read_digits(output: str, epochs: int) -> tuple[str, float]:
     return digest.split()[-1], float(accuracy.split()[-1])
 
 
-def test_digits_are_learnt_from_the_same_batches_wherever_they_are_made(training_zygote, servers):
-    scripts = [start_digits(training_zygote, *workers, epochs=3) for workers in ([], ["--workers", *servers])]
+def test_digits_are_learnt_from_the_same_batches_wherever_they_are_made(library_zygote, servers):
+    scripts = [start_digits(library_zygote, *workers, epochs=3) for workers in ([], ["--workers", *servers])]
     embedded, remote = [read_digits(output_of(script), 3) for script in scripts]
     assert embedded[1] >= 0.95
     assert remote == embedded
 
 
-def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(training_zygote, servers):
+def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(library_zygote, servers):
     job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}
     results = []
     for options in ["--num-workers", 0], ["--workers", *servers]:
         # As torchrun does it: the processes meet at a store of their parent.
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job["MASTER_PORT"] = store.port
-        ranks = [start_digits(training_zygote, *options, epochs=1, RANK=rank, **job) for rank in range(2)]
+        ranks = [start_digits(library_zygote, *options, epochs=1, RANK=rank, **job) for rank in range(2)]
         results.append(read_digits(output_of(ranks[0]), 1))
         assert output_of(ranks[1]) == ""
     assert results[0] == results[1]
 
 
 @pytest.mark.timeout(300)
-def test_notebook_runs(training_zygote):
+def test_notebook_runs(library_zygote):
     cells = json.loads((EXAMPLES / "first_training.ipynb").read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     sizes, *epochs, diagnosis, killed, continued = output_of(
-        training_zygote.start(FORK_POOLS + source.replace("time.sleep(0.003)", "time.sleep(0.001)"), ends_quickly=True)
+        library_zygote.start(FORK_POOLS + source.replace("time.sleep(0.003)", "time.sleep(0.0003)"), ends_quickly=True)
     ).splitlines()
     assert sizes == "1437 360"
     assert [re.fullmatch(r"epoch (\d)  accuracy 0\.\d{4}", line)[1] for line in epochs] == ["1", "2", "3"]
@@ -88,10 +88,10 @@ def test_notebook_runs(training_zygote):
     assert continued == "10 batches before, 35 after, 45 in an epoch"
 
 
-def test_imagenet_shows_its_help_without_torchvision(training_zygote):
+def test_imagenet_shows_its_help_without_torchvision(library_zygote):
     run = f"runpy.run_path({str(EXAMPLES / 'imagenet.py')!r}, run_name='__main__')"
     source = f"import runpy, sys; assert 'torchvision' not in sys.modules; sys.modules['torchvision'] = None; {run}"
-    output = output_of(training_zygote.start(source, "--help", ends_quickly=True))
+    output = output_of(library_zygote.start(source, "--help", ends_quickly=True))
     assert "torchrun" in output
     assert "--workers HOST:PORT" in output
 
@@ -141,7 +141,7 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture
-def train(training_zygote, servers, images, tmp_path):
+def train(library_zygote, servers, images, tmp_path):
     def train(checkpoint, num_ranks, *, stops_at=0):
         """Train for two epochs, or on from the checkpoint, or until a batch of the last rank; gives the output.
 
@@ -166,7 +166,7 @@ def train(training_zygote, servers, images, tmp_path):
                 env={**env, rank_name: str(rank)}, paths=paths, path=str(EXAMPLES / "imagenet.py"),
                 stops_at=stops_at if rank == num_ranks - 1 else 0,
             )  # fmt: skip
-            ranks.append(training_zygote.start(FORK_POOLS + source, *words, ends_quickly=True))
+            ranks.append(library_zygote.start(FORK_POOLS + source, *words, ends_quickly=True))
         for script in ranks:
             ended = script.wait(100 * TIMEOUT_SCALE)
             assert ended.status == (os.EX_TEMPFAIL if stops_at else 0), ended.errors

@@ -14,7 +14,7 @@ from tests.simulation.scenarios import choose_scenario
 from tests.simulation.simulator import run, simulate
 
 # As many for each, however busy the machine is: a few seconds.
-NUM_SEEDS = 100
+NUM_SEEDS = 70
 
 
 # In parts: pytest prints all stacks of a test that takes a minute, and seconds of a core may take long to get.
@@ -23,7 +23,7 @@ NUM_SEEDS = 100
 def test_nothing_that_goes_wrong_breaks_a_pass(seed):
     report = simulate(math.inf, seed, NUM_SEEDS)
     assert report.failed_seed is None, explain(report.failed_seed)
-    assert report.num_faults > 1_500
+    assert report.num_faults > 1_000
 
 
 def test_a_seed_is_always_the_same_run():
