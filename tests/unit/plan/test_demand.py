@@ -26,6 +26,15 @@ def test_more_are_wanted_at_once_if_the_loop_waits():
     assert decide(demand, seen(4, 7.5, waited=0.04), seen(4, 7.5, waited=0.5)) == [4, 8]
 
 
+@pytest.mark.parametrize(("waited", "wanted"), [(0.049, 4), (0.05, 8)])
+def test_waiting_for_less_than_a_twentieth_of_its_time_is_none(waited, wanted):
+    assert decide(Demand(), seen(4, 7.5, waited)) == [wanted]
+
+
+def test_a_loop_that_never_waited_leaves_no_margin():
+    assert decide(Demand(), *[seen(8, 7.5)] * 3, *[seen(8, 3.0)] * 2) == [8, 8, 8, 8, 3]
+
+
 @pytest.mark.parametrize("needed", [math.inf, 1e9])
 def test_a_loop_that_does_nothing_wants_four_times_as_many_with_each_decision(needed):
     looks = [seen(count, needed, waited=0.9) for count in (1, 4, 16, 16)]

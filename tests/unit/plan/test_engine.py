@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rpcdataloader.plan.actions import PlanOptions
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.plan.actions import PlanOptions, Say
+from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 
 
@@ -32,3 +34,14 @@ def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():
     engine.consumer_waits(12.0)
     assert engine.long_wait(20.0) == ""
     assert engine.long_wait(30.0) == f"Waiting for 18 s. {engine.summary(30.0)}. "
+
+
+def test_a_node_that_another_server_answers_for_is_told_once_for_each_reason():
+    engine = start(["a", "b"])
+    engine.act(0.0)
+    engine.worker_lost(2, Loss(ConnectError("nobody there"), node_is_up=False, came=False))
+    engine.act(0.0)
+    for reason in ("no route", "a stranger", "a stranger", "another stranger"):
+        engine.crew.node_failed("b", ConnectError(reason), is_foreign="stranger" in reason)
+    told = [action.text for action in engine.act(1.0) if isinstance(action, Say)]
+    assert told == ["b is retried: a stranger", "b is retried: another stranger"]
