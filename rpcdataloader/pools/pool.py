@@ -183,9 +183,11 @@ class Pool:
     def __init__(
         self, engine: PoolEngine, num_nodes: int | tuple[int, int], order: ServerOrder, timeout: float
     ) -> None:
-        self._least, self._most = (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes
-        if not 1 <= self._least <= self._most:
-            raise ValueError(f"num_nodes must be a number of 1 or more, or two such as (2, 8), but is {num_nodes}")
+        match (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes:
+            case (int(least), int(most)) if 1 <= least <= most:
+                self._least, self._most = least, most
+            case _:
+                raise ValueError(f"num_nodes must be a number of 1 or more, or two such as (2, 8), but is {num_nodes}")
         self._engine = engine
         self._order = order
         self._timeout = timeout
@@ -207,7 +209,10 @@ class Pool:
 
         Raises:
             ConnectError: A node server did not start, or too few were ready before the timeout.
+            RuntimeError: The pool was used before.
         """
+        if self._thread.ident is not None:
+            raise RuntimeError("a pool is for one with block: make another one")
         try:
             self._thread.start()
             if self._least < self._most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 import sys
 from unittest.mock import Mock
 
@@ -161,6 +162,24 @@ def test_loops_of_all_clients_count_once_by_their_latest_report():
     # Without a report, a client wants what it has.
     assert count_wanted([node(client(1, None)), node(client(1, None))]) == 2 * len(CLIENT.workers)
     assert count_wanted([]) == 0
+
+
+@pytest.mark.parametrize("number", [0, 2.5, "2", (2, 1), (0, 1), (1, 2, 3), (1.0, 2)])
+def test_number_of_nodes_that_is_none_is_refused(number):
+    with pytest.raises(ValueError, match=f"num_nodes must be .* but is {re.escape(str(number))}"):
+        Pool(Engine(), number, ORDER, LIMIT)
+
+
+def test_pool_is_for_one_block():
+    engine = Engine()
+    nodes = Pool(engine, 1, ORDER, LIMIT)
+    with nodes as workers:
+        with pytest.raises(RuntimeError, match="for one with block"):
+            nodes.__enter__()
+        assert len(list(workers)) == 1
+    with pytest.raises(RuntimeError, match="for one with block"):
+        nodes.__enter__()
+    engine.close.assert_called_once_with()
 
 
 def test_end_of_the_cluster_does_not_make_a_block_fail():
