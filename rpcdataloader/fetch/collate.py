@@ -33,8 +33,8 @@ class Rows:
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self._num_samples = 0
-        # By the tensor's place in its sample: the tensor of the batch, and its rows.
-        self._columns: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+        # By the tensor's place in its sample: the tensor of the batch, its rows, and the shape of each.
+        self._columns: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Size]] = {}
 
     def begin(self, num_samples: int) -> None:
         """Begin a batch, and let go of the one before."""
@@ -44,21 +44,21 @@ class Rows:
         """The sample with rows of the batch in place of its large tensors; numbers count from 0."""
         kind = type(sample)
         if kind is torch.Tensor:
-            return self.place([sample], number)[0]
+            if not number:
+                self._add_column(None, sample)
+            return self._copy(None, sample, number)
         if (number and not self._columns) or not (kind is tuple or kind is list or kind is dict):
             return sample
         placed: Any = sample.copy() if kind is dict else list(sample)
         if not number:
             for key, value in placed.items() if kind is dict else enumerate(placed):
                 self._add_column(key, value)
-        for key, (_whole, rows) in self._columns.items():
-            # The collate function raises the error for a sample that lacks it, and for a tensor of another shape.
+        for key in self._columns:
             try:
-                value, row = placed[key], rows[number]
+                value = placed[key]
             except (LookupError, TypeError):
-                continue
-            if is_plain(value) and value.shape == row.shape and value.dtype is row.dtype:
-                placed[key] = row.copy_(value)
+                continue  # the collate function raises the error for a sample that lacks it
+            placed[key] = self._copy(key, value, number)
         return tuple(placed) if kind is tuple else placed
 
     def _add_column(self, key: Any, value: Any) -> None:
@@ -69,11 +69,20 @@ class Rows:
         if size_bytes >= MIN_RECYCLED_BYTES:
             flat = self._allocator.allocate(size_bytes).tensor
             whole = flat.view(value.dtype).view(self._num_samples, *value.shape)
-            self._columns[key] = whole, whole.unbind()
+            self._columns[key] = whole, whole.unbind(), value.shape
+
+    def _copy(self, key: Any, value: Any, number: int) -> Any:
+        """The row that a tensor was copied to; the tensor itself where there is none, or one of another kind."""
+        if (column := self._columns.get(key)) is None:
+            return value
+        whole, rows, shape = column
+        if number < len(rows) and is_plain(value) and value.shape == shape and value.dtype is whole.dtype:
+            return rows[number].copy_(value)
+        return value
 
     def find(self, batch: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The tensor of the batch that has these rows; None without one."""
-        for whole, rows in self._columns.values():
+        for whole, rows, _shape in self._columns.values():
             if all(map(operator.is_, rows, batch)):
                 return whole if len(batch) == len(rows) else whole[: len(batch)]
         return None
