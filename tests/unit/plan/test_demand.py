@@ -26,6 +26,10 @@ def test_more_are_wanted_at_once_if_the_loop_waits():
     assert decide(demand, seen(4, 7.5, waited=0.04), seen(4, 7.5, waited=0.5)) == [4, 8]
 
 
+def test_workers_that_were_never_seen_are_as_fast_as_the_others():
+    assert decide(Demand(), seen(4, 20.0, waited=0.5, rate=2.0)) == [10]
+
+
 @pytest.mark.parametrize(("waited", "wanted"), [(0.049, 4), (0.05, 8)])
 def test_waiting_for_less_than_a_twentieth_of_its_time_is_none(waited, wanted):
     assert decide(Demand(), seen(4, 7.5, waited)) == [wanted]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.plan.actions import PlanOptions, Say
+from rpcdataloader.plan.actions import PlanOptions, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 
@@ -45,3 +45,13 @@ def test_a_node_that_another_server_answers_for_is_told_once_for_each_reason():
         engine.crew.node_failed("b", ConnectError(reason), is_foreign="stranger" in reason)
     told = [action.text for action in engine.act(1.0) if isinstance(action, Say)]
     assert told == ["b is retried: a stranger", "b is retried: another stranger"]
+
+
+def test_a_node_that_joins_is_sought_until_another_server_answers_for_it():
+    engine = start(["a"])
+    engine.crew.add_nodes(["b"])
+    engine.act(0.0)
+    engine.crew.node_failed("b", ConnectError("no route"))
+    assert [action.node for action in engine.act(1.0) if isinstance(action, Seek)] == ["b"]
+    engine.crew.node_failed("b", ConnectError("a stranger"), is_foreign=True)
+    assert engine.act(2.0) == [Say("b is no longer used: a stranger")]

@@ -13,8 +13,8 @@ def worker(pace=None) -> WorkerPace:
 
 def test_late_is_a_multiple_of_the_median_that_one_worker_cannot_move():
     pace = Pace(16)
-    for _ in range(7):
-        pace.answered(1.0, 2.0)
+    for seconds in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0):
+        pace.answered(1.0, seconds)
     assert pace.late_seconds == math.inf  # too little is known
     pace.answered(1.0, 1000.0)
     assert pace.late_seconds == 10.0
@@ -74,12 +74,14 @@ def test_worker_is_overdue_by_its_own_pace():
 
 
 def test_task_is_kept_for_a_far_faster_worker_until_that_is_overdue():
-    slow, fast, equal = workers_that_take(8.0, 1.0, 8.0)
+    slow, fast, equal, later = workers_that_take(8.0, 1.0, 8.0, 1.0)
     fast.sent(1, 10.0)
     equal.sent(1, 10.0)
+    later.sent(1, 13.0)
     assert keep_until(slow, [fast, equal], 10.0) == 14.0
     assert keep_until(slow, [equal], 10.0) == 10.0
     assert keep_until(slow, [fast], 14.0) == 14.0  # overdue
+    assert keep_until(slow, [fast, later], 14.0) == 17.0
 
 
 def test_task_is_kept_from_a_worker_that_is_overdue():
