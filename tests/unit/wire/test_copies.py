@@ -11,6 +11,7 @@ from rpcdataloader.wire.copies import Copied, Copies, map_copies
 
 def mapped(*copies):
     blocks = map_copies(Copies(*copies))
+    assert all(block.tensor.data_ptr() % 64 == 0 for block in blocks)  # for every dtype
     return [bytes(block.view) for block in blocks]
 
 
