@@ -16,7 +16,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
+from rpcdataloader import (
+    CostBatchSampler,
+    ResumableDistributedSampler,
+    RPCDataloader,
+    RPCDataset,
+    get_sample_seed,
+    rpc_async,
+)
 from rpcdataloader.errors import LocalProtocolError
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support import datasets
@@ -114,6 +121,31 @@ def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_serv
     del iterator, loader
     gc.collect()
     wait_until(lambda: set(shared_server.processes()) <= before, what="the workers of the iterator ended")
+
+
+class GatedNotes(datasets.Gated):
+    """Notes each sample before it is there."""
+
+    def __init__(self, size, index, fifo, log):
+        super().__init__(size, index, fifo)
+        self.log = log
+
+    def __getitem__(self, index):
+        datasets.note(self.log, index)
+        return super().__getitem__(index)
+
+
+def test_new_epoch_does_not_wait_for_what_the_last_one_had_asked_for(workers, fifo, tmp_path):
+    dataset = GatedNotes(8, 1, fifo, str(tmp_path / "log"))
+    options = {"batch_size": None, "num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}
+    loader = RPCDataloader(dataset, workers=workers, **options)
+    assert int(next(iter(loader))) == 0
+    with open(fifo, "w"):  # once the worker is at the next sample, with others to come
+        again = iter(loader)
+        rpc_async(workers, len, ("",)).wait()  # comes after what its connection was to send
+    assert int(next(again)) == 0
+    open(fifo, "w").close()
+    assert datasets.notes(dataset.log)[:3] == ["0", "1", "0"]
 
 
 # In other processes

@@ -43,6 +43,27 @@ def test_full_queue_of_a_unix_socket_is_waited_for(tmp_path):
             transport.close()
 
 
+class Hasty(Deadline):
+    """Allows this many pauses, and makes none."""
+
+    def __init__(self, num_pauses):
+        super().__init__(FOREVER)
+        self.num_pauses = num_pauses
+
+    def pause(self, _seconds):
+        self.num_pauses -= 1
+        return self.num_pauses >= 0
+
+
+@pytest.mark.parametrize(("num_pauses", "prefix", "num_told"), [(4, "", 0), (9, "rank 1: ", 1), (9, None, 0)])
+def test_server_that_is_long_waited_for_is_told_once(tmp_path, caplog, num_pauses, prefix, num_told):
+    address = Address(path=str(tmp_path / "socket"))
+    with pytest.raises(ConnectError, match="No such file"):
+        connect(address, Hasty(num_pauses), retry=True, label=lambda: prefix)
+    told = [text for text in caplog.messages if text.startswith(f"{prefix}still waiting for {address}: No such file")]
+    assert len(told) == len(caplog.messages) == num_told
+
+
 @contextlib.contextmanager
 def stuck(family, address):
     """The address of a listener that answers nothing: its queue is full."""

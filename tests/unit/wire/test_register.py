@@ -91,9 +91,9 @@ def test_what_others_may_have_put_there_is_no_server_and_its_name_writes_no_line
     assert f"{tmp_path}/a\\n\\x1b[31mready.server.json is not used: it is not a regular file" in warnings
 
 
-@pytest.mark.parametrize("address", [Address("127.0.0.1", 6543), Address(path="/run/pool")])
-def test_loopback_address_of_another_machine_is_not_used(tmp_path, register, address):
-    path = write(tmp_path, server("node01", address=address))
+@pytest.mark.parametrize(("address", "machine"), [(Address("127.0.0.1", 6543), "!"), (Address(path="/run/pool"), "~")])
+def test_loopback_address_of_another_machine_is_not_used(tmp_path, register, address, machine):
+    path = write(tmp_path, server("node01", address=address, machine=machine))
     assert register.look() == {}
     assert f"{address} cannot be reached from outside node01" in register.problems[path.name]
     path.unlink()

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.errors import RemoteProtocolError
@@ -88,7 +88,16 @@ def test_nothing_is_shared_before_the_trainer_has_mapped_it():
     assert announced == [1]
 
 
-@settings(deadline=None)
+@pytest.fixture(params=[0, 64])
+def unused_leases(request):
+    """After how many leases without their use the kernel gets pages back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_MAX_UNUSED_LEASES", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("unused_leases")
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1 << 18, 1 << 21)), max_size=60), st.randoms())
 def test_blocks_stay_whole_in_any_order(steps, chance):
     """Whatever is allocated, lent and dropped: every tensor keeps its content."""

@@ -16,9 +16,9 @@ import pytest
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError
 from rpcdataloader.wire import transport
-from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.channel import Channel, Receiver
 from rpcdataloader.wire.connecting import listen_tcp
-from rpcdataloader.wire.frames import MessageType, Sealer
+from rpcdataloader.wire.frames import Decoder, MessageType, Sealer, encode, heap_blocks
 from rpcdataloader.wire.handshake import Established
 from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, wait_until
@@ -216,3 +216,15 @@ def test_message_that_is_interrupted_once_it_is_sealed_is_the_last(pair):
     with pytest.raises(KeyboardInterrupt):
         channel.send(MessageType.REPLY, 2)
     assert len(read(pair[1], 1000)) < 200  # one message, and the end
+
+
+def test_message_that_was_here_before_it_was_asked_for_is_told_from_one_that_comes(pair):
+    (message,) = encode(None, MessageType.REPLY, 1, bytes(1000))
+    receiver = Receiver(pair[1], Decoder(heap_blocks))
+    pair[0].send([message])
+    assert receiver.receive().arrival.was_here
+    pair[0].send([message[:500]])
+    received = in_thread(receiver.receive)
+    wait_until(lambda: not pair[1].count_waiting())
+    pair[0].send([message[500:]])
+    assert not received.result(FOREVER).arrival.was_here
