@@ -256,6 +256,13 @@ def test_message_at_every_limit_is_accepted():
     assert len(feed(Decoder(heap_blocks, limits=LIMITS), data)) == 1
 
 
+@pytest.mark.parametrize("size", [4, 6])
+def test_memory_of_another_size_is_not_filled(size):
+    data = join(None, MessageType.REPLY, 1, b"payload", [b"block"])
+    with pytest.raises(LocalProtocolError, match=r"blocks of other sizes than \(5,\)"):
+        feed(Decoder(lambda _request_id, _sizes: [HeapBlock(size)]), data)
+
+
 def test_sealed_message_before_the_keys_exist_is_refused():
     with pytest.raises(RemoteProtocolError, match="before the handshake was over"):
         feed(Decoder(heap_blocks), join(Sealer(KEY), MessageType.CALL, 1, b"payload"))

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from rpcdataloader.errors import AuthenticationError, RemoteProtocolError
+from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Decoder, Message, MessageType
 from rpcdataloader.wire.handshake import Handshake, Identity, Preamble, TlsError
 from tests.unit.wire.test_frames import feed, refuse_to_allocate
@@ -105,6 +106,12 @@ def test_golden_handshake():
     one.receive(answer)
     assert one.established.send.seal(b"header").hex() == "c4a45d835afbeedc944e2e8eefefb327"
     assert one.established.receive.seal(b"header").hex() == "061bd0a528e0feb53f5ba5fc2457cf6c"
+
+
+def test_only_clients_name_their_job(monkeypatch):
+    """A server does not tell strangers."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    assert [local_identity(role).job for role in ("client", "server")] == ["4711", ""]
 
 
 def test_nonces_are_fresh():
