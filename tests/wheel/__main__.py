@@ -1,4 +1,4 @@
-"""``make dist``: build sdist and wheel, and train with the wheel, in an environment that has only that.
+"""``make dist``: build sdist and wheel, and use the wheel as pages say, in an environment that has only that.
 
 The wheel is built from the sdist, which so is known to be complete. The dependencies are those of the environment that
 runs this, seen through a ``.pth`` file, as torch takes minutes to install.
@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.conftest import READY_LINE
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = re.compile(r"^<!-- file: train.py -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def build(folder: Path) -> Path:
@@ -95,12 +95,13 @@ def main() -> None:
         found = run([python, "-c", "import rpcdataloader; print(rpcdataloader.__file__)"], folder)
         assert found.startswith(str(environment)), f"the package comes from {found}"
         run([python, "-c", "from rpcdataloader.status.serving import make_page; make_page()"], folder)
-        match = SCRIPT.search((ROOT / "docs" / "first-training.md").read_text())
-        assert match
-        (folder / "train.py").write_text(match[1])
+        for page in ("first-training.md", "datasets.md"):
+            for file, text in FILE.findall((ROOT / "docs" / page).read_text()):
+                (folder / file).write_text(text)
         here = train(python, folder, RPCDATALOADER_WORKERS="local:2")
         with node_server(programs, folder) as address:
             there = train(python, folder, RPCDATALOADER_WORKERS=address)
+            run([python, "-m", "rpcdataloader.check", "photos:Photos", "--workers", address], folder)
         assert here == there, f"{here} on this machine, and {there} from a node server"
 
 
