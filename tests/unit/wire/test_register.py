@@ -15,7 +15,7 @@ import pytest
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.wire import register as module
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.register import MAX_SILENCE, PATIENCE, Register, ServerEntry
+from rpcdataloader.wire.register import MAX_SILENCE, PATIENCE, Register, Registration, ServerEntry
 
 
 def server(name, started=1.0, **fields):
@@ -100,6 +100,17 @@ def test_loopback_address_of_another_machine_is_not_used(tmp_path, register, add
     here = server("node01", address=address, machine=machine_id())
     write(tmp_path, here, "1")
     assert found(register) == (here,)
+
+
+def test_file_that_was_removed_comes_again_as_it_was(tmp_path):
+    registration = Registration(str(tmp_path), server("node01"))
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.unlink()
+    registration.renew()
+    assert path.read_bytes() == content
+    registration.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_two_servers_at_an_address_the_newer_one_is_there(tmp_path, register):
