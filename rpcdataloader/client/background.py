@@ -11,6 +11,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import operator
 import os
 import queue
 import select
@@ -29,6 +30,31 @@ if TYPE_CHECKING:
     from rpcdataloader.client.connection import Connection
 
 logger = logging.getLogger("rpcdataloader.client")
+
+
+class Condition(threading.Condition):
+    """A condition that Ctrl-C never leaves locked.
+
+    A signal handler may raise at every call of a Python function, as those of ``threading.Condition`` are: before its
+    lock is released, for example. The ``with`` block here is that of the lock itself, which is written in C.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        super().__init__(self.lock)
+
+    __enter__ = property(operator.attrgetter("lock.__enter__"))
+    __exit__ = property(operator.attrgetter("lock.__exit__"))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait as ``threading.Condition`` does; for a thread that has locked this once."""
+        try:
+            return super().wait(timeout)
+        except BaseException:
+            # Ctrl-C has come between the release of the lock and the wait.
+            if not self._is_owned():  # type: ignore[attr-defined]
+                self.lock.acquire()
+            raise
 
 
 class _Bell:
@@ -161,7 +187,7 @@ class Alarm:
     """Calls functions at their deadlines; the first one starts the thread."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._condition = Condition()
         # Guarded by the condition: (time, tie-break, timer), and their number when cancelled ones were dropped last.
         self._heap: list[tuple[float, int, Timer]] = []
         self._num_kept = 0
@@ -305,7 +331,7 @@ class Printer:
     """Prints from its own thread, which may have to wait; thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         # Guarded by the condition:
         self._lines: deque[str] = deque(maxlen=MAX_WAITING)
         self._thread: threading.Thread | None = None

@@ -9,13 +9,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rpcdataloader.client.background import Alarm, Printer, Sender
+from rpcdataloader.client.background import Alarm, Condition, Printer, Sender
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.modules import SharedAdditions
 from rpcdataloader.errors import (
@@ -58,7 +57,7 @@ class ClientSettings:
     printer: Printer = field(default_factory=Printer)
     sender: Sender = field(default_factory=Sender)
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    changed: Condition = field(default_factory=Condition)
 
     def open(self, address: Address, session: bytes, deadline: Deadline, **options: Any) -> tuple[Channel, Welcome]:
         """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from rpcdataloader.client.background import Condition
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
@@ -67,7 +68,7 @@ class Executor:
     now = staticmethod(time.monotonic)
 
     def __init__(self, settings: PassSettings, dataset: RemoteDataset, placement: Placement) -> None:
-        self.condition = threading.Condition()
+        self.condition = Condition()
         self._client = get_client()
         self.name = dataset.name
         self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)

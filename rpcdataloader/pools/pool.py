@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+from rpcdataloader.client.background import Condition
 from rpcdataloader.client.discovery import ASK_TIMEOUT, ask_all
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
@@ -191,7 +192,7 @@ class Pool:
         self._engine = engine
         self._order = order
         self._timeout = timeout
-        self._changed = threading.Condition()
+        self._changed = Condition()
         # Guarded by the condition:
         self._addresses: list[str] = []
         self._problem: Exception | None = None
