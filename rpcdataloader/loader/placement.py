@@ -40,6 +40,12 @@ PATIENCE = 10.0
 # Seconds between two looks at a directory or name of node servers.
 _LOOK_PAUSE = 0.1
 
+# The same while there is none, and seconds after which those that were there are asked again.
+_ASK_PAUSE = 1.0
+
+# Errors of servers that others in their place would not mend.
+_REFUSALS = AuthenticationError, RemoteProtocolError
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -261,11 +267,18 @@ def _find_nodes(
             sessions[node].is_quiet = bool(there)
         if not is_enough and there and count(there) >= min_workers:
             is_enough, deadline = True, time.monotonic() + PATIENCE
-        may_come = [node for node in connecting if not (is_enough and node.is_missed)]
+        may_come = any(not (is_enough and node.is_missed) for node in connecting)
+        if is_followed and not is_enough:  # unless all refuse this client
+            may_come |= any(not isinstance(sessions[node].connection.error, _REFUSALS) for node in nodes)
         pause = deadline - time.monotonic()
-        if pause > 0 and (may_come or (there and is_followed and not is_enough)):
-            waited_for = [sessions[node] for node in connecting]
-            get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if is_followed else pause)
+        if pause > 0 and may_come:
+            is_empty = not there and not connecting
+            waited_for, look = [sessions[node] for node in connecting], _ASK_PAUSE if is_empty else _LOOK_PAUSE
+            get_client().wait_for_any(waited_for, min(pause, look) if is_followed else pause)
+            if is_empty:
+                names = ", ".join(map(str, nodes))
+                warn_once(f"{current_partition().label}waiting for node servers: there are none at {names}")
+                sessions = {}  # one that was killed may have begun again
         elif there:
             break
         else:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.utils.data import IterableDataset
@@ -142,6 +143,18 @@ def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplo
     assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {alive.pid}
     warning = f"going on without {dead.address} until it comes: cannot connect to {dead.address}"
     assert warning in caplog.text
+
+
+def test_file_of_a_server_that_was_killed_is_no_reason_not_to_wait_for_the_next(register, where, caplog):
+    dead, path = register()
+    dead.signal(signal.SIGKILL)
+    dead.wait()
+    assert path.exists()
+    with ThreadPoolExecutor(1) as pool:
+        servers = pool.submit(lambda: servers_of(RPCDataloader(RPCDataset(where, Servers))))
+        wait_until(lambda: f"waiting for node servers: there are none at {dead.address}" in caplog.text)
+        alive, _path = register()
+        assert servers.result() == {alive.pid}
 
 
 def test_server_with_another_secret_is_left_out(register, where, other_secret, caplog):
