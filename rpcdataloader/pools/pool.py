@@ -278,11 +278,16 @@ class Pool:
                     self._delay = FIRST_DELAY
             except Exception as exc:
                 self._lose(node, exc)
-        while len(self._nodes) < self._size.number and time.monotonic() >= self._retry_at:
-            if (started := self._engine.start(self._order)) is None:
-                self._retry_at = time.monotonic() + FIRST_DELAY
-                break
-            self._nodes[started] = None
+        while not self._is_ending and len(self._nodes) < self._size.number and time.monotonic() >= self._retry_at:
+            try:
+                started = self._engine.start(self._order)
+            except Exception as exc:
+                self._lose(None, exc)
+            else:
+                if started is None:
+                    self._retry_at = time.monotonic() + FIRST_DELAY
+                    break
+                self._nodes[started] = None
         if len(self._nodes) >= self._size.number:
             self._engine.withdraw()
         # Those that are too many: first those that still start, then the latest.
@@ -313,8 +318,9 @@ class Pool:
             with self._changed:
                 self._size.decide(time.monotonic(), wanted)
 
-    def _lose(self, node: PoolNode, error: Exception) -> None:
-        address = self._nodes.pop(node)
+    def _lose(self, node: PoolNode | None, error: Exception) -> None:
+        """Start another one later; None if the engine has refused to start one."""
+        address = None if node is None else self._nodes.pop(node)
         # Ray wraps it in twenty lines of traceback and advice.
         problem: Exception = getattr(error, "cause", None) or error
         if address is None:
@@ -323,7 +329,8 @@ class Pool:
                 self._problem = problem
                 self._changed.notify_all()
         self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
-        self._release(node)
+        if node is not None:
+            self._release(node)
         logger.warning(
             "replacing the node server %s: %s",
             address or "that did not start",

@@ -200,6 +200,16 @@ def test_node_servers_that_never_come_are_not_waited_for():
     engine.close.assert_called_once_with()
 
 
+def test_engine_that_refuses_to_start_node_servers_ends_the_wait(caplog):
+    engine = Engine()
+    engine.start = Mock(side_effect=ValueError("no such option"))
+    error = "0 of 2 node servers of the pool are ready: no such option"
+    with pytest.raises(ConnectError, match=error), Pool(engine, 2, ORDER, 600.0):
+        pass
+    assert set(caplog.messages) == {"replacing the node server that did not start: no such option"}
+    engine.close.assert_called_once_with()
+
+
 def test_workers_can_be_sent_to_other_processes_of_the_engine():
     with Pool(Engine(), 2, ORDER, LIMIT) as workers:
         assert list(workers) == ["10.0.0.0:6543", "10.0.0.1:6543"]
