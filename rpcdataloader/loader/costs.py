@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import current_partition
@@ -273,11 +273,14 @@ def measure_costs(
 
     Raises:
         SerializationError: The dataset or the function cannot be pickled.
+        TypeError: The dataset is a stream, or the function's result is no number.
         ValueError: An option would give the costs of other samples, or in another order.
         Exception: An exception of the dataset or the function, which names the sample.
     """
     if wrong := [name for name in options if name in _OTHER_SAMPLES]:
         raise ValueError(f"costs are measured of every sample, in the dataset's order: leave out {', '.join(wrong)}")
+    if isinstance(dataset, IterableDataset):
+        raise TypeError("costs are measured of a map-style dataset, and this is an iterable-style one")
     path = None if cache is None else Path(cache, f"costs-{_fingerprint(dataset, cost)}.npy")
     if path is not None and path.exists():
         found: NDArray[np.float64] = np.load(path)
@@ -307,7 +310,7 @@ def _measure(cost: Callable[[Any], float], samples: list[Any]) -> NDArray[np.flo
     costs = np.empty(len(samples))
     for number, sample in enumerate(samples):
         try:
-            costs[number] = cost(sample)
+            costs[number] = float(cost(sample))
         except Exception as error:
             first = (whereabouts.batch[0] - 1) * _MEASURED_AT_ONCE
             add_note(error, f"cost of the sample with index {first + number}")

@@ -209,10 +209,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             self.__dict__["persistent_workers"] = persistent_workers
             if isinstance(where, Local) and num_workers:
                 self.check_worker_number_rationality()
-        if transform is None and source_workers != 1:
-            raise ValueError("source_workers iterate over a dataset with a transform: give one")
-        if transform is not None:
-            check_transform(self, where)
+        check_transform(self, where)
         settings = PassSettings.of(self)
         if not own and (settings.task_timeout is not None or settings.retry_on):
             raise ValueError("task_timeout and retry_on need workers: give workers or num_workers")
@@ -227,6 +224,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             begin_local_early()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
+        check_transform(self, self._where)
         if self._where is None:
             return self._iterate_here()
         self.num_workers = _check_num_workers(self.num_workers, self.dataset, self.transform)
@@ -367,12 +365,16 @@ class RPCDataloader(LoaderTools[_T_co]):
 
 
 def check_transform(loader: RPCDataloader[Any], where: Where | None) -> None:
-    """Check that a loader can have a ``transform``.
+    """Check that a loader can have its ``transform``, which may have changed since the loader was made.
 
     Raises:
         ValueError: It has no workers, or its dataset is no stream.
         TypeError: The ``transform`` is no function.
     """
+    if loader.transform is None:
+        if loader.source_workers != 1:
+            raise ValueError("source_workers iterate over a dataset with a transform: give one")
+        return
     if not callable(loader.transform):
         raise TypeError(f"transform must be a function of a sample, but is {loader.transform!r}")
     if where is None:

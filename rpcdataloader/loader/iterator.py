@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -62,6 +63,8 @@ class PassIterator(ABC):
         self._settings = settings
         self._name = name
         self._reported_length = reported_length
+        # Held during ``next``: threads that share an iterator each get batches of their own.
+        self._turn = threading.RLock()
 
     def __iter__(self) -> PassIterator:
         return self
@@ -79,11 +82,15 @@ class PassIterator(ABC):
             Exception: An exception of the dataset, the collate function or the init function on a worker.
             BadSamplesError: More samples were skipped than the loader allows.
         """
-        # torch's loaders open a range for every batch, which takes as long as all recording.
-        while (answer := shown(RANGE, self._next) if profiler._is_profiler_enabled else self._next()).lacks is not None:
-            self.progress.account_skipped(answer.lacks, answer.where, self._settings.max_skipped)
-            if not answer.lacks.is_whole:
-                break
+        with self._turn:
+            # torch's loaders open a range for every batch, which takes as long as all recording.
+            while True:
+                answer = shown(RANGE, self._next) if profiler._is_profiler_enabled else self._next()
+                if answer.lacks is None:
+                    break
+                self.progress.account_skipped(answer.lacks, answer.where, self._settings.max_skipped)
+                if not answer.lacks.is_whole:
+                    break
         reported = self._reported_length
         if reported is not None and (num_yielded := self.progress.num_yielded) > reported:
             # As torch does.

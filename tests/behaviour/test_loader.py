@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -148,7 +149,15 @@ def test_new_epoch_does_not_wait_for_what_the_last_one_had_asked_for(workers, fi
     assert datasets.notes(dataset.log)[:3] == ["0", "1", "0"]
 
 
-# In other processes
+# In other threads and processes
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_threads_that_share_an_iterator_get_batches_of_their_own(workers, inline):
+    batches = iter(RPCDataloader(Numbers(1000), batch_size=2, workers="inline" if inline else workers))
+    with ThreadPoolExecutor(3) as pool:
+        received = list(pool.map(list, [batches] * 3))
+    assert sorted(flat(itertools.chain(*received))) == list(range(1000))
 
 
 def test_iterator_belongs_to_its_process(workers):

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
+from torch.utils.data import IterableDataset
 
 from rpcdataloader import CostBatchSampler, RPCDataloader, RPCDataset, measure_costs
 
@@ -252,6 +253,28 @@ def test_options_that_would_mix_up_costs_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match=f"every sample, in the dataset's order: leave out {next(iter(options))}"):
         measure_costs(Texts(tmp_path / "log"), len, workers="inline", **options)
     assert not (tmp_path / "log").exists()
+
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        raise AssertionError("iterated over")
+
+
+def test_a_stream_has_no_costs(tmp_path):
+    with pytest.raises(TypeError, match="costs are measured of a map-style dataset"):
+        measure_costs(Stream(), len, cache=tmp_path)
+
+
+@pytest.mark.parametrize("cost", [None, [1.0, 2.0], "much"])
+def test_a_cost_that_is_no_number_is_an_error_with_its_sample(tmp_path, cost):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        measure_costs(["one", "two"], lambda text: cost if text == "two" else 1.0, workers="inline", cache=tmp_path)
+    if sys.version_info >= (3, 11):
+        assert "cost of the sample with index 1" in caught.value.__notes__
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dataset_that_loads_too_few_samples_is_refused(tmp_path):

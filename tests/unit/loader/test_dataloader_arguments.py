@@ -201,6 +201,18 @@ def test_bad_values_are_named(options, error, message):
         RPCDataloader(**{"dataset": range(10), "workers": ADDRESS, **options})
 
 
+@pytest.mark.parametrize("workers", [None, "inline"])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("transform", abs, "transform (is for iterable|needs workers)"), ("source_workers", 2, "source_workers iterate")],
+)
+def test_what_is_set_later_is_checked_by_the_next_pass(workers, name, value, message):
+    loader = RPCDataloader(range(3), workers=workers)
+    setattr(loader, name, value)
+    with pytest.raises(ValueError, match=message):
+        iter(loader)
+
+
 def test_numbers_of_numpy_are_numbers():
     numbers = {"num_workers": 2, "max_in_flight_bytes": 1 << 30, "max_retries": 2, "prefetch_factor": 3}
     RPCDataloader(range(10), workers=ADDRESS, **{name: np.int64(number) for name, number in numbers.items()})
