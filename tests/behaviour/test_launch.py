@@ -229,5 +229,7 @@ def test_server_that_cannot_start_says_why(fails, options, problem):
 
 
 def test_run_worker_raises_what_keeps_it_from_starting():
-    with socket.create_server(("127.0.0.1", 0)) as used, pytest.raises(ConnectError, match="in use"):
-        run_worker("127.0.0.1", used.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        with pytest.raises(ConnectError, match=f"cannot listen on 127.0.0.1: port {port} in use"):
+            run_worker("127.0.0.1", port)

@@ -78,6 +78,13 @@ def test_block_of_the_worker_is_a_block_of_the_trainer(machine):
     assert borrowed.tensor.data_ptr() % 64 == 0
 
 
+def test_block_may_fill_its_mapping(machine):
+    machine.introduce(machine.lend(1, 1 << 26))
+    borrowed = machine.trainer.borrow(machine.lend(2, 1 << 26))
+    assert values(borrowed) == [2]
+    assert borrowed.tensor.numel() == 1 << 26
+
+
 def test_nothing_is_shared_before_the_trainer_has_mapped_it():
     announced = []
     worker = Lender(lambda number, _descriptor: announced.append(number))
