@@ -251,7 +251,8 @@ class RemoteSession:
         self.workers.add(worker)
         try:
             worker.connection.start()
-        except ConnectionLostError:
+        except BaseException:  # without a thread for it, or with Ctrl-C while that starts
+            worker.close()
             self.workers.discard(worker)
             raise
         return worker

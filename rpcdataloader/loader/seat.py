@@ -128,6 +128,7 @@ class Seat(WorkerOwner):
         self.sent: dict[int, Sent] = {}
         # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks keep their order.
         self._queue: deque[Sent] = deque()  # to send
+        self._is_at_work = False  # since it has answered the first request of this epoch
         self._sending = threading.Lock()  # held while the queue is emptied
         self._driver = driver
         self._intake = driver.intake
@@ -164,6 +165,7 @@ class Seat(WorkerOwner):
         with self._sending, contextlib.suppress(RPCError):
             self._queue.clear()
             self.sent.clear()
+            self._is_at_work = False
             self.worker.connection.cancel_all()
             self.worker.submit(starting.payload, starting.buffers, self.started)
 
@@ -177,6 +179,7 @@ class Seat(WorkerOwner):
             error = exc.with_traceback(None)
             self._driver.feed(lambda engine, _now: engine.worker_failed(self.number, error))
         else:
+            self._is_at_work = True
             if not (start := self._driver.recorder.start).opened:
                 start.opened, start.init = self._driver.now(), init or 0.0
             self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
@@ -241,7 +244,7 @@ class Seat(WorkerOwner):
 
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
         task = None
-        if (exited := worker.exited) is not None:
+        if (exited := worker.exited) is not None and self._is_at_work:  # at a task of this epoch
             unanswered = {sent.task.number: sent for sent in list(self.sent.values())}
             if (sent := unanswered.get(exited.batch)) is not None:
                 error = ConnectionLostError(f"{error} {describe_end(sent.task, exited.sample)}")

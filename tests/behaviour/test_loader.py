@@ -8,7 +8,9 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,6 +124,61 @@ def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_serv
     del iterator, loader
     gc.collect()
     wait_until(lambda: set(shared_server.processes()) <= before, what="the workers of the iterator ended")
+
+
+def test_interrupt_while_a_worker_is_asked_for_leaves_none(shared_server):
+    assert RPCDataset(shared_server.address, datasets.State).epoch == 0  # the session is there
+    loader = RPCDataloader(Numbers(8), workers=shared_server.address)
+    before = set(shared_server.processes())
+
+    def interrupt(frame, event, _argument):
+        starts = frame.f_back is not None and frame.f_back.f_code is threading.Thread.start.__code__
+        if event == "call" and starts and frame.f_code is threading.Event.wait.__code__:  # that the thread has begun
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    finally:
+        sys.settrace(None)
+    gc.collect()
+    assert flat(loader) == list(range(8))
+    wait_until(lambda: set(shared_server.processes()) <= before, what="the end of all workers")
+
+
+class Deadly(datasets.Gated):
+    """Kills its worker where it waits."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if index == self.index:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+
+class Other:
+    """A sampler whose epochs have other indices."""
+
+    def __init__(self, *epochs):
+        self.epochs = iter(epochs)
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return iter(next(self.epochs))
+
+
+def test_death_at_a_batch_of_the_last_epoch_is_not_that_of_another(workers, fifo, caplog):
+    options = {"num_workers": 1, "persistent_workers": True, "sampler": Other(range(8), range(8, 16))}
+    loader = RPCDataloader(Deadly(16, 1, fifo), batch_size=None, workers=workers, **options)
+    assert int(next(iter(loader))) == 0
+    with open(fifo, "w"):  # once the worker is at the next sample
+        again = iter(loader)
+    assert [int(number) for number in again] == list(range(8, 16))
+    (told,) = [text for text in caplog.messages if "was killed by SIGKILL" in text]
+    assert "while it loaded" not in told
 
 
 class GatedNotes(datasets.Gated):
