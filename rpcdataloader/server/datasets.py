@@ -129,14 +129,20 @@ def _told_if_slow(name: str) -> Iterator[None]:
 
 
 def build(recipe: Build, blocks: Sequence[Block]) -> Any:
-    """Build a dataset; raises the constructor's error, or ``SerializationError`` if a module is missing here."""
+    """Build a dataset.
+
+    Raises:
+        SerializationError: A module is missing here.
+        TypeError: What was built is no dataset.
+        Exception: The constructor failed.
+    """
     # Changes that the constructor makes stay, as if the client had called it.
     set_states(recipe.generators)
     made = loads(blocks[0].view, blocks[1:], adopt_main=True)
-    if len(made) == 1:
-        return made[0]
-    factory, args, kwargs = made
-    return factory(*args, **kwargs)
+    dataset = made[0] if len(made) == 1 else made[0](*made[1], **made[2])
+    if not style_of(dataset):
+        raise TypeError(f"{recipe.name} made no dataset: it has no __getitem__, and is no IterableDataset")
+    return dataset
 
 
 def length_of(dataset: object) -> int | None:

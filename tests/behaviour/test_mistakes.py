@@ -59,6 +59,10 @@ def ask_for_too_many(address):
         load(address, min_workers=3)
 
 
+def nothing():
+    """Makes a dataset, and forgets to return it."""
+
+
 # By name: what is done with the address of a node server, what it raises, and a pattern of its text and its notes.
 # fmt: off
 MISTAKES = {
@@ -72,6 +76,8 @@ MISTAKES = {
         r"an RPCDataset belongs to this process and cannot be sent: to use a part of it, .*Subset"),
     "no dataset": (lambda a: RPCDataset(a, object), TypeError,
         "object made no dataset: it has no __getitem__, and is no IterableDataset"),
+    "function without return": (lambda a: list(RPCDataloader(RPCDataset(a, nothing, build="worker"))), TypeError,
+        "nothing made no dataset"),
     "hang": (lambda a: load(a, Deadly(8, {0}, "hang"), task_timeout=0.2, max_retries=1), RPCTimeoutError,
         r"took longer than 0\.2 s while it loaded sample 0(.|\n)*in __getitem__"),
     "init function that fails": (lambda a: load(a, worker_init_fn=no_scratch), OSError,
