@@ -147,6 +147,15 @@ def test_interrupt_while_a_worker_is_asked_for_leaves_none(shared_server):
     wait_until(lambda: set(shared_server.processes()) <= before, what="the end of all workers")
 
 
+def test_iterator_says_whether_the_next_batch_is_here(workers, fifo):
+    batches = iter(RPCDataloader(datasets.Gated(2, 0, fifo), batch_size=1, workers=workers))
+    assert not batches.is_ready()
+    open(fifo, "w").close()
+    wait_until(batches.is_ready)
+    assert flat(batches) == [0, 1]
+    assert batches.is_ready()  # to tell that it is at its end
+
+
 class Deadly(datasets.Gated):
     """Kills its worker where it waits."""
 
