@@ -90,6 +90,7 @@ lint: .venv/ready
 	$(BIN)/hadolint examples/container/Containerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/python -m tests.prose
+	$(BIN)/python -m tests.benchmark.pictures --check
 
 docs: .venv/ready
 	$(BIN)/sphinx-build -W --keep-going --quiet docs docs/_build

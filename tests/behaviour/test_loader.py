@@ -166,23 +166,12 @@ class Deadly(datasets.Gated):
         return sample
 
 
-class Other:
-    """A sampler whose epochs have other indices."""
-
-    def __init__(self, *epochs):
-        self.epochs = iter(epochs)
-
-    def __len__(self):
-        return 8
-
-    def __iter__(self):
-        return iter(next(self.epochs))
-
-
 def test_death_at_a_batch_of_the_last_epoch_is_not_that_of_another(workers, fifo, caplog):
-    options = {"num_workers": 1, "persistent_workers": True, "sampler": Other(range(8), range(8, 16))}
+    indices = [*range(8)]
+    options = {"num_workers": 1, "persistent_workers": True, "sampler": indices}
     loader = RPCDataloader(Deadly(16, 1, fifo), batch_size=None, workers=workers, **options)
     assert int(next(iter(loader))) == 0
+    indices[:] = range(8, 16)  # of the next epoch
     with open(fifo, "w"):  # once the worker is at the next sample
         again = iter(loader)
     assert [int(number) for number in again] == list(range(8, 16))

@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument(
         "--record", nargs="*", choices=RECORDERS, help="run and record these first, or all: a minute each when quiet"
     )
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail where something differs")
     args = parser.parse_args()
     if args.record is not None:
         stop_by_signals()
@@ -56,6 +57,8 @@ def main() -> None:
             (FOLDER / f"{name}.json").write_text(text + "\n")
     for path, text in draw().items():
         if path.read_text() != text:
+            if args.check:
+                parser.exit(1, f"{path.relative_to(ROOT)} differs from its data: run make figures\n")
             path.write_text(text)
             print(f"{path.relative_to(ROOT)} written")
 

@@ -20,8 +20,8 @@ from tests.support.comparison import assert_same
 from tests.support.quick import quick_server
 from tests.support.zygote import FORK_POOLS, Script, Zygote
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = Path(__file__).parent
+ROOT = EXAMPLES.parent
 
 
 @pytest.fixture(scope="module")
