@@ -160,16 +160,26 @@ def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: Persis
 class PendingReply(concurrent.futures.Future["Message | RPCError"]):
     """A request's answer, for a thread that waits for it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = Condition()  # Ctrl-C may leave that of a future locked
+        self._reply: Message | RPCError | None = None
+
     def complete(self, reply: Message | RPCError) -> None:
         """Take the first reply; the ``complete`` of a ``Request``."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.set_result(reply)
+        with self._changed:
+            self._reply = self._reply or reply
+            self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result; raises the exception of a request that failed, or has no reply in time."""
-        if timeout is not None and not concurrent.futures.wait([self], timeout).done:
+        with self._changed:
+            self._changed.wait_for(lambda: self._reply, timeout)
+        if self._reply is None:
             raise RPCTimeoutError(f"no answer within {timeout:g} s")
-        return result_of(self.result())
+        return result_of(self._reply)
 
     def stack(self) -> str:
         """Wait for a stack; returns the reason if none comes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import signal
 import sys
@@ -10,7 +11,9 @@ import threading
 import pytest
 
 from rpcdataloader.client.background import Condition, Printer, Sender
-from tests.conftest import wait_until
+from rpcdataloader.client.worker import PendingReply
+from rpcdataloader.errors import ConnectError, RPCTimeoutError
+from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.unit.wire.test_transport import in_thread
 
 
@@ -118,3 +121,19 @@ def test_signal_handler_that_raises_leaves_no_condition_locked(interrupt_soon, w
         with pytest.raises(Interrupted):  # and nothing in its place
             lock_again_and_again()
         assert in_thread(can_be_locked).result()
+
+
+def test_reply_comes_whose_wait_a_signal_handler_has_ended(interrupt_soon):
+    def wait_again_and_again():
+        interrupt_soon()
+        while True:
+            with contextlib.suppress(RPCTimeoutError):
+                reply.wait(0)
+
+    for _ in range(100):
+        reply = PendingReply()
+        with pytest.raises(Interrupted):
+            wait_again_and_again()
+        in_thread(reply.complete, ConnectError("not there")).result(30 * TIMEOUT_SCALE)
+        with pytest.raises(ConnectError):
+            reply.wait()
