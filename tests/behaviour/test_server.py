@@ -383,6 +383,7 @@ def use_up_descriptors():
     descriptor = os.dup(0)
     os.close(descriptor)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, descriptor))
+    return []
 
 
 def test_session_without_descriptors_goes_on(serve):
