@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rpcdataloader.client.background import Alarm, Condition, Printer, Sender
+from rpcdataloader.client.background import Alarm, Printer, Sender
+from rpcdataloader.client.condition import Condition
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.modules import SharedAdditions
 from rpcdataloader.errors import (
@@ -162,24 +163,20 @@ class PendingReply(concurrent.futures.Future["Message | RPCError"]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._changed = Condition()  # Ctrl-C may leave that of a future locked
-        self._reply: Message | RPCError | None = None
+        self._condition = Condition()  # in place of its own, which Ctrl-C may leave locked
 
     def complete(self, reply: Message | RPCError) -> None:
         """Take the first reply; the ``complete`` of a ``Request``."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.set_result(reply)
-        with self._changed:
-            self._reply = self._reply or reply
-            self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result; raises the exception of a request that failed, or has no reply in time."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._reply, timeout)
-        if self._reply is None:
-            raise RPCTimeoutError(f"no answer within {timeout:g} s")
-        return result_of(self._reply)
+        try:
+            reply = self.result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise RPCTimeoutError(f"no answer within {timeout:g} s") from None
+        return result_of(reply)
 
     def stack(self) -> str:
         """Wait for a stack; returns the reason if none comes."""

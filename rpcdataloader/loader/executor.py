@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rpcdataloader.client.background import Condition
 from rpcdataloader.client.client import get_client
+from rpcdataloader.client.condition import Condition
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
 from rpcdataloader.client.node import Node

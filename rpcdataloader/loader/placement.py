@@ -268,7 +268,7 @@ def _find_nodes(
         if not is_enough and there and count(there) >= min_workers:
             is_enough, deadline = True, time.monotonic() + PATIENCE
         may_come = any(not (is_enough and node.is_missed) for node in connecting)
-        if is_followed and not is_enough:  # unless all refuse this client
+        if is_followed and not is_enough:  # others may follow, unless all of these refuse this client
             may_come |= any(not isinstance(sessions[node].connection.error, _REFUSALS) for node in nodes)
         pause = deadline - time.monotonic()
         if pause > 0 and may_come:
@@ -276,8 +276,8 @@ def _find_nodes(
             waited_for, look = [sessions[node] for node in connecting], _ASK_PAUSE if is_empty else _LOOK_PAUSE
             get_client().wait_for_any(waited_for, min(pause, look) if is_followed else pause)
             if is_empty:
-                names = ", ".join(map(str, nodes))
-                warn_once(f"{current_partition().label}waiting for node servers: there are none at {names}")
+                label, names = current_partition().label, ", ".join(map(str, nodes))
+                warn_once(f"{label}no answer from {names}: waiting for node servers, for at most {limit:g} s")
                 sessions = {}  # one that was killed may have begun again
         elif there:
             break

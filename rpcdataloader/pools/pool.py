@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from rpcdataloader.client.background import Condition
+from rpcdataloader.client.condition import Condition
 from rpcdataloader.client.discovery import ASK_TIMEOUT, ask_all
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address

@@ -152,7 +152,7 @@ def test_file_of_a_server_that_was_killed_is_no_reason_not_to_wait_for_the_next(
     assert path.exists()
     with ThreadPoolExecutor(1) as pool:
         servers = pool.submit(lambda: servers_of(RPCDataloader(RPCDataset(where, Servers))))
-        wait_until(lambda: f"waiting for node servers: there are none at {dead.address}" in caplog.text)
+        wait_until(lambda: f"no answer from {dead.address}: waiting for node servers" in caplog.text)
         alive, _path = register()
         assert servers.result() == {alive.pid}
 

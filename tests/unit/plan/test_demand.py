@@ -31,7 +31,7 @@ def test_workers_that_were_never_seen_are_as_fast_as_the_others():
 
 
 @pytest.mark.parametrize(("waited", "wanted"), [(0.049, 4), (0.05, 8)])
-def test_waiting_for_less_than_a_twentieth_of_its_time_is_none(waited, wanted):
+def test_waiting_for_less_than_a_twentieth_of_its_time_does_not_count(waited, wanted):
     assert decide(Demand(), seen(4, 7.5, waited)) == [wanted]
 
 

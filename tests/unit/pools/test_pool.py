@@ -165,7 +165,7 @@ def test_loops_of_all_clients_count_once_by_their_latest_report():
 
 
 @pytest.mark.parametrize("number", [0, 2.5, "2", (2, 1), (0, 1), (1, 2, 3), (1.0, 2)])
-def test_number_of_nodes_that_is_none_is_refused(number):
+def test_wrong_numbers_of_nodes_are_named(number):
     with pytest.raises(ValueError, match=f"num_nodes must be .* but is {re.escape(str(number))}"):
         Pool(Engine(), number, ORDER, LIMIT)
 

@@ -96,11 +96,9 @@ def test_nothing_is_shared_before_the_trainer_has_mapped_it():
 
 
 @pytest.fixture(params=[0, 64])
-def unused_leases(request):
+def unused_leases(request, monkeypatch):
     """After how many leases without their use the kernel gets pages back."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "_MAX_UNUSED_LEASES", request.param)
-        yield
+    monkeypatch.setattr(shared, "_MAX_UNUSED_LEASES", request.param)
 
 
 @pytest.mark.usefixtures("unused_leases")
