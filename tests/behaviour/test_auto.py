@@ -125,9 +125,9 @@ def slowly(number):
     return number
 
 
-def test_transform_follows_the_loop_and_its_source_keeps_its_stream(workers):
+def test_transform_follows_the_loop_and_its_source_keeps_its_stream(shared_server):
     options = {"transform": slowly, "shuffle": None, "source_workers": 1}
-    iterator = iter(loader_of(Parts([SIZE]), workers, **options))
+    iterator = iter(loader_of(Parts([SIZE]), shared_server.address, **options))
     batches = take(iterator, lambda number: number <= 1, 0.025)
     assert [int(batch) for batch in batches] == [*range(len(batches))]
 
