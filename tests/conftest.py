@@ -160,7 +160,9 @@ READY_LINE = re.compile(r"rpcdataloader ready (\S+) num_workers=(\d+) pid=(\d+)\
 @pytest.fixture(scope="session", autouse=True)
 def token_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One secret for all servers and clients of the tests, and short waits for servers that are not there."""
-    path = tmp_path_factory.mktemp("secret") / "token"
+    # The same path for tests beside examples, for which this is another fixture: servers of both name it.
+    path = tmp_path_factory.getbasetemp() / "secret" / "token"
+    path.parent.mkdir(exist_ok=True)
     path.touch(0o600)
     path.write_text("the secret of the test suite 0123456789\n")
     with pytest.MonkeyPatch.context() as patch:
