@@ -22,7 +22,7 @@ from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader import driver, waits
 from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
-from tests.support.causes import Causes, Children
+from tests.support.causes import Causes, Children, SlowSampler
 from tests.support.network import why_not
 from tests.support.origins import run_ranks
 from tests.support.waits import CAUSES, POOLS, Cause, run, wait_with_advice
@@ -143,6 +143,12 @@ def test_cpu_time_of_child_processes_counts(wide_servers):
     numbers = loader.diagnosis().metrics()
     # Seconds on a CPU are those of the child, however long it waits for one.
     assert numbers["fetch_cpu_share"] * numbers["task_seconds"] > 0.01
+
+
+def test_slow_sampler_is_named(wide_servers):
+    loader = make_waiting_loader(wide_servers, stall=0.0, sampler=SlowSampler(0.02))
+    assert len(list(itertools.islice(loader, 60))) == 60
+    assert "The sampler takes" in loader.diagnosis().text
 
 
 def test_cpus_of_a_machine_with_several_addresses_count_once(wide_servers):

@@ -424,6 +424,8 @@ def test_what_was_delivered_ahead_is_not_loaded_again_and_must_be_the_same(addre
         assert sorted(ahead + [batch.tolist() for batch in rest]) == batches
         assert rest.state_dict()["num_batches"] == 10
         assert rest.state_dict()["ahead"] == {}
+    with pytest.raises(ValueError, match="go on with the same samplers"):
+        RPCDataloader(Numbers(SIZE), 2, shuffle=True, workers="inline").load_state_dict(state)
     batches[batches.index(ahead[0])] = [0, 1]
     other = RPCDataloader(Numbers(SIZE), batch_sampler=kind(batches), in_order=False, workers="inline")
     other.load_state_dict(state)
