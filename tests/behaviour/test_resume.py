@@ -114,23 +114,24 @@ class Faulty(Augmented):
 
 
 class Listed:
-    """Gives batches of a list, and has a state in the way of many: how much it has given."""
+    """Gives batches of a list, each other time from its end, and has a state: how much it has given."""
 
     def __init__(self, batches):
         self.batches = list(batches)
-        self.given = self.first = 0
+        self.given = self.first = self.epoch = 0
 
     def __iter__(self):
         self.given, self.first = self.first, 0
-        for batch in self.batches[self.given :]:
+        for batch in self.batches[:: (-1) ** self.epoch][self.given :]:
             self.given += 1
             yield batch
+        self.epoch += 1
 
     def state_dict(self):
-        return {"given": self.given}
+        return {"given": self.given, "epoch": self.epoch}
 
     def load_state_dict(self, state):
-        self.first = state["given"]
+        self.first, self.epoch = state["given"], state["epoch"]
 
 
 class Buckets:
