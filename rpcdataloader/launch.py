@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns the exit status: 0 after a drain, 1 for a failed start, 2 for wrong arguments."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    _hear_signals()
+    _begin()
     insecure, token_file = options.insecure, options.token_file
     try:
         settings = ServerSettings(**{field.name: getattr(options, field.name) for field in fields(ServerSettings)})
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_embedded() -> None:
     """Run a trainer's own node server, at the path on standard input, until that ends: the trainer has gone."""
-    _hear_signals()
+    _begin()
     log = _begin_log("warning", "%(levelname)s %(name)s: %(message)s")
     path = os.fsdecode(sys.stdin.buffer.readline()).rstrip("\n")
     if not path:
@@ -142,9 +142,13 @@ def run_embedded() -> None:
     os._exit(0)
 
 
-def _hear_signals() -> None:
+def _begin() -> None:
     # A thread that starts this process passes on its mask, and the client's threads block all signals.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # Started with ``>&-``, as daemons are, it would give the numbers of standard output to its pipes.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _tell_trainer(line: str) -> None:

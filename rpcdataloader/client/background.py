@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rpcdataloader.client.condition import Condition
+from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.messages import MAX_CHARS, printable
 
 if TYPE_CHECKING:

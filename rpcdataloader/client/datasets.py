@@ -23,7 +23,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
-from rpcdataloader.host.state import Change, catch_up, get_states, without_overwritten
+from rpcdataloader.host.state import Change, catch_up, draw_seed, get_states, without_overwritten
 from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks
@@ -126,9 +126,12 @@ class RemoteDataset(DatasetRef):
             session.import_early(self._modules)
         slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
         try:
-            reply = self._ask_to_build(session, lambda: wait_until_updated(None))
+            reply = self._ask_to_build(session, self._shared, lambda: wait_until_updated(None))
             if reply["shared"]:
                 self._note_length(session.name, reply["length"])
+            elif self._shared:
+                advice = "; open files and start threads on first use"
+                self._leave_to_workers(session, reply["reason"] + advice)
         except BaseException:
             session.connection.release(self.key)  # nothing else does, also if it is still building
             raise
@@ -143,11 +146,19 @@ class RemoteDataset(DatasetRef):
             if reply["shared"]:
                 self._is_iterable = reply["kind"] == "iterable"
 
-    def _ask_to_build(self, session: RemoteSession, wait_until_updated: Callable[[], None]) -> dict[str, Any]:
+    def _leave_to_workers(self, session: RemoteSession, reason: str) -> None:
+        """Let each worker build its own, from blocks that no constructor has changed."""
+        name = session.name
+        logger.warning("dataset %s is built in every worker instead of once on %s: %s", self.name, name, reason)
+        self._ask_to_build(session, False, lambda: None)
+
+    def _ask_to_build(
+        self, session: RemoteSession, shared: bool, wait_until_updated: Callable[[], None]
+    ) -> dict[str, Any]:
         """Send the recipe, and wait for the answer."""
 
         def ask(copies: Copies | None) -> dict[str, Any]:
-            payload = Build(self.key, self.name, self._shared, self._generators, copies).encode()
+            payload = Build(self.key, self.name, shared, self._generators, copies).encode()
             blocks, found = ([], b"") if copies else (self.blocks, self._digest())
             answer = session.submit(MessageType.BUILD, payload, blocks, found)
             wait_until_updated()
@@ -201,9 +212,10 @@ class RemoteDataset(DatasetRef):
         with self._lock:
             changes, made = self._settled, self._sessions.get(session)
         if made is not None and (late := _after(made, changes)):
-            session.call(catch_up, self, self.key, late).wait()
+            if (reason := session.call(catch_up, self, self.key, late).wait()) is not None:
+                self._leave_to_workers(session, f"after a change, {reason}")
             with self._lock:
-                self._sessions[session] = late[-1].number
+                self._sessions[session] = late[-1].number if reason is None else None
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -270,7 +282,8 @@ class RemoteDataset(DatasetRef):
         self._check_process()
         with self._changing:
             worker = self._worker()
-            change = Change(self._last_change + 1, func, args)
+            number = self._last_change + 1
+            change = Change(number, func, args, draw_seed(number))
             self._last_change = change.number  # never again: a change that failed may have been made in part
             try:
                 result = self._answer(worker, catch_up, self, self.key, (change,))

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.background import Alarm, Printer, Sender
-from rpcdataloader.client.condition import Condition
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.modules import SharedAdditions
 from rpcdataloader.errors import (
@@ -28,6 +27,7 @@ from rpcdataloader.errors import (
 )
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
+from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome

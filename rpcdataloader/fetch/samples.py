@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import os
 import socket
-import traceback
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from rpcdataloader.wire.exceptions import dumps_exception
+from rpcdataloader.wire.exceptions import dumps_exception, summarize
 
 # Special positions: all samples of the batch, which the dataset was asked for at once; and none.
 ALL = -1
@@ -76,8 +75,7 @@ def skipped(
         where = "indices" if stream is None else f"in stream {stream}:"
         names = [str(index) for index, _error in missing[:MAX_SHOWN]] + ["..."] * (len(missing) > MAX_SHOWN)
         samples = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
-        first = "".join(traceback.format_exception_only(missing[0][1])).strip()
-        parts.append(f"{samples} ({where} {', '.join(names)}): {first}")
+        parts.append(f"{samples} ({where} {', '.join(names)}): {summarize(missing[0][1])}")
         # It may be of any type. Like a raised one it always arrives, as itself or in words.
         error = dumps_exception(missing[-1][1], f"process {os.getpid()} on {socket.gethostname()}")
     if ends:

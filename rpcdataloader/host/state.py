@@ -7,6 +7,8 @@ them once, in the same order.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -54,11 +56,12 @@ def _without_arrays(value: Any) -> Any:
 
 
 class Change(NamedTuple):
-    """A function of the dataset that changes it."""
+    """A function of the dataset that changes it, and the seed of what it draws, which is the same in each process."""
 
     number: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    seed: int
 
 
 # Number of the last change made in this process, by the key of the dataset; workers inherit it with the dataset.
@@ -68,11 +71,24 @@ _made: dict[int, int] = {}
 def catch_up(dataset: Any, key: int, changes: Sequence[Change]) -> Any:
     """Make those of ``changes`` that are new to this process; returns the result of the last one."""
     result = None
-    for number, function, args in changes:
+    for number, function, args, seed in changes:
         if number > _made.get(key, 0):
+            random.seed(seed)
+            np.random.seed(np.random.SeedSequence(seed).generate_state(4))
+            torch.default_generator.manual_seed(seed)
             result = function(dataset, *args)
             _made[key] = number
     return result
+
+
+def draw_seed(number: int) -> int:
+    """The seed of a change: one for each number, and each state of this process's generators, which stays as it is."""
+    return int.from_bytes(hashlib.blake2b(pickle.dumps((number, get_states())), digest_size=8).digest(), "little") >> 1
+
+
+def forget_changes(key: int) -> None:
+    """Let the changes to a dataset be made again, in another construction of it."""
+    _made.pop(key, None)
 
 
 def without_overwritten(changes: tuple[Change, ...]) -> tuple[Change, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import os
@@ -27,7 +28,7 @@ from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
-from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, prepare, warn_once
+from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prepare, warn_once
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
 from rpcdataloader.loader.tasks import Progress
@@ -232,7 +233,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         # A state of the beginning has nothing to resume.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator = self._pass
-        if iterator is None or saved is not None or not iterator.reset(self._IterableDataset_len_called):
+        if iterator is None or self._saved is not None or not iterator.reset(self._IterableDataset_len_called):
             if saved is not None and saved["finished"] and not self.persistent_workers:
                 saved = None
             iterator = self._pass = None  # ends its workers, whose places are needed
@@ -346,7 +347,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         if num_streams:
             # Each stream of an iterable-style dataset continues, on the present nodes.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
-            placement = Placement(tuple(homes), placement.others, missing=placement.missing)
+            placement = dataclasses.replace(placement, homes=tuple(homes))
         elif placement.followed is None and self.num_workers > len(placement.homes):
             warn_once(
                 f"num_workers is {self.num_workers}, but this process's share of the workers of {self._where} is "

@@ -152,6 +152,7 @@ class Driver:
             todo = self.act(now)
         if todo is not None:
             self.carry_out(todo)
+        self.executor.settled()
 
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""

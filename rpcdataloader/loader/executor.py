@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.condition import Condition
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
 from rpcdataloader.client.node import Node
@@ -31,6 +29,7 @@ from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
+from rpcdataloader.wire.condition import Condition, Event
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded, dumps
 
@@ -42,7 +41,7 @@ _LOOK_JOIN_TIMEOUT = 2.0
 # Seconds until another attempt to start a thread.
 _NO_THREAD_PAUSE = 1.0
 
-Event = Callable[[Engine[Node], float], None]
+EngineEvent = Callable[[Engine[Node], float], None]
 
 
 class Opening(NamedTuple):
@@ -77,7 +76,7 @@ class Executor:
         self._num_workers = len(placement.homes)
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
-        self._closed = threading.Event()
+        self._closed = Event()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if node.local is None]
@@ -108,12 +107,12 @@ class Executor:
             again = functools.partial(self._start_thread, name, function, join_timeout)
             self._client.alarm.call_after(_NO_THREAD_PAUSE, again)
 
-    def seek(self, node: Node, delay: float, feed: Callable[[Event], None]) -> None:
+    def seek(self, node: Node, delay: float, feed: Callable[[EngineEvent], None]) -> None:
         """Connect to a node after ``delay`` seconds, and build the dataset there; ``feed`` takes the result."""
         self._sought.add(node)
         self._start_thread(f"rpcdl-seek {node}", functools.partial(self._seek, node, delay, feed))
 
-    def _seek(self, node: Node, delay: float, feed: Callable[[Event], None]) -> None:
+    def _seek(self, node: Node, delay: float, feed: Callable[[EngineEvent], None]) -> None:
         if self._closed.wait(delay):
             return
         try:
@@ -186,9 +185,13 @@ class Executor:
         self._dataset.settle()
         self._changes = self._dataset.changes_after(self._last_change)
         if self._changes:
-            self._last_change = self._changes[-1].number
             with contextlib.suppress(ConnectionLostError):  # noticed later
                 build(self._dataset, [worker.session for worker in workers if worker.session.is_ready])
+
+    def settled(self) -> None:
+        """Note that all workers are told of the changes, or are about to be."""
+        if self._changes:
+            self._last_change = self._changes[-1].number
 
     def restarting(self, begun: Pass) -> Encoded:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""

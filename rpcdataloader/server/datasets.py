@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.resources import read
-from rpcdataloader.host.state import set_states
+from rpcdataloader.host.state import forget_changes, set_states
 from rpcdataloader.server.processes import num_threads
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
@@ -49,33 +50,37 @@ class DatasetTable:
         # The least memory of this process since its last full collection.
         self._kept_bytes = memory_of_its_own()
 
-    def add(self, recipe: Build, blocks: Sequence[Block]) -> tuple[Any, str | None]:
-        """Add a dataset; builds it here if it is shared with workers, which are forked later.
+    def add(self, recipe: Build, blocks: Sequence[Block]) -> dict[str, Any]:
+        """Add a dataset; builds it here if it is to be shared with workers, which are forked later.
 
         Returns:
-            The dataset, or None where workers build their own; and why they do although it should be shared.
+            The reply to the client: what the dataset is; or for one that cannot be shared, and was not added, why.
         """
-        key, reason = recipe.key, None
-        if recipe.shared:
-            threads, files, connections = num_threads(), open_files(), open_connections()
-            with _told_if_slow(recipe.name):
-                dataset = build(recipe, blocks)
-            reason = why_not_shared(threads, files)
-            if reason is None:
-                self._built[key] = dataset
-                # No fork's collector visits what lives now, so its pages stay shared.
-                gc.collect()
-                gc.freeze()
-                if peers := name_shared_connections(connections):
-                    logger.warning(
-                        "the workers of this node share the connections of dataset %s to %s, so that one may get the "
-                        "answer to another; connect on first use, or set build='worker'",
-                        recipe.name,
-                        peers,
-                    )
-                return dataset, None
-        self._recipes[key] = recipe, blocks
-        return None, reason
+        if not recipe.shared:
+            self._built.pop(recipe.key, None)
+            forget_changes(recipe.key)
+            self._recipes[recipe.key] = recipe, blocks
+            return {"shared": False}
+        threads, files, connections = num_threads(), open_files(), open_connections()
+        with _told_if_slow(recipe.name):
+            dataset = build(recipe, blocks)
+            length = length_of(dataset)  # which may open files, too
+        if (reason := why_not_shared(threads, files)) is not None:
+            del dataset
+            gc.collect()  # closes files of cycles
+            return {"shared": False, "reason": reason}
+        self._built[recipe.key] = dataset
+        # No fork's collector visits what lives now, so its pages stay shared.
+        gc.collect()
+        gc.freeze()
+        if peers := name_shared_connections(connections):
+            logger.warning(
+                "the workers of this node share the connections of dataset %s to %s, so that one may get the answer to "
+                "another; connect on first use, or set build='worker'",
+                recipe.name,
+                peers,
+            )
+        return {"shared": True, "length": length, "kind": style_of(dataset)}
 
     def get(self, key: int) -> Any:
         """Return the dataset, built now if this process has not yet done so."""
@@ -161,12 +166,12 @@ def style_of(dataset: object) -> str:
     return "map" if hasattr(dataset, "__getitem__") else ""
 
 
-def why_not_shared(threads: int, files: set[tuple[int, int]]) -> str | None:
-    """Why workers cannot inherit a dataset built since ``num_threads`` and ``open_files`` were called; or None."""
+def why_not_shared(threads: int, files: Counter[tuple[int, int]]) -> str | None:
+    """Why workers cannot inherit a dataset made since ``num_threads`` and ``open_files`` were called; or None."""
     end = time.monotonic() + THREAD_END_TIMEOUT
     while num_threads() > threads:
         if time.monotonic() > end:
-            return "its constructor started threads, which a fork does not copy"
+            return "it started threads, which a fork does not copy"
         time.sleep(0.001)
     if open_files() - files:
         return "it holds files open, whose position forked workers would share"
@@ -184,9 +189,9 @@ def memory_of_its_own() -> int:
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
-def open_files() -> set[tuple[int, int]]:
-    """Regular files that this process holds open, as (device, inode): forked workers would share their offsets."""
-    found = set()
+def open_files() -> Counter[tuple[int, int]]:
+    """How often this process holds regular files open, by (device, inode): forked workers would share the offsets."""
+    found: Counter[tuple[int, int]] = Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(f"/proc/self/fd/{name}")
@@ -195,7 +200,7 @@ def open_files() -> set[tuple[int, int]]:
             continue
         # torch's shared memory is mapped, and has no position.
         if status.st_mode & 0o170000 == 0o100000 and not target.startswith("/dev/shm/torch_"):
-            found.add((status.st_dev, status.st_ino))
+            found[status.st_dev, status.st_ino] += 1
     return found
 
 

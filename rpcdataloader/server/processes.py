@@ -317,11 +317,8 @@ def _flush_output() -> None:
 def _empty_stdin() -> None:
     """Keep user code, and programs that it starts, from reading the terminal or a socket."""
     descriptor = os.open(os.devnull, os.O_RDONLY)
-    if descriptor == 0:  # it was closed
-        os.set_inheritable(0, True)
-    else:
-        os.dup2(descriptor, 0)
-        os.close(descriptor)
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
 
 
 def _seed_afresh() -> None:

@@ -30,8 +30,9 @@ import torch
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.environment import prepare_session
+from rpcdataloader.host.state import catch_up
 from rpcdataloader.server import events
-from rpcdataloader.server.datasets import DatasetTable, length_of, style_of
+from rpcdataloader.server.datasets import DatasetTable, open_files, why_not_shared
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, Loop, ended_after, name_process, name_threads, num_threads
@@ -251,24 +252,16 @@ class Session:
                 blocks = map_copies(Copies(*build.copies))
             except OSError as exc:
                 return {"unmapped": str(exc)}
-        dataset, reason = self._datasets.add(build, blocks)
-        if reason is not None:
-            logger.warning(
-                "dataset %s is built in every worker instead of once on %s: %s; open files and start threads "
-                "on first use",
-                build.name,
-                self._context.node,
-                reason,
-            )
-        if dataset is None:
-            return {"shared": False, "length": None}
-        return {"shared": True, "length": length_of(dataset), "kind": style_of(dataset)}
+        return self._datasets.add(build, blocks)
 
     def _call(self, message: Message) -> Any:
         func, args, kwargs, _keep = loads(
             message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True
         )
-        return func(*args, **kwargs)
+        threads, files = num_threads(), open_files()
+        result = func(*args, **kwargs)
+        # A change to a dataset may open what workers would share with it.
+        return why_not_shared(threads, files) if func is catch_up else result
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
         _kind, key = reference

@@ -19,7 +19,6 @@ import select
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from rpcdataloader.server.requests import MAX_WAITING_BYTES, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import write_stacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
-from rpcdataloader.wire.exceptions import dumps_exception
+from rpcdataloader.wire.exceptions import dumps_exception, summarize
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, pack_handles, unpack_blocks, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
@@ -313,6 +312,9 @@ class Worker:
         if measured:
             self._meter.begin(idle / 1e9)
         del message, content
+        if self._outbox.num_waiting:
+            # A call may change what the result of another refers to; the batches of a loader are not changed.
+            (self._outbox.wait if is_task else self._outbox.join)()
         self._execute(request_id, call, measured, self._row.tasks if is_task else self._row.calls)
         if is_task and self._context.settings.max_tasks_per_worker:
             self._count_task()
@@ -323,8 +325,6 @@ class Worker:
             self._begin_drain(Life.RETIRING)
 
     def _execute(self, request_id: int, call: Call, measured: bool, counter: memoryview) -> None:
-        if self._outbox.num_waiting:
-            self._outbox.wait()
         # The idle time is noted when nothing more is there, which costs less than after each request.
         row = self._row
         row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, self._num_calls
@@ -360,7 +360,7 @@ class Worker:
     def _reply_error(self, request_id: int, error: BaseException) -> None:
         row = self._row
         row.errors[0] += 1
-        text = " ".join("".join(traceback.format_exception_only(error)).split())
+        text = " ".join(summarize(error).split())
         row.error, row.failed[0] = text, time.monotonic_ns()
         self._send_reply(MessageType.ERROR, request_id, self._error(error))
 

@@ -58,6 +58,11 @@ def add_note(exc: BaseException, note: str) -> None:
         _guard(lambda: object.__setattr__(exc, "__notes__", [*getattr(exc, "__notes__", ()), note]), None)
 
 
+def summarize(exc: BaseException) -> str:
+    """Type and message of an exception, as in the last line of a traceback. Never fails, as little as the next."""
+    return _guard(lambda: _shorten("".join(traceback.format_exception_only(exc)).strip()), type(exc).__name__)
+
+
 def dumps_exception(exc: BaseException, where: str) -> bytes:
     """Encode an exception. Never fails, even if the exception's own methods do.
 
@@ -65,8 +70,7 @@ def dumps_exception(exc: BaseException, where: str) -> bytes:
         exc: Exception to encode; its traceback, causes and notes travel as text.
         where: Name of the process that raised it, such as ``worker 3 (pid 123) on node07:6543``.
     """
-    name = type(exc).__name__
-    summary = _guard(lambda: _shorten("".join(traceback.format_exception_only(type(exc), exc)).strip()), name)
+    summary = summarize(exc)
     text = _guard(lambda: _shorten(_format(exc)), summary)
     sample = _guard(lambda: vars(exc).pop(_SAMPLE, None), None)
     state = take_state(exc)

@@ -15,13 +15,13 @@ import socket
 import struct
 import sys
 import termios
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTimeoutError
+from rpcdataloader.wire.condition import Event
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -413,7 +413,7 @@ class Deadline:
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self._at = None if timeout is None else time.monotonic() + timeout
-        self._cancelled = threading.Event()
+        self._cancelled = Event()
         self._interrupt: Callable[[], None] = lambda: None
 
     def remaining(self) -> float | None:

@@ -261,6 +261,9 @@ class Pass:
     def settle(self, _workers: Sequence[Worker]) -> None:
         self._is_free("the dataset is changed")
 
+    def settled(self) -> None:
+        """Nothing is changed here."""
+
     def open(self, session: Session, _opening: Any, owner: Any, keep_waiting: Callable[[], bool]) -> Worker:
         cluster = self.cluster
         worker = Worker(self, session, owner, keep_waiting)

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from rpcdataloader.client.condition import Condition
 from rpcdataloader.client.worker import PendingReply
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
+from rpcdataloader.wire.condition import Condition
 from tests.conftest import TIMEOUT_SCALE
 from tests.unit.wire.test_transport import in_thread
 

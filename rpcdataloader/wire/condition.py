@@ -1,4 +1,4 @@
-"""What threads wait on, here and in loaders and pools."""
+"""What threads wait on, in connections, loaders and pools."""
 
 from __future__ import annotations
 
@@ -29,3 +29,11 @@ class Condition(threading.Condition):
             if not self._is_owned():  # type: ignore[attr-defined]
                 self.lock.acquire()
             raise
+
+
+class Event(threading.Event):
+    """An event whose lock is never left locked by Ctrl-C in :meth:`set`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cond = Condition()
