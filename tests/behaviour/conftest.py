@@ -130,6 +130,11 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def workers(shared_server: QuickServer) -> str:
+    return shared_server.address
+
+
+@pytest.fixture
 def other_secret(tmp_path: Path) -> Path:
     """A token file with another secret than that of the tests."""
     path = tmp_path / "token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -9,9 +10,10 @@ import random
 import re
 import signal
 import socket
-import zipfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, set_random_seeds
@@ -99,6 +101,10 @@ class Shuffled(datasets.Numbers):
 
     def __getitem__(self, index):
         return self.order[index]
+
+    def shuffle(self):
+        random.shuffle(self.order)
+        return self.order
 
 
 @pytest.mark.parametrize("build", ["node", "worker"])
@@ -255,28 +261,82 @@ def test_dataset_is_let_go_with_its_last_reference(shared_server, gone):
 # Datasets that a fork cannot inherit
 
 
-@pytest.mark.parametrize(
-    ("factory", "reason"), [(datasets.Threaded, "started threads"), (datasets.Zipped, "holds files open")]
-)
-def test_dataset_that_cannot_be_inherited_is_built_in_workers_with_one_warning(
-    shared_server, tmp_path, caplog, factory, reason
-):
-    args = ()
-    if factory is datasets.Zipped:
-        args = (str(tmp_path / "numbers.zip"),)
-        with zipfile.ZipFile(*args, "w") as file:
-            for index in range(20):
-                file.writestr(str(index), str(index * 2))
-    dataset = RPCDataset(shared_server.address, factory, *args)
-    loader = RPCDataloader(dataset, batch_size=4)
+def test_dataset_that_starts_threads_is_built_in_every_worker(shared_server, caplog):
+    dataset = RPCDataset(shared_server.address, datasets.Threaded)
+    loader = RPCDataloader(dataset, batch_size=None)
     for _epoch in range(2):
-        assert [number for batch in loader for number in batch.tolist()] == list(range(0, 40, 2))
+        assert list(loader) == list(range(0, 40, 2))
     assert dataset[7] == 14
     (record,) = [record for record in caplog.records if "is built in every worker" in record.getMessage()]
     assert record.levelno == logging.WARNING
-    assert f"dataset {factory.__name__} is built in every worker" in record.getMessage()
-    assert reason in record.getMessage()
-    assert record.getMessage().endswith("; open files and start threads on first use")
+    assert re.match(
+        r"dataset Threaded is built in every worker .*: it started threads, .* on first use$", record.getMessage()
+    )
+
+
+class Records:
+    """Has its file open from then on, and in a cycle; scales its argument in place."""
+
+    def __init__(self, path, scale, opens):
+        self.path, self.scale, self.opens, self.file, self.get = path, scale, opens, None, self.read
+        self.scale *= 2
+        if opens == "construction":
+            self.read(0)
+
+    def read(self, index):
+        self.file = self.file or open(self.path, "rb", buffering=0)  # noqa: SIM115  # stays open
+        self.file.seek(index)
+        time.sleep(0.001)  # let another worker move the position
+        return self.file.read(1)[0] * int(self.scale[0])
+
+    def __len__(self):
+        return 100 + (self.read(0) if self.opens == "length" else 0)
+
+    def __getitem__(self, index):
+        return self.get(index)
+
+
+@pytest.mark.parametrize("opens", ["construction", "length", "change"])
+def test_workers_share_no_file_whenever_it_is_opened(shared_server, tmp_path, caplog, opens):
+    (tmp_path / "records").write_bytes(bytes(range(200)))
+    for number in range(2):  # the file of the first one may be open yet
+        dataset = RPCDataset(shared_server.address, Records, tmp_path / "records", np.ones(9), opens)
+        loader = RPCDataloader(dataset, batch_size=None, num_workers=2)
+        assert list(loader) == list(range(0, 200, 2))
+        assert dataset.read(7) == 14
+        assert list(loader) == list(range(0, 200, 2))
+        lines = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "is built in every" in text]
+        assert len(lines) == number + 1
+        assert ("after a change, it holds files open" in lines[-1]) == (opens == "change")
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_change_that_draws_random_numbers_is_the_same_everywhere(two_nodes, build, persistent_workers):
+    dataset = RPCDataset(two_nodes, Shuffled, 40, build=build)
+    loader = RPCDataloader(dataset, batch_size=None, persistent_workers=persistent_workers)
+    orders = [list(loader)]
+    for _ in range(2):
+        orders.append(dataset.shuffle())
+        assert list(loader) == orders[-1] not in orders[:-1]
+
+
+def fail_once(state, *, marker):
+    if datasets.is_first(marker):
+        raise OSError("the file server is away")
+    state.epoch = 7
+
+
+def test_change_that_failed_once_on_a_node_reaches_workers_that_stay(shared_server, tmp_path):
+    dataset = RPCDataset(shared_server.address, State)
+    loader = RPCDataloader(dataset, persistent_workers=True)
+    assert {sample[1] for sample in items(loader)} == {0}
+    (marker := tmp_path / "marker").touch()  # the process that answers does not fail
+    dataset.call_all(functools.partial(fail_once, marker=marker))
+    marker.unlink()
+    with pytest.raises(OSError, match="away"):
+        iter(loader)
+    assert {sample[1] for sample in items(loader)} == {7}
 
 
 # Where the workers are

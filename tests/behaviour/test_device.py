@@ -20,11 +20,6 @@ NAME = "cuda:0"
 
 
 @pytest.fixture
-def workers(shared_server):
-    return shared_server.address
-
-
-@pytest.fixture
 def device(monkeypatch):
     return plug_in(monkeypatch)
 

@@ -16,6 +16,7 @@ from tests.behaviour.test_recovery import take
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
 from tests.support.datasets import Hosted
+from tests.support.streams import Parts
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,19 @@ def test_each_rank_gets_its_share_of_a_server_that_joins(register):
     for iterator in iterators:
         wait_for_crew(iterator, 2)
         assert take(iterator, 300)[0] == [*range(300)]
+
+
+def test_resumed_stream_goes_on_where_another_server_registers(register):
+    loader, resumed = (RPCDataloader(Parts([40]), None, workers=register.workers, num_workers=1) for _ in range(2))
+    first = register()
+    assert next(iter(loader)) == 0
+    resumed.load_state_dict(loader.state_dict())
+    iterator = iter(resumed)
+    assert next(iterator) == 1
+    register()
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 0
+    assert list(iterator) == list(range(2, 40))
 
 
 def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, register):

@@ -23,11 +23,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def workers(shared_server):
-    return shared_server.address
-
-
 def steps(iterator, limit=100):
     """What each ``next`` gives: a batch or an exception, up to the end.
 
@@ -108,6 +103,22 @@ def test_cause_shows_chains_and_notes(raised):
     if hasattr(BaseException, "add_note"):
         assert "while reading\nsample 17" in cause
         assert raised["chain"].__notes__[:-1] == ["while reading\nsample 17"]
+
+
+class Forgetful(Exception):
+    def __getattr__(self, name):
+        return self.fields[name]
+
+
+class Forgetfuls(dict):
+    def __missing__(self, index):
+        raise Forgetful
+
+
+def test_exception_whose_attributes_fail_ends_no_worker(workers):
+    first, second, third, _end = load(functools.partial(RPCDataloader, workers=workers), range(3), Forgetfuls({2: 2}))
+    assert {type(first), type(second)} == {Forgetful}
+    assert third == 2
 
 
 def fail_at_five(samples):

@@ -91,15 +91,14 @@ def test_unknown_commands_and_options_are_refused(words, capsys):
 # --- where it listens
 
 
-def test_real_command_line_prints_one_ready_line_and_serves(tmp_path):
-    command = [sys.executable, "-m", "rpcdataloader.launch", "--port", "0", "--num-workers", "3"]
-    with (
-        (tmp_path / "log").open("w") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT) as process,
-    ):
+def test_real_command_line_prints_one_ready_line_and_serves():
+    """As a daemon, without standard input and log."""
+    command = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, "-m", "rpcdataloader.launch"]
+    command += ["--port", "0", "--num-workers", "3"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             match = READY_LINE.fullmatch(process.stdout.readline())
-            assert match, (tmp_path / "log").read_text()
+            assert match
             address, num_workers, pid = match.groups()
             assert (address.rpartition(":")[0], num_workers, pid) == ("127.0.0.1", "3", str(process.pid))
             # No fork imports what batches need, and no collection in one visits what torch has made.
@@ -114,9 +113,6 @@ def test_real_command_line_prints_one_ready_line_and_serves(tmp_path):
             assert process.stdout.read() == ""
         finally:
             process.kill()
-    log = (tmp_path / "log").read_text()
-    assert f"listening on {address}, offering 3 workers" in log
-    assert "draining" in log
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def workers(shared_server):
-    return shared_server.address
-
-
 def flat(batches):
     return [int(number) for batch in batches for number in batch.reshape(-1)]
 

@@ -246,6 +246,16 @@ def test_rest_and_next_epochs_are_the_same_bit_for_bit(address, name, data):
     assert_same(train(make, stops, 2, data.draw(PLACES), keep), expected)
 
 
+def test_state_of_the_beginning_begins_anew_with_persistent_workers(address):
+    loader = RPCDataloader(Augmented(SIZE), shuffle=True, workers=address, persistent_workers=True)
+    beginning, epochs = loader.state_dict(), []
+    for _ in range(2):
+        loader.load_state_dict(beginning)
+        torch.manual_seed(5)
+        epochs.append(list(loader))
+    assert_same(*epochs)
+
+
 @pytest.mark.parametrize("where", ["inline", 2])
 def test_pass_of_persistent_workers_goes_on_with_others(address, where):
     def make(persistent):

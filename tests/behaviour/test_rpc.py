@@ -76,6 +76,12 @@ def test_calls_run_in_their_order(call, shared_server):
     assert call(tasks.read_log) == list(range(100))
 
 
+def test_result_is_sent_before_the_next_call_changes_it(shared_server, keep):
+    array = keep(np.zeros, 4_000_000)
+    results = [rpc_async(shared_server.address, np.add, (array, 1, array)) for _ in range(4)]
+    assert [np.unique(result.wait()).tolist() for result in results] == [[1.0], [2.0], [3.0], [4.0]]
+
+
 def test_callbacks_may_wait_for_calls_and_for_other_callbacks(shared_server, fifo):
     def add_one(done):
         return rpc_async(shared_server.address, tasks.add, (done.wait(), 1), timeout=10 * TIMEOUT_SCALE).wait()

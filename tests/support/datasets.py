@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-import zipfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -255,17 +254,6 @@ class Holder(Numbers):
 
     def __del__(self) -> None:
         os.close(self.descriptor)
-
-
-class Zipped(Numbers):
-    """Holds an archive open, which processes must not share."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(20)
-        self.file = zipfile.ZipFile(path)
-
-    def __getitem__(self, index: int) -> Any:
-        return int(self.file.read(str(index)))
 
 
 class Threaded(Numbers):

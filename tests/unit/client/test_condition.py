@@ -9,7 +9,7 @@ import pytest
 
 from rpcdataloader.client.worker import PendingReply
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
-from rpcdataloader.wire.condition import Condition
+from rpcdataloader.wire.condition import Condition, Event
 from tests.conftest import TIMEOUT_SCALE
 from tests.unit.wire.test_transport import in_thread
 
@@ -31,23 +31,29 @@ def interrupt_soon():
     signal.signal(signal.SIGVTALRM, before)
 
 
-@pytest.mark.parametrize("wait", [lambda _condition: None, lambda condition: condition.wait(0)], ids=["with", "wait"])
-def test_signal_handler_that_raises_leaves_no_condition_locked(interrupt_soon, wait):
-    condition = Condition()
+def enter(condition):
+    with condition:
+        pass
 
-    def lock_again_and_again():
+
+def wait(condition):
+    with condition:
+        condition.wait(0)
+
+
+@pytest.mark.parametrize(("kind", "use"), [(Condition, enter), (Condition, wait), (Event, Event.set)])
+def test_signal_handler_that_raises_leaves_nothing_locked(interrupt_soon, kind, use):
+    waited_for = kind()
+
+    def use_again_and_again():
         interrupt_soon()
         while True:
-            with condition:
-                wait(condition)
-
-    def can_be_locked():
-        return condition.acquire(blocking=False) and condition.release() is None
+            use(waited_for)
 
     for _ in range(100):
         with pytest.raises(Interrupted):  # and nothing in its place
-            lock_again_and_again()
-        assert in_thread(can_be_locked).result()
+            use_again_and_again()
+        in_thread(use, waited_for).result(30 * TIMEOUT_SCALE)
 
 
 def test_reply_comes_whose_wait_a_signal_handler_has_ended(interrupt_soon):
