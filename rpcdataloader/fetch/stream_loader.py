@@ -50,9 +50,8 @@ class StreamLoader(BatchLoader):
                 self._num_batches = num_batches
                 raise
             self._samples = []
-            if isinstance(error, Exception):
-                with contextlib.suppress(Exception):  # of the user's state_dict
-                    add_state(error, self._state())
+            with contextlib.suppress(Exception):  # of the user's state_dict
+                add_state(error, self._state())
             raise
         self._samples = []
         return loaded
@@ -149,7 +148,9 @@ class StreamLoader(BatchLoader):
                 raise ValueError(
                     "the saved pass had delivered more samples than this iterable-style dataset has now"
                 ) from None
-            except Exception:  # as before, when it was delivered
+            except BaseException as error:  # as before, when it was delivered
+                if self._is_interrupt(error):
+                    raise
                 logger.debug("a skipped sample has failed again", exc_info=True)
                 if self._spec.skips:
                     self._failed_at = number + 1

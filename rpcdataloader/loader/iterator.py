@@ -212,6 +212,8 @@ class RemoteIterator(PassIterator):
         answer: Answer = delivery.answer
         if delivery.condemned is not None:
             answer = Answer(error=ConnectionLostError(delivery.condemned))
+            if delivery.stream is not None:  # it ends here
+                answer.stream = self.progress.streams[delivery.stream]._replace(ended=True)
         driver.advance(wants_input, began)
         now = time.monotonic()
         if answer.probe is not None or blocked >= self._noted:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError, SerializationError
 from rpcdataloader.fetch.remote import load, share_batches
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.datasets import DatasetTable
@@ -33,7 +33,7 @@ from rpcdataloader.server.requests import MAX_WAITING_BYTES, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import write_stacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
-from rpcdataloader.wire.exceptions import dumps_exception, summarize
+from rpcdataloader.wire.exceptions import add_state, dumps_exception, summarize
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, pack_handles, unpack_blocks, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
@@ -336,7 +336,12 @@ class Worker:
                 result = self._last_handle
             if measured:
                 self._meter.encodes()
-            encoded = dumps_reply(result)
+            try:
+                encoded = dumps_reply(result)
+            except SerializationError as exc:
+                if call.func is load:
+                    add_state(exc, result[-1])  # the stream is past this batch
+                raise
             del result  # so that a batch without other references can be lent as it is
             if self._lender is not None and encoded.buffers:
                 self._lender.lend(encoded.buffers)

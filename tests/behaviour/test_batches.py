@@ -67,21 +67,6 @@ def test_batches_of_no_bytes(workers, value):
     assert_same(list(loader), dataset)
 
 
-@pytest.mark.slow
-def test_batch_of_more_than_four_gibibytes(workers):
-    size, marks = (1 << 32) + 9, [0, 1 << 31, 1 << 32, (1 << 32) + 8]
-
-    def collate(_samples):
-        batch = torch.zeros(size, dtype=torch.uint8)
-        batch[marks] = torch.arange(1, 5, dtype=torch.uint8)
-        return batch
-
-    (batch,) = RPCDataloader([0], collate_fn=collate, workers=workers)
-    assert batch.shape == (size,)
-    assert batch[marks].tolist() == [1, 2, 3, 4]
-    assert batch.count_nonzero() == 4
-
-
 # Each tensor stands for itself
 
 

@@ -20,17 +20,13 @@ import rpcdataloader
 from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.errors import ConnectError
+from tests.behaviour.test_server import call
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, occupied
 from tests.support.clocks import in_server
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("clean_client")
-
-
-def call(server, func, *args, **options):
-    """Run a function on a server and wait for its result."""
-    return rpc_async(server.address, func, args, **options).wait()
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import random
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -16,13 +18,14 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
-from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.errors import LocalProtocolError, RPCError
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Gated, Numbers, Recorded, augment_batch, notes
 from tests.support.differential import steps
@@ -254,6 +257,31 @@ def test_state_of_the_beginning_begins_anew_with_persistent_workers(address):
         torch.manual_seed(5)
         epochs.append(list(loader))
     assert_same(*epochs)
+
+
+class Each(IterableDataset):
+    """Goes on after an exception."""
+
+    def __init__(self, fifth):
+        self.fifth = fifth
+
+    def give(self, number):
+        return self.fifth() if number == 5 else number
+
+    def __iter__(self):
+        return map(self.give, range(10))
+
+
+@pytest.mark.parametrize("fifth", [lambda: 1 / 0, sys.exit, threading.Lock, lambda: os._exit(3)])
+def test_error_in_place_of_a_batch_of_a_stream_comes_once(address, fifth):
+    options = {"batch_size": 3, "collate_fn": list, "workers": address, "num_workers": 1, "max_retries": 1}
+    first, second = (RPCDataloader(Each(fifth), **options) for _ in range(2))
+    iterator = iter(first)
+    assert next(iterator) == [0, 1, 2]
+    with pytest.raises((ArithmeticError, RPCError)):
+        next(iterator)
+    second.load_state_dict(first.state_dict())
+    assert list(second) == list(iterator)
 
 
 @pytest.mark.parametrize("where", ["inline", 2])

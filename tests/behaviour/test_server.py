@@ -324,12 +324,6 @@ def test_standard_input_of_a_worker_is_empty(serve):
     assert call(server, lambda: sys.stdin.read()) == ""
 
 
-@pytest.mark.parametrize(("descriptor", "name"), [(0, "stdin"), (2, "stderr")])
-def test_server_that_is_started_without_a_standard_stream_serves(serve, descriptor, name):
-    server = serve(before=f"os.close({descriptor}); sys.{name} = sys.__{name}__ = None")
-    assert call(server, os.getpid) > 0
-
-
 def test_full_disk_under_the_log_ends_nobody(serve):
     server = serve(before="os.dup2(os.open('/dev/full', os.O_WRONLY), 2)")
     call(server, lambda: print("lost"))  # noqa: T201
