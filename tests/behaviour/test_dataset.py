@@ -305,7 +305,7 @@ def test_workers_share_no_file_whenever_it_is_opened(shared_server, tmp_path, ca
         assert list(loader) == list(range(0, 200, 2))
         assert dataset.read(7) == 14
         assert list(loader) == list(range(0, 200, 2))
-        lines = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "is built in every" in text]
+        lines = [text for text in caplog.messages if "is built in every" in text]
         assert len(lines) == number + 1
         assert ("after a change, it holds files open" in lines[-1]) == (opens == "change")
 

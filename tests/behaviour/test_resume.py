@@ -260,8 +260,6 @@ def test_state_of_the_beginning_begins_anew_with_persistent_workers(address):
 
 
 class Each(IterableDataset):
-    """Goes on after an exception."""
-
     def __init__(self, fifth):
         self.fifth = fifth
 

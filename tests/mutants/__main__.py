@@ -51,9 +51,9 @@ TESTS = {
     "server": "unit/server behaviour/test_server.py behaviour/test_launch.py behaviour/test_stacks.py",
     "loader": "unit/loader behaviour/test_loader.py behaviour/test_differential.py behaviour/test_resume.py "
     "behaviour/test_device.py behaviour/test_transform.py behaviour/test_words.py behaviour/test_diagnosis.py "
-    "behaviour/test_elastic.py behaviour/test_auto.py behaviour/test_distributed.py "
-    "behaviour/test_dataset.py behaviour/test_trace.py behaviour/test_replay.py behaviour/test_resume_table.py "
-    "behaviour/test_recovery.py behaviour/test_pool_node.py",
+    "behaviour/test_elastic.py behaviour/test_auto.py behaviour/test_distributed.py behaviour/test_dataset.py "
+    "behaviour/test_trace.py behaviour/test_replay.py behaviour/test_resume_table.py behaviour/test_recovery.py "
+    "behaviour/test_pool_node.py",
 }
 # Of Cosmic Ray's operators: one that fails at an exception whose name has a dot, and those that change nothing for
 # small numbers, None and members of enumerations.
