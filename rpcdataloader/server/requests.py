@@ -13,17 +13,16 @@ from rpcdataloader.host.resources import CpuUse, read
 from rpcdataloader.wire.channel import Outgoing
 from rpcdataloader.wire.messages import Stages
 
-# Limit in bytes of received requests, and of unsent messages: little against the memory of a node with many workers,
-# and enough to keep a network busy.
+# Limit in bytes of received requests: little against the memory of a node with many workers, and enough to keep a
+# network busy.
 MAX_WAITING_BYTES = 64 << 20
 
 
 class Outbox:
     """Messages for the sender, a thread that is started for the first of them: replies, warnings, the last GOAWAY.
 
-    The oldest is sent while the next one is computed. A loader limits its own requests, and stays far below the limit,
-    which is for remote calls: a script can make thousands at once, with results of any size. One of any size may wait
-    alone.
+    A batch is sent while the next one is computed: a loader limits its own requests. Of remote calls, a script can make
+    thousands at once, with results of any size, so each result is sent before the next call.
 
     Args:
         send: Function that sends a message; must not raise.
@@ -40,27 +39,15 @@ class Outbox:
         self._messages: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.num_waiting = 0
-        self._waiting_bytes = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no room for another message."""
-        return self.num_waiting > 1 and self._waiting_bytes > MAX_WAITING_BYTES
 
     def put(self, message: Outgoing) -> None:
         """Queue a message; never blocks."""
         with self._lock:
             self.num_waiting += 1
-            self._waiting_bytes += message.size_bytes
             self._messages.put(message)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rpcdl-send", daemon=True)
                 self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until there is room for another message."""
-        with self._lock:
-            self._changed.wait_for(lambda: not self.is_full)
 
     def join(self) -> None:
         """Wait until all messages are sent."""
@@ -73,7 +60,6 @@ class Outbox:
             self._send(message)
             with self._lock:
                 self.num_waiting -= 1
-                self._waiting_bytes -= message.size_bytes
                 self._changed.notify_all()
             # This frame must not keep the reply while it waits for the next one.
             del message

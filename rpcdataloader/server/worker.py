@@ -154,9 +154,6 @@ class Worker:
         threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True).start()
         try:
             while self._life is Life.SERVING or self._inbox:
-                # Before receiving, so that a request that is cancelled meanwhile is not begun.
-                if self._outbox.num_waiting:
-                    self._outbox.wait()
                 self._receive()
                 if not self._inbox:
                     continue
@@ -166,6 +163,9 @@ class Worker:
                         self._held.pop(handle, None)
                 else:
                     self._call(message)
+                    if message.type == MessageType.CALL and self._outbox.num_waiting:
+                        # The next one may change what the result refers to, or be cancelled meanwhile.
+                        self._outbox.join()
                     self._num_calls -= 1
                     self._waiting_bytes -= size_bytes
                 del message  # this frame must not keep it while it waits
@@ -312,9 +312,6 @@ class Worker:
         if measured:
             self._meter.begin(idle / 1e9)
         del message, content
-        if self._outbox.num_waiting:
-            # A call may change what the result of another refers to; the batches of a loader are not changed.
-            (self._outbox.wait if is_task else self._outbox.join)()
         self._execute(request_id, call, measured, self._row.tasks if is_task else self._row.calls)
         if is_task and self._context.settings.max_tasks_per_worker:
             self._count_task()

@@ -63,11 +63,6 @@ class Outgoing(NamedTuple):
     flags: int = 0
     digest_of_blocks: bytes = b""
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of payload and blocks together."""
-        return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
-
 
 class Receiver:
     """The messages of one direction.

@@ -59,7 +59,7 @@ def add_note(exc: BaseException, note: str) -> None:
 
 
 def summarize(exc: BaseException) -> str:
-    """Type and message of an exception, as in the last line of a traceback. Never fails, as little as the next."""
+    """Type and message of an exception, as in the last line of its traceback. Never fails, like the next function."""
     return _guard(lambda: _shorten("".join(traceback.format_exception_only(exc)).strip()), type(exc).__name__)
 
 
