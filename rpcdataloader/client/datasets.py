@@ -23,7 +23,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
-from rpcdataloader.host.state import Change, catch_up, draw_seed, get_states, without_overwritten
+from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
 from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks
@@ -283,7 +283,7 @@ class RemoteDataset(DatasetRef):
         with self._changing:
             worker = self._worker()
             number = self._last_change + 1
-            change = Change(number, func, args, draw_seed(number))
+            change = Change(number, func, args, derive_seed(number))
             self._last_change = change.number  # never again: a change that failed may have been made in part
             try:
                 result = self._answer(worker, catch_up, self, self.key, (change,))

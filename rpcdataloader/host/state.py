@@ -69,7 +69,7 @@ _made: dict[int, int] = {}
 
 
 def catch_up(dataset: Any, key: int, changes: Sequence[Change]) -> Any:
-    """Make those of ``changes`` that are new to this process; returns the result of the last one."""
+    """Make those of ``changes`` that are new to this process, each with its seed; returns the result of the last."""
     result = None
     for number, function, args, seed in changes:
         if number > _made.get(key, 0):
@@ -81,7 +81,7 @@ def catch_up(dataset: Any, key: int, changes: Sequence[Change]) -> Any:
     return result
 
 
-def draw_seed(number: int) -> int:
+def derive_seed(number: int) -> int:
     """The seed of a change: one for each number, and each state of this process's generators, which stays as it is."""
     return int.from_bytes(hashlib.blake2b(pickle.dumps((number, get_states())), digest_size=8).digest(), "little") >> 1
 

@@ -230,7 +230,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             return self._iterate_here()
         self.num_workers = _check_num_workers(self.num_workers, self.dataset, self.transform)
         settings = PassSettings.of(self)
-        # A state of the beginning has nothing to resume.
+        # A state of the beginning has nothing to resume, but begins anew.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator = self._pass
         if iterator is None or self._saved is not None or not iterator.reset(self._IterableDataset_len_called):

@@ -275,7 +275,7 @@ def test_dataset_that_starts_threads_is_built_in_every_worker(shared_server, cap
 
 
 class Records:
-    """Has its file open from then on, and in a cycle; scales its argument in place."""
+    """Opens its file once, in a cycle, and scales its argument in place."""
 
     def __init__(self, path, scale, opens):
         self.path, self.scale, self.opens, self.file, self.get = path, scale, opens, None, self.read
