@@ -223,6 +223,12 @@ class Recorder:
         self._late: dict[int, float] = {}
         self.is_told = False
 
+    def took(self, now: float, began: float) -> None:
+        """Record that ``next``, called at ``began``, returns a batch which the consumer has loaded itself."""
+        self.batches += 1
+        self.waited += now - began
+        self.last = now
+
     def probe(self, now: float, draw: float, number: int) -> Probe:
         """Return the record for a drawn batch, from :attr:`next_probe` on."""
         if self.trace is None:

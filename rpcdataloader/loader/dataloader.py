@@ -32,7 +32,7 @@ from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prep
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
 from rpcdataloader.loader.tasks import Progress
-from rpcdataloader.loader.tools import LoaderTools
+from rpcdataloader.loader.tools import LoaderTools, TimedBatches
 from rpcdataloader.loader.waits import Auto, Wants
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -243,12 +243,17 @@ class RPCDataloader(LoaderTools[_T_co]):
                 self._pass = iterator
         self._saved = None
         self._progress = settings, iterator.progress
-        return iterator if isinstance(iterator, RemoteIterator) else self._time(iterator)
+        if isinstance(iterator, InlineIterator):
+            iterator.recorder = self._recorder = Recorder(threading.RLock(), time.monotonic())
+        return iterator
 
     def _iterate_here(self) -> Iterator[Any]:
         """torch's own iterator, for ``num_workers=0`` and no workers."""
-        iterator, device = super().__iter__(), find_device(self.device)
-        return self._time(iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator))
+        batches: Iterator[Any] = super().__iter__()
+        if (device := find_device(self.device)) is not None:
+            batches = map(make_carrier(device, PageablePool()).send, batches)
+        self._recorder = Recorder(threading.RLock(), time.monotonic())
+        return TimedBatches(batches, name_of(self.dataset), PassSettings.of(self).partition, self._recorder)
 
     @property
     def _source(self) -> Source:
@@ -284,7 +289,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             return 0
         settings, progress = self._progress
         sampler = settings.sampler
-        return progress.num_skipped + (sampler.loader.num_skipped if isinstance(sampler, Source) else 0)
+        return progress.copy().settle().num_skipped + (sampler.loader.num_skipped if isinstance(sampler, Source) else 0)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -307,7 +312,6 @@ class RPCDataloader(LoaderTools[_T_co]):
             "_progress",
             "_last",
             "_recorder",
-            "_timed",
             "_trace",
         )
         return {**self.__dict__, **dict.fromkeys(here)}

@@ -19,6 +19,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import of_rank
 from rpcdataloader.diagnosis.records import NOTED_WAIT, Probe, Recorder
+from rpcdataloader.diagnosis.verdict import diagnose
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
 from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.stream_loader import StreamLoader
@@ -30,8 +31,8 @@ from rpcdataloader.loader.placement import Placement, plan_options
 from rpcdataloader.loader.seat import Answer, Intake
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
-from rpcdataloader.loader.tasks import Progress, Task, describe
-from rpcdataloader.loader.waits import Wants, to_status
+from rpcdataloader.loader.tasks import Progress, Returned, Task, describe
+from rpcdataloader.loader.waits import Wants, tell, to_status
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.exceptions import take_state
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
@@ -65,6 +66,8 @@ class PassIterator(ABC):
         self._reported_length = reported_length
         # Held during ``next``: threads that share an iterator each get batches of their own.
         self._turn = threading.RLock()
+        # The next batches, from when they are here until they are returned: more than one only with several threads.
+        self._held: tuple[tuple[Answer, Returned], ...] = ()
 
     def __iter__(self) -> PassIterator:
         return self
@@ -82,30 +85,52 @@ class PassIterator(ABC):
             Exception: An exception of the dataset, the collate function or the init function on a worker.
             BadSamplesError: More samples were skipped than the loader allows.
         """
-        with self._turn:
-            # torch's loaders open a range for every batch, which takes as long as all recording.
-            while True:
-                answer = shown(RANGE, self._next) if profiler._is_profiler_enabled else self._next()
-                if answer.lacks is None:
-                    break
-                self.progress.account_skipped(answer.lacks, answer.where, self._settings.max_skipped)
-                if not answer.lacks.is_whole:
-                    break
-        reported = self._reported_length
-        if reported is not None and (num_yielded := self.progress.num_yielded) > reported:
-            # As torch does.
-            warnings.warn(
-                f"Length of IterableDataset {self._name} was reported to be {reported} (by len of its loader), but "
-                f"{num_yielded} samples have been fetched. For multiprocessing data-loading, this happens when a "
-                "worker takes more than its part of the dataset; torch.utils.data.get_worker_info() says which worker "
-                "it is.",
-                stacklevel=2,
-            )
-        return answer.result
+        answer: Answer | None = None
+        progress = self.progress
+        try:
+            with self._turn:
+                while True:
+                    progress.settle()
+                    if not self._held:
+                        # torch's loaders open a range for every batch, which takes as long as all recording.
+                        shown(RANGE, self._next) if profiler._is_profiler_enabled else self._next()
+                    (answer, returned), self._held = self._held[0], self._held[1:]
+                    if (lacks := answer.lacks) is None or answer.error is not None:
+                        break
+                    answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
+                    if answer.error is not None or not lacks.is_whole:
+                        break
+                    progress.returned += (returned,)
+                    answer = None
+                if self._reported_length is not None and progress.num_yielded >= self._reported_length:
+                    self._warn_of_length(self._reported_length, progress.num_yielded + 1)
+            # It counts as it is returned. From here on no signal handler can raise, as those run at calls.
+            progress.returned += (returned,)
+            error, answer.error = answer.error, None
+            if error is None:
+                return answer.result
+            answer = None
+            try:
+                raise error
+            finally:
+                del error  # whose traceback refers to this frame
+        except BaseException:
+            if answer is not None:
+                self._held = ((answer, returned), *self._held)
+            raise
+
+    def _warn_of_length(self, reported: int, num_yielded: int) -> None:
+        # As torch does.
+        warnings.warn(
+            f"Length of IterableDataset {self._name} was reported to be {reported} (by len of its loader), but "
+            f"{num_yielded} samples have been fetched. For multiprocessing data-loading, this happens when a worker "
+            "takes more than its part of the dataset; torch.utils.data.get_worker_info() says which worker it is.",
+            stacklevel=3,
+        )
 
     @abstractmethod
-    def _next(self) -> Answer:
-        """Return the next batch, with what it lacks."""
+    def _next(self) -> None:
+        """Hold the next batch."""
 
     @property
     @abstractmethod
@@ -176,13 +201,13 @@ class RemoteIterator(PassIterator):
         """Whether the next call of ``next`` need not wait: there is a batch, or the end, or a failure."""
         engine = self.driver.engine
         with self.driver.condition:
-            if engine.failure is not None or engine.table.finished:
+            if self._held or engine.failure is not None or engine.table.finished:
                 return True
             here = itertools.takewhile(lambda task: task.size_bytes is not None, engine.table.tasks.values())
             # Those of which all samples were skipped are not returned.
             return not all(task.answer and task.answer.lacks and task.answer.lacks.is_whole for task in here)
 
-    def _next(self) -> Answer:
+    def _next(self) -> None:
         driver, engine = self.driver, self.driver.engine
         if os.getpid() != driver.pid:
             raise LocalProtocolError(f"this iterator belongs to process {driver.pid}, of which this one is a fork")
@@ -227,15 +252,12 @@ class RemoteIterator(PassIterator):
                 recorder.blocked += blocked
         if answer.copies is not None:
             shown("RPCDataloader.copy", answer.copies.wait) if profiler._is_profiler_enabled else answer.copies.wait()
-        # A batch counts when it is returned. From here on no signal handler can raise, as those run at calls.
-        driver.begun.progress.delivered(task, delivery.stream, answer.stream)
-        driver.taken = None
         if answer.error is not None:
-            try:
-                raise self._explained(answer.error, task)
-            finally:
-                del delivery, answer  # the traceback refers to this frame, which must not refer to the error
-        return answer
+            answer.error = self._explained(answer.error, task)
+        returned = Returned(task, delivery.stream, answer.stream, answer.lacks)
+        # Without a call in between, at which a signal handler may raise.
+        self._held += ((answer, returned),)
+        driver.taken = None
 
     def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
         """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe.
@@ -327,7 +349,7 @@ class RemoteIterator(PassIterator):
         if os.getpid() != driver.pid or driver.engine.failure is not None or driver.is_closed:
             return False
         self._reported_length = reported_length
-        self._ready = 0.0
+        self._held, self._ready = (), 0.0
         driver.tell()
         before = self.progress.base_seed, self.progress.epoch
         num_streams = len(driver.streams)
@@ -340,7 +362,12 @@ class InlineIterator(PassIterator):
     """The result of ``iter(loader)`` for ``workers="inline"``: the batches that one worker would load.
 
     A debugger stops in the dataset, which sees the same as in a worker: worker info, seeds by position.
+
+    Attributes:
+        recorder: Record of the waits, for the diagnosis.
     """
+
+    recorder: Recorder
 
     def __init__(
         self,
@@ -359,30 +386,38 @@ class InlineIterator(PassIterator):
         kind = StreamLoader if settings.iterable else BatchLoader
         stream = self.progress.streams[0] if settings.iterable else None
         self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
-        self._task: Task | None = None  # from the sampler, not yet loaded
+        self._tasks: list[Task] = []  # at most one: from the sampler, not yet loaded
 
-    def _next(self) -> Answer:
-        if self._task is None:
-            self._task = next(self._pass.source, None)
-        task, answer = self._task, Answer()
+    def _next(self) -> None:
+        began = time.monotonic()
+        if not self._tasks:
+            # In one step: a signal handler may raise between two, and the batch would be lost.
+            self._tasks.extend(map(next, (self._pass.source,)))
+        task, answer = self._tasks[0] if self._tasks else None, Answer()
         if task is not None:
-            number = 0 if self._settings.iterable else None
             try:
                 loaded = self._loader.load(task.indices, task.position, task.number)
                 _seconds, batch, answer.lacks, answer.stream = loaded
                 answer.result = self._put(batch)
             except Exception as error:
                 # The exception takes the place of the batch; an interrupt does not.
-                self.progress.delivered(task, number, answer.stream or take_state(error))
-                self._task = None
-                raise
-        if task is None or (self._settings.iterable and answer.stream is None):
+                answer.error, answer.stream = error, answer.stream or take_state(error)
+        if task is None or (self._settings.iterable and answer.error is None and answer.stream is None):
             self._pass.source.check_end()
             self.progress.finished = True
+            if self.recorder.batches:
+                tell(self.recorder, lambda: diagnose(self.recorder.records()), self._name, self._settings.partition)
             raise StopIteration
-        self.progress.delivered(task, number, answer.stream)
-        self._task = None
-        return answer
+        if answer.error is None:
+            self.recorder.took(time.monotonic(), began)
+        returned = Returned(task, 0 if self._settings.iterable else None, answer.stream, answer.lacks)
+        # Without a call in between.
+        self._held += ((answer, returned),)
+        self._tasks = []
+
+    def is_ready(self) -> bool:
+        """Always: a call of ``next`` waits for nobody else."""
+        return True
 
     def _put(self, batch: Any) -> Any:
         """Return a batch in the memory that the user has chosen."""
@@ -396,6 +431,7 @@ class InlineIterator(PassIterator):
 
     def reset(self, reported_length: int | None) -> bool:
         self._reported_length = reported_length
-        self._pass, self._task = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch)), None
+        self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        self._tasks, self._held = [], ()
         self._loader.start_epoch(self.progress.epoch, self._pass.first)
         return True

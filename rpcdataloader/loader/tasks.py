@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError, SerializationError
@@ -170,6 +171,15 @@ def describe_end(task: Task, sample: int) -> str:
     return f"while it loaded sample {where}"
 
 
+class Returned(NamedTuple):
+    """A batch, or an exception in its place, as ``next`` returns it to the consumer."""
+
+    task: Task
+    stream: int | None  # stream of the batch; None for a map-style dataset
+    state: StreamState | None  # progress of the stream; None where an exception has left it unknown
+    lacks: Skipped | None
+
+
 @dataclass(slots=True)
 class Progress:
     """Progress of a pass."""
@@ -187,7 +197,10 @@ class Progress:
     # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
     turn: int = 0  # stream whose batch comes next
-    num_yielded: int = 0  # number of batches delivered in this process, without empty ones
+    num_settled: int = 0  # number of batches delivered in this process, without empty ones and ``returned``
+    # Delivered batches that are not in these numbers yet. The consumer adds one as the last thing before it returns it,
+    # in one step without a call: so no signal handler can raise in between, nor see a state with a batch that it lacks.
+    returned: tuple[Returned, ...] = ()
     num_skipped: int = 0  # number of samples missing in the delivered batches
     # True while no batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
     in_step: bool = True
@@ -197,67 +210,87 @@ class Progress:
     end: int | None = None  # number of batches of the sampler, once it is at its end
     sampler: dict[str, Any] | None = None  # state of a sampler that has one, after the batches without a gap
 
-    def delivered(self, task: Task, stream: int | None = None, state: StreamState | None = None) -> None:
-        """Note that a batch, or an exception in its place, was delivered to the consumer.
+    @property
+    def num_yielded(self) -> int:
+        """Number of batches delivered in this process, without empty ones."""
+        return self.num_settled + len(self.returned)
 
-        Args:
-            stream: Stream of the batch; None for a map-style dataset.
-            state: Progress of the stream; None where an exception has left it unknown.
-        """
-        if stream is not None:
-            self.streams[stream] = state or self.streams[stream]
-            self.num_yielded += 1
-            self.num_batches += 1
-            self.turn = stream + 1
-            return
+    def copy(self) -> Progress:
+        """Return a copy that does not change with this."""
+        return dataclasses.replace(self, streams=[*self.streams], ahead={**self.ahead})
+
+    def settle(self) -> Progress:
+        """Count what was returned; returns this object."""
+        while self.returned:
+            self._count(*self.returned[0])
+        return self
+
+    def _count(self, task: Task, stream: int | None, state: StreamState | None, lacks: Skipped | None) -> None:
+        """Count the first of those returned: all or nothing, as a signal handler may raise at each call."""
+        num_settled, num_skipped, in_step, rest = (
+            self.num_settled + 1,
+            self.num_skipped,
+            self.in_step,
+            self.returned[1:],
+        )
+        if lacks is not None:
+            num_skipped += lacks.num_samples
+            num_settled -= lacks.is_whole
+            in_step &= not lacks.is_whole
         num_batches, total, found = self.num_batches, self.num_samples, self.digest
-        sampler, ahead = self.sampler, self.ahead
+        sampler, ahead, turn = self.sampler, self.ahead, self.turn
         # A sampler with a state of its own need not be compared, once there is one to go on from.
-        is_ahead = task.number != num_batches
-        is_compared = task.sampler_state is None or (is_ahead and sampler is None)
+        is_ahead = stream is None and task.number != num_batches
+        is_compared = stream is None and (task.sampler_state is None or (is_ahead and sampler is None))
         found_here = digest(task.indices) if is_compared else None
         batch: tuple[int, int | None, Any] = task.num_samples, found_here, task.sampler_state
-        if is_ahead:
-            # In place: there may be thousands past a slow one. The same holds for a signal handler as below.
-            self.num_yielded += 1
-            ahead[task.number] = batch
-            return
-        while True:
-            num_samples, batch_digest, sampler_state = batch
+        if stream is not None:
+            # Threads that share an iterator may return batches in another order.
+            if state is not None and state.num_batches >= self.streams[stream].num_batches:
+                self.streams[stream] = state
             num_batches += 1
-            total += num_samples
-            if found is not None:
-                found = None if batch_digest is None else join_digests(found, batch_digest)
-            sampler = sampler_state
-            if num_batches not in ahead:
-                break
-            batch = ahead[num_batches]
-        if ahead:
-            ahead = {number: batch for number, batch in ahead.items() if number > num_batches}
-        # Together, and without a call, at which a signal handler may raise: all or nothing.
-        self.num_yielded += 1
+            turn = stream + 1
+        elif is_ahead:
+            # In place: there may be thousands past a slow one.
+            ahead[task.number] = batch
+        else:
+            while True:
+                num_samples, batch_digest, sampler_state = batch
+                num_batches += 1
+                total += num_samples
+                if found is not None:
+                    found = None if batch_digest is None else join_digests(found, batch_digest)
+                sampler = sampler_state
+                if num_batches not in ahead:
+                    break
+                batch = ahead[num_batches]
+            if ahead:
+                ahead = {number: batch for number, batch in ahead.items() if number > num_batches}
+        # Together, and without a call.
+        self.num_settled, self.num_skipped, self.in_step, self.returned = num_settled, num_skipped, in_step, rest
         self.num_batches, self.num_samples, self.digest = num_batches, total, found
-        self.sampler, self.ahead = sampler, ahead
+        self.sampler, self.ahead, self.turn = sampler, ahead, turn
 
-    def account_skipped(self, skipped: Skipped, where: str, max_skipped: int) -> None:
-        """Count and report what the last delivered batch lacks.
+    def report_skipped(self, skipped: Skipped, where: str, max_skipped: int) -> BadSamplesError | None:
+        """Report what the next batch lacks.
 
         Args:
             where: Process that loaded the batch, in words.
 
-        Raises:
-            BadSamplesError: More than ``max_skipped`` samples are missing in this pass.
+        Returns:
+            The error in place of the batch, if then more than ``max_skipped`` samples are missing in this pass.
         """
-        self.num_skipped += skipped.num_samples
-        self.num_yielded -= skipped.is_whole
-        self.in_step &= not skipped.is_whole
-        if skipped.num_samples and self.num_skipped > max_skipped:
-            number = "1 sample was" if self.num_skipped == 1 else f"{self.num_skipped} samples were"
-            raise BadSamplesError(
+        num_skipped = self.num_skipped + skipped.num_samples
+        if skipped.num_samples and num_skipped > max_skipped:
+            number = "1 sample was" if num_skipped == 1 else f"{num_skipped} samples were"
+            error = BadSamplesError(
                 f"{number} skipped in this pass, more than max_skipped={max_skipped}; at last "
                 f"{where} skipped {skipped.text}"
-            ) from loads_exception(skipped.error)
+            )
+            error.__cause__ = loads_exception(skipped.error)
+            return error
         logger.warning("%s skipped %s" if skipped.num_samples else "%s: %s", where, skipped.text)
+        return None
 
 
 def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> tuple[int, int]:

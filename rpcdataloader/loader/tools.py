@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import json
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +44,6 @@ class LoaderTools(DataLoader[_T_co]):
 
     _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
-    _timed: weakref.ref[TimedBatches[_T_co]] | None = None  # the last pass without workers
     _trace: Callable[[Probe, Setup], None] | None = None  # while a block is active
     _where: Where | None
     _saved: Mapping[str, Any] | None
@@ -64,16 +61,6 @@ class LoaderTools(DataLoader[_T_co]):
         if self._recorder is None or not (self._has_workers or self._recorder.batches):
             return Diagnosis(0.0, "unclear", NO_PASS, short="no batch yet")
         return diagnose(self._recorder.snapshot())
-
-    def _time(self, batches: Iterator[_T_co]) -> Iterator[_T_co]:
-        """Take the time of batches that this process loads, for :meth:`diagnosis`."""
-        timed = None if self._timed is None else self._timed()
-        if timed is None or timed.batches is not batches:  # persistent ones are the same in every pass
-            partition = PassSettings.of(self).partition
-            timed = TimedBatches(batches, type(self.dataset).__name__, partition)
-            self._timed = weakref.ref(timed)
-        timed.recorder = self._recorder = Recorder(threading.RLock(), time.monotonic())
-        return timed
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -177,8 +164,8 @@ class LoaderTools(DataLoader[_T_co]):
         if self._progress is None:
             return lambda: dict(self._saved or {"version": VERSION})
         settings, progress = self._progress
-        now = dataclasses.replace(progress, streams=[*progress.streams], ahead={**progress.ahead})
-        return lambda: to_state(settings, now)
+        now = progress.copy()
+        return lambda: to_state(settings, now.settle())
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Let the next iterator resume from the saved position: the remaining batches, bit for bit.
@@ -214,30 +201,21 @@ class LoaderTools(DataLoader[_T_co]):
 
 
 class TimedBatches(Iterator[_T_co]):
-    """An iterator that loads in this process, and records that; otherwise like the iterator itself."""
+    """torch's iterator without workers, with a record of its waits for the diagnosis; otherwise like it."""
 
-    recorder: Recorder
-
-    def __init__(self, batches: Iterator[_T_co], name: str, partition: Partition) -> None:
-        self.batches, self._name, self._partition = batches, name, partition
+    def __init__(self, batches: Iterator[_T_co], name: str, partition: Partition, recorder: Recorder) -> None:
+        self.batches, self._name, self._partition, self._recorder = batches, name, partition, recorder
 
     def __next__(self) -> _T_co:
-        recorder, began = self.recorder, time.monotonic()
+        recorder, began = self._recorder, time.monotonic()
         try:
             batch = next(self.batches)
         except StopIteration:
             if recorder.batches:
                 tell(recorder, lambda: diagnose(recorder.records()), self._name, self._partition)
             raise
-        # What Recorder.delivered does, without the call.
-        recorder.last = time.monotonic()
-        recorder.waited += recorder.last - began
-        recorder.batches += 1
+        recorder.took(time.monotonic(), began)
         return batch
-
-    def is_ready(self) -> bool:
-        """Always: a call of ``next`` waits for nobody else."""
-        return True
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]

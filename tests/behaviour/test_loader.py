@@ -48,38 +48,34 @@ def flat(batches):
 # Exceptions between two steps of a pass
 
 
-class Alarm(Exception):
-    """Raised by a signal handler."""
+class Alarm(BaseException):
+    """Raised by a signal handler, as KeyboardInterrupt is: an ``Exception`` might be the dataset's."""
 
 
-@pytest.fixture(params=["workers", "inline"])
-def place(request, workers):
-    return workers if request.param == "workers" else "inline"
-
-
-def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(place):
-    num_steps, num_complete, num_drawing, num_failed, num_told = 0, 0, 0, 0, 0
+@pytest.mark.parametrize("place", ["workers", "inline"])
+def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers, place):
+    num_steps, num_complete, num_checked, num_failed, num_told = 0, 0, 0, 0, 0
     before = sys.gettrace()
 
     def interrupt(frame, event, _argument):
-        # Handlers run when a function of deciding or carrying out begins. Where something is drawn, they run when a
-        # call is over, too, before the next step of its caller takes the result.
-        nonlocal left, last, num_drawing
-        module = frame.f_globals["__name__"]
-        is_drawing = module == "rpcdataloader.loader.tasks" or frame.f_code.co_name in ("advance", "_draw")
+        # Handlers run when a function of deciding or carrying out begins; where something is drawn or returned, also
+        # when a call is over, before the next step of its caller takes the result.
+        nonlocal left, last, num_checked
+        module, name = frame.f_globals["__name__"], frame.f_code.co_name
+        is_checked = module == "rpcdataloader.loader.tasks" or name in ("advance", "_draw", "__next__", "_next")
         if event == "opcode":
             left -= last.startswith("CALL")
             last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
         elif event == "call":
             left -= module.startswith(("rpcdataloader.loader.driver", "rpcdataloader.plan."))
         if left < 0:
-            num_drawing += event == "opcode"
+            num_checked += event == "opcode"
             raise Alarm  # ends the trace
-        frame.f_trace_opcodes = is_drawing
-        return interrupt if is_drawing else None
+        frame.f_trace_opcodes = is_checked
+        return interrupt if is_checked else None
 
     while num_complete < 5:  # how many steps there are depends on what has arrived
-        loader = RPCDataloader(range(60), batch_size=2, workers=place, timeout=30)
+        loader = RPCDataloader(range(60), batch_size=2, workers=workers if place == "workers" else place, timeout=30)
         batches = iter(loader)
         received, left, last = flat([next(batches)]), num_steps, ""
         num_steps += 1
@@ -91,6 +87,7 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(place):
             pass
         finally:
             sys.settrace(before)
+        assert 2 * loader.state_dict()["num_batches"] == len(received)
         try:
             for batch in batches:
                 received += batch.tolist()
@@ -102,7 +99,7 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(place):
         assert received == list(range(60))
     assert num_told == num_failed
     assert (num_failed > 0) == (place != "inline")
-    assert num_drawing >= 5
+    assert num_checked >= 5
 
 
 # Workers

@@ -7,12 +7,13 @@ import tracemalloc
 import pytest
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.loader.tasks import Progress, Returned, Task
 
 
 def deliver(progress, numbers):
     for number in numbers:
-        progress.delivered(Task([number], number, number, 1))
+        progress.returned += (Returned(Task([number], number, number, 1), None, None, None),)
+        progress.settle()
 
 
 @pytest.mark.parametrize("order", [[2, 1, 0, 3], [3, 1, 0, 2], [1, 2, 3, 0]])
