@@ -35,8 +35,7 @@ AT_ONCE = 8 * TIMEOUT_SCALE
 # Each session would import them with the modules of tests, or each server: 0.2 to 2 s.
 IMPORTED_OFTEN = ("encodings.idna", "h5py", "hypothesis", "numpy.random", "pytest")
 
-# Scripts that need them would import them for seconds, each time; torch._dynamo comes with an optimizer. Not imported
-# elsewhere, as every fork costs more then.
+# Scripts would import them for seconds, each time (an optimizer, torch._dynamo); elsewhere, each fork would cost more.
 LIBRARIES = (
     *("sklearn.datasets", "torch._dynamo", "tqdm"),
     *("accelerate", "datasets", "pytorch_lightning", "transformers.trainer", "webdataset"),
@@ -192,11 +191,15 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _zygote_with(*modules: str) -> Any:
     """A fixture that starts scripts quickly, with those of these modules that are installed."""
 
+    begun: list[Zygote] = []  # one for tests beside examples, too, for which this is another fixture
+
     @pytest.fixture(scope="session")
-    def start(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
-        found = [name for name in modules if importlib.util.find_spec(name.partition(".")[0])]
-        with contextlib.closing(Zygote(tmp_path_factory.mktemp("scripts"), *found)) as process:
-            yield process
+    def start(token_file: Path, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Zygote:  # noqa: ARG001
+        if not begun:
+            found = [name for name in modules if importlib.util.find_spec(name.partition(".")[0])]
+            begun.append(Zygote(tmp_path_factory.mktemp("scripts"), *found))
+            pytestconfig.add_cleanup(begun[0].close)
+        return begun[0]
 
     return start
 

@@ -416,7 +416,7 @@ class InlineIterator(PassIterator):
         self._tasks = []
 
     def is_ready(self) -> bool:
-        """Always: a call of ``next`` waits for nobody else."""
+        """Always: a call of ``next`` loads the batch itself."""
         return True
 
     def _put(self, batch: Any) -> Any:
