@@ -9,9 +9,10 @@ says what is missing.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -45,8 +46,8 @@ MAX_SHOWN = 16
 
 def describe_indices(indices: Any) -> str:
     """An index, or the first indices of a batch, as text."""
-    if isinstance(indices, (list, tuple)) and len(indices) > MAX_SHOWN:
-        return f"[{', '.join(map(str, indices[:MAX_SHOWN]))}, ... {len(indices)} in all]"
+    if isinstance(indices, Collection) and not isinstance(indices, (str, bytes)) and len(indices) > MAX_SHOWN:
+        return f"[{', '.join(map(str, itertools.islice(indices, MAX_SHOWN)))}, ... {len(indices)} in all]"
     return str(indices)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -90,15 +91,15 @@ class TaskSource:
             if type(indices) is list:
                 indices = indices.copy()  # the sampler may fill the same one again
             if self.auto_collation:
-                if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
-                    # A sampler may yield tensors, arrays or generators; torch only iterates over them.
-                    try:
-                        indices = list(indices)
-                    except Exception:
-                        self._drawn = []
-                        raise
-                # Other types become an error where the batch is loaded.
-                num_samples = len(indices) if isinstance(indices, (list, tuple)) else 1
+                try:
+                    if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
+                        # A method __getitems__ gets tensors and arrays as they are, but no generator.
+                        indices = copy.deepcopy(indices) if isinstance(indices, Sized) else list(indices)
+                    # Other types become an error where the batch is loaded.
+                    num_samples = len(indices) if isinstance(indices, Sized) else 1
+                except Exception:
+                    self._drawn = []
+                    raise
             task = Task(indices, self.number, self.position, num_samples)
             is_wanted = task.number not in self.leave_out
             try:
@@ -164,8 +165,8 @@ def describe_end(task: Task, sample: int) -> str:
     if sample in (ALL, DONE):
         return f"{'while it' if sample == ALL else 'after it had'} loaded batch {task.number}"
     index, offset = task.indices, sample - task.position
-    if isinstance(index, (list, tuple)) and len(index) == task.num_samples:
-        index = index[offset] if 0 <= offset < task.num_samples else None
+    if isinstance(index, Collection) and len(index) == task.num_samples:
+        index = next(itertools.islice(index, offset, None), None) if offset >= 0 else None
     # Batches of a stream have no indices.
     where = f"{sample} of its stream" if index is None else describe_indices(index)
     return f"while it loaded sample {where}"

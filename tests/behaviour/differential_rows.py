@@ -610,7 +610,7 @@ ROWS: dict[str, Row] = {
     "batches as tuples": row(batch_sampler=[(1, 2), (3,)]),
     "batches as arrays": row(Told, batch_sampler=[np.arange(3), np.arange(2)]),
     "batches as tensors": row(Told, batch_sampler=[torch.arange(3)], torch=(0,)),
-    "batches for __getitems__": row(Batched, batch_sampler=[(1, 2), [3], range(4)]),
+    "batches for __getitems__": row(Batched, batch_sampler=[(1, 2), [3], range(4), np.arange(2), torch.arange(3)]),
     "generator of batches": row(
         drive=two_epochs, batch_sampler=New(lambda: ([start, start + 1] for start in (0, 7, 3)))
     ),
