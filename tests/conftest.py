@@ -77,10 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def wait_until(
-    condition: Callable[[], object],
-    seconds: float = 30.0,
-    what: str | Callable[[], str] = "",
-    interval: float = 0.005,
+    condition: Callable[[], object], seconds: float = 30.0, what: str | Callable[[], str] = "", interval: float = 0.005
 ) -> None:
     """Wait for something that another process does, with a deadline.
 

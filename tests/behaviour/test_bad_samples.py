@@ -135,9 +135,9 @@ def test_batches_that_are_asked_for_at_once_are_skipped_as_a_whole(where):
     assert loader.num_skipped == 9
 
 
-def test_one_bad_sample_is_no_plural():
+def test_no_sample_may_be_bad_and_one_is_no_plural(where):
     with pytest.raises(BadSamplesError, match=r"^1 sample was skipped in this pass, more than max_skipped=0; "):
-        list(make(Bad(BAD[0]), "inline", max_skipped=0))
+        list(make(Bad(BAD[0]), where, max_skipped=0))
 
 
 def test_too_many_bad_samples_are_an_error_that_has_the_last_one_as_its_cause(where):
@@ -152,11 +152,6 @@ def test_too_many_bad_samples_are_an_error_that_has_the_last_one_as_its_cause(wh
     assert loader.num_skipped == 4
     # It took the place of the batch, as any exception does.
     assert next(iterator)["index"].tolist() == [9, 10, 11]
-
-
-def test_no_sample_may_be_bad(where):
-    with pytest.raises(BadSamplesError, match="more than max_skipped=0"):
-        next(iter(make(Bad(*BAD), where, max_skipped=0)))
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"in_order": False, "prefetch_factor": 4}], ids=str)

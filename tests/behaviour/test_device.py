@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -64,11 +65,7 @@ def where_of(request, workers):
 @pytest.mark.parametrize(
     ("where", "options"),
     [
-        *(
-            (where, options)
-            for where in ("workers", "inline", "this process")
-            for options in ({}, {"pin_memory": True})
-        ),
+        *itertools.product(("workers", "inline", "this process"), ({}, {"pin_memory": True})),
         *((where, {"persistent_workers": True}) for where in ("workers", "inline")),
         ("workers", {"in_order": False}),
     ],

@@ -22,29 +22,22 @@ STATUS_0 = r"worker 1 \(pid \d+\) on .* exited with status 0"
 SIGKILL = r"worker 1 \(pid \d+\) on .* was killed by SIGKILL"
 STALLED = r"on worker 1 \(pid \d+\) on .* did not finish within 0\.4 s"
 
+# What cannot be pickled or rebuilt, when, and what is said of how it fails.
+WHERE = {"pickling": ARGS, "replying": RESULT, "unpickling": REBUILT, "collecting": REBUILT}
+SAID = {"exception": "ValueError: a fault", "system_exit": "SystemExit: 3"}
+ENDS = [
+    ("exit_process", ConnectionLostError, STATUS_3),
+    ("killed", ConnectionLostError, SIGKILL),
+    ("peer_closes", ConnectionLostError, STATUS_0),
+    ("peer_stalls", RPCTimeoutError, STALLED),
+]
+
 # When, how, and what comes of it: an error and its text. A worker is a peer, too.
 FAULTS = [
-    ("pickling", "exception", SerializationError, ARGS + "ValueError: a fault"),
-    ("pickling", "system_exit", SerializationError, ARGS + "SystemExit: 3"),
+    *((when, how, SerializationError, text + said) for when, text in WHERE.items() for how, said in SAID.items()),
     ("running", "exception", ValueError, "a fault"),
     ("running", "system_exit", RemoteError, r"worker 1 \(pid \d+\) on .* raised SystemExit: 3"),
-    ("replying", "exception", SerializationError, RESULT + "ValueError: a fault"),
-    ("replying", "system_exit", SerializationError, RESULT + "SystemExit: 3"),
-    *(
-        (when, "exception", SerializationError, REBUILT + "ValueError: a fault")
-        for when in ("unpickling", "collecting")
-    ),
-    *((when, "system_exit", SerializationError, REBUILT + "SystemExit: 3") for when in ("unpickling", "collecting")),
-    *(
-        (when, *fault)
-        for when in ("unpickling", "running", "replying")
-        for fault in (
-            ("exit_process", ConnectionLostError, STATUS_3),
-            ("killed", ConnectionLostError, SIGKILL),
-            ("peer_closes", ConnectionLostError, STATUS_0),
-            ("peer_stalls", RPCTimeoutError, STALLED),
-        )
-    ),
+    *((when, *end) for when in ("unpickling", "running", "replying") for end in ENDS),
 ]
 
 DEADLY = ("exit_process", "killed", "peer_closes")

@@ -21,7 +21,6 @@ with open(Path(__file__).with_suffix(".imports"), "a") as file:
 if Path(__file__).with_suffix(".picky").exists() and Path("/proc/self/comm").read_text() == "rpcdl-session\\n":
     raise SystemExit("not here")
 
-
 class Numbers(torch.utils.data.Dataset):
     def __len__(self):
         return 4
@@ -29,10 +28,8 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return index
 
-
 def collate(samples):
     return samples
-
 
 def start(number):
     pass

@@ -198,14 +198,8 @@ def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, 
     [
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1 port 0: Cannot assign requested address"),
         (["--port", "0", "--advertise", "no..host"], "no..host, does not resolve here (not a valid host name)"),
-        (
-            ["--port", "0", "--register", "/no/such/folder/pool"],
-            "cannot register in /no/such/folder/pool: No such file",
-        ),
-        (
-            ["--port", "0", "--preload", "no_such_module"],
-            "cannot preload no_such_module: No module named 'no_such_module'",
-        ),
+        (["--port", "0", "--register", "/no/such/pool"], "cannot register in /no/such/pool: No such file"),
+        (["--port", "0", "--preload", "no_module"], "cannot preload no_module: No module named 'no_module'"),
         (["--token-file", "/no/such/token"], "the token file /no/such/token does not exist; create it with"),
     ],
 )

@@ -8,22 +8,15 @@ import sys
 import pytest
 
 SCRIPT = """
-import dataclasses
-import enum
-import os
-import sys
+import dataclasses, enum, os, sys
 from collections import namedtuple
-
 import torch
 from torch.utils.data import Dataset
-
 from rpcdataloader import RPCDataloader, RPCDataset
-
 
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
-
 
 @dataclasses.dataclass
 class Batch:
@@ -34,15 +27,12 @@ class Batch:
     def double(self):
         return 2 * self.images
 
-
 Place = namedtuple("Place", "row column")
-
 
 class DecodeError(Exception):
     def __init__(self, name, code):
         super().__init__(name, code)
         self.code = code
-
 
 class Images(Dataset):
     made = 0
@@ -61,30 +51,24 @@ class Images(Dataset):
             raise DecodeError("seven", 7)
         return scale(torch.full((2, 2), float(index))), Color(1 + index % 2)
 
-
 def scale(image):
     return image * SCALE
 
-
 SCALE = 10
-
 
 def collate(samples):
     Batch.made += 1
     images, colors = zip(*samples)
     return Batch(torch.stack(images), list(colors))
 
-
 def init(number):
     assert os.getpid() != TRAINER
     assert callable(collate)
     os.environ["NUMBER"] = str(number)
 
-
 TRAINER = os.getpid()
 workers = sys.argv[1]
 attributes = {cls: dict(vars(cls)) for cls in (Batch, Color, Images, DecodeError, Place)}
-
 
 def check(batches):
     batches = list(batches)
@@ -93,7 +77,6 @@ def check(batches):
         assert batch.double()[:, 0, 0].tolist() == [20.0 * index for index in range(3 * number, 3 * number + 3)]
         assert all(type(color) is Color for color in batch.colors)
         assert batch.colors[0] is Color(1 + 3 * number % 2)
-
 
 options = {"batch_size": 3, "collate_fn": collate, "worker_init_fn": init}
 for build in ("node", "worker"):
@@ -139,13 +122,10 @@ def test_classes_and_functions_of_the_training_script(zygote, shared_server):
 
 ELSEWHERE = """
 import sys
-
 import __main__
-
 from rpcdataloader import RPCDataloader, RPCDataset
 
 __main__.__file__ = "/no/such/project/train.py"  # as it looks to a node that does not see that folder
-
 
 class Images:
     def __init__(self, *paths):
@@ -155,13 +135,11 @@ class Images:
     def __getitem__(self, index):
         import helpers_of_the_project
 
-
 def tell(call):
     try:
         call()
     except Exception as error:
         print(type(error).__name__, *getattr(error, "__notes__", [str(error.__cause__)]))
-
 
 workers = sys.argv[1]
 tell(lambda: next(iter(RPCDataloader(Images(), None, sampler=[0], workers=workers, num_workers=1))))

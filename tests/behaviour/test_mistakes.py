@@ -16,12 +16,7 @@ import pytest
 from torch.utils.data import Subset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import (
-    ConnectError,
-    LocalProtocolError,
-    RPCTimeoutError,
-    SerializationError,
-)
+from rpcdataloader.errors import ConnectError, LocalProtocolError, RPCTimeoutError, SerializationError
 from tests.conftest import TIMEOUT_SCALE, close_client, process_name, wait_until
 from tests.support.datasets import Deadly, Numbers
 from tests.support.quick import quick_server

@@ -24,7 +24,6 @@ from torch.utils.data import Dataset
 
 from shapes.version import VERSION
 
-
 class Labels(Dataset):
     def __init__(self):
         self.labels = (Path(__file__).parent / "labels.txt").read_text().split()

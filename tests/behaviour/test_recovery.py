@@ -23,17 +23,6 @@ from tests.conftest import TIMEOUT_SCALE, close_client, is_running, stat_of, wai
 from tests.support import datasets, tasks
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
-from tests.support.datasets import (
-    Fields,
-    FieldStream,
-    Hosted,
-    Numbers,
-    Processes,
-    StatefulFieldStream,
-    note,
-    notes,
-    wait_for,
-)
 from tests.support.differential import Raised, steps
 from tests.support.peers import session_of
 from tests.support.quick import quick_server
@@ -64,9 +53,9 @@ def take(iterator, count):
 
 def build_for_long(log, fifo):
     """Keeps its session busy."""
-    note(log, os.getpid())
-    wait_for(fifo)
-    return Numbers()
+    datasets.note(log, os.getpid())
+    datasets.wait_for(fifo)
+    return datasets.Numbers()
 
 
 class Scene:
@@ -118,7 +107,7 @@ class Scene:
         thread.start()
         self.stack.callback(thread.join)
         self.stack.callback(lambda: open(self.fifo, "w").close())
-        wait_until(lambda: notes(log), what="the constructor")
+        wait_until(lambda: datasets.notes(log), what="the constructor")
         self.kill_worker()
 
 
@@ -132,7 +121,7 @@ FAULTS = [
     Scene.freeze_node,
     Scene.occupy_session,
 ]
-PASSES = [Fields(60), FieldStream(), StatefulFieldStream()]
+PASSES = [datasets.Fields(60), datasets.FieldStream(), datasets.StatefulFieldStream()]
 
 
 def loader_of(dataset, workers, **options):
@@ -165,7 +154,7 @@ def test_batches_are_the_same_in_spite_of(fault, dataset, undisturbed, serve, tm
             if number == 2:
                 scene.happen(fault, int(batch[1][-1]))
     assert batches == undisturbed[type(dataset)]
-    if isinstance(dataset, StatefulFieldStream) and fault is Scene.kill_worker:
+    if isinstance(dataset, datasets.StatefulFieldStream) and fault is Scene.kill_worker:
         assert max(firsts) > 0, "it goes on at its state, and is not read again"
 
 
@@ -175,7 +164,7 @@ def test_death_in_an_embedded_pool_is_told_once_and_a_pool_that_is_killed_is_sta
     victim = int(next(iterator)[1])
     os.kill(victim, signal.SIGKILL)
     assert len(list(iterator)) == 99
-    iterator = iter(RPCDataloader(Hosted(10**6), workers="local:1"))
+    iterator = iter(RPCDataloader(datasets.Hosted(10**6), workers="local:1"))
     indices, (server,) = take(iterator, 20)
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: not is_running(server))
@@ -193,7 +182,7 @@ def test_death_in_an_embedded_pool_is_told_once_and_a_pool_that_is_killed_is_sta
 
 def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog):
     lost, other = [serve("--num-workers", "6") for _ in range(2)]
-    loader = RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 10_000), partition=(1, 3))
+    loader = RPCDataloader(RPCDataset([lost.address, other.address], datasets.Hosted, 10_000), partition=(1, 3))
     iterator = iter(loader)
     wait_for_crew(iterator, 4)
     next(iterator)
@@ -217,20 +206,20 @@ def test_datasets_are_made_and_answer_where_a_node_is_while_another_stays_away(s
     close_client()
     servers = [serve() for _ in range(2)]
     addresses = [server.address for server in servers]
-    dataset = RPCDataset(addresses, Numbers, 4)
+    dataset = RPCDataset(addresses, datasets.Numbers, 4)
     sessions = list(map(session_of, addresses))
     for server in servers:
         server.signal(signal.SIGKILL)
         server.wait()
     wait_until(lambda: not any(session.is_usable for session in sessions))
     serve("--port", port_of(servers[1]))
-    assert len(RPCDataset(addresses, Numbers, 5)) == 5
+    assert len(RPCDataset(addresses, datasets.Numbers, 5)) == 5
     assert dataset[3] == 3
 
 
 def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     servers = [serve("--num-workers", "1") for _ in range(2)]
-    iterator = iter(loader_of(Fields(1_000_000), [server.address for server in servers], reconnect_timeout=0.5))
+    iterator = iter(loader_of(datasets.Fields(10**6), [server.address for server in servers], reconnect_timeout=0.5))
     next(iterator)
     for server in servers:
         server.signal(signal.SIGKILL)
@@ -268,7 +257,7 @@ def test_worker_or_node_for_which_there_is_no_thread_is_asked_for_again(workers,
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    iterator = iter(RPCDataloader(RPCDataset(workers, Processes, 10**6), batch_size=None, num_workers=2))
+    iterator = iter(RPCDataloader(RPCDataset(workers, datasets.Processes, 10**6), batch_size=None, num_workers=2))
     known, sessions = set(), set()
     while len(known) < 2:
         _index, worker, session = map(int, next(iterator))
@@ -449,7 +438,7 @@ def retiring(zygote):
 @pytest.mark.usefixtures("clean_client")
 @pytest.mark.parametrize(
     ("dataset", "persistent_workers"),
-    [(Fields(48), True), (FieldStream(18, 3), False), (StatefulFieldStream(18, 3), True)],
+    [(datasets.Fields(48), True), (datasets.FieldStream(18, 3), False), (datasets.StatefulFieldStream(18, 3), True)],
     ids=lambda value: type(value).__name__,
 )
 def test_batches_are_the_same_when_workers_retire(server, retiring, caplog, dataset, persistent_workers):

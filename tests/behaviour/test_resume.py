@@ -28,7 +28,8 @@ from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError, RPCError
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Gated, Numbers, Recorded, augment_batch, notes
-from tests.support.differential import steps
+from tests.support.differential import seed, seeded, steps
+from tests.support.kinds import as_is
 from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
 
 SIZE = 20
@@ -42,12 +43,6 @@ QUICK = settings(
 
 
 # The trainer
-
-
-def seed(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
 
 
 def generators():
@@ -181,25 +176,21 @@ class Given:
         return iter(self.gives)
 
 
-def own(number=4):
-    return torch.Generator().manual_seed(number)
-
-
 SAMPLERS = {
     "in order": lambda: {"batch_size": 3},
     "dropping the last": lambda: {"batch_size": 3, "drop_last": True},
     "shuffled": lambda: {"batch_size": 3, "shuffle": True},
-    "shuffled by a generator": lambda: {"batch_size": 3, "shuffle": True, "generator": own()},
+    "shuffled by a generator": lambda: {"batch_size": 3, "shuffle": True, "generator": seeded()},
     "without batches": lambda: {"batch_size": None, "shuffle": True},
     "with replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SIZE), True, 33)},
     "more than there is": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SIZE), num_samples=33)},
     "two generators": lambda: {
         "batch_size": 2,
-        "sampler": RandomSampler(range(SIZE), generator=own(1)),
-        "generator": own(2),
+        "sampler": RandomSampler(range(SIZE), generator=seeded(1)),
+        "generator": seeded(2),
     },
     "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0, 2.0, 3.0], 17)},
-    "subset": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler(range(3, 14), own())},
+    "subset": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler(range(3, 14), seeded())},
     "distributed": lambda: {"batch_size": 2, "sampler": DistributedSampler(Numbers(SIZE), 2, 1)},
     "resumable": lambda: {"batch_size": 2, "sampler": ResumableDistributedSampler(range(SIZE), 2, 1)},
     "resumable, dropping": lambda: {
@@ -312,10 +303,6 @@ def test_loaders_that_take_turns_go_on(address, where):
 # Iterable-style datasets
 
 
-def list_of(samples):
-    return samples
-
-
 class Bad(Parts):
     """One of its records cannot be read."""
 
@@ -347,7 +334,7 @@ def test_streams_go_on_where_they_were(wide_servers, kind, data):
         if kind == "transformed":
             options |= {"transform": transform, "source_workers": len(sizes)}
             num_workers = data.draw(st.integers(1, 3)) if num_workers else 0
-        options |= {"collate_fn": list_of, "workers": where, "num_workers": num_workers}
+        options |= {"collate_fn": as_is, "workers": where, "num_workers": num_workers}
         return RPCDataloader(STREAMS[kind](sizes), batch_size, **options)
 
     # One stream may be this process's own.
@@ -412,7 +399,7 @@ def test_other_ranks_go_on_with_what_nobody_has_seen_and_with_its_random_numbers
     seed(4)
     before = generators()
     (whole,) = RPCDataloader(Augmented(size), size, workers="inline")
-    order = torch.randperm(size, generator=own(1 + 2)).tolist()
+    order = torch.randperm(size, generator=seeded(1 + 2)).tolist()
     expected = dict(zip(order, whole["draws"].tolist(), strict=True))  # they belong to the place
 
     saved, seen = None, []
@@ -612,6 +599,9 @@ def distributed(size=SIZE, num_ranks=1, **options):
     return DistributedSampler(range(size), num_ranks, 0, **options)
 
 
+OF_STREAM = {"dataset": Parts([9])}
+
+
 @pytest.mark.parametrize(
     ("saved", "here", "message"),
     [
@@ -622,20 +612,12 @@ def distributed(size=SIZE, num_ranks=1, **options):
         (list, {}, "empty list: give the states of all ranks"),
         (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
         (lambda: {"version": 1}, {}, "its version is 1, not 2"),
-        ({"dataset": Parts([9])}, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
-        ({}, {"dataset": Parts([9])}, "ValueError: the state is of a loader with a map-style"),
-        (
-            {"dataset": Parts([9])},
-            {"dataset": Parts([9]), "transform": abs},
-            "here is an iterable-style dataset with a tr",
-        ),
-        (
-            {"dataset": Parts([9]), "transform": abs},
-            {"dataset": Parts([9])},
-            "with an iterable-style dataset with a tr",
-        ),
+        (OF_STREAM, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
+        ({}, OF_STREAM, "ValueError: the state is of a loader with a map-style"),
+        (OF_STREAM, {**OF_STREAM, "transform": abs}, "here is an iterable-style dataset with a tr"),
+        ({**OF_STREAM, "transform": abs}, OF_STREAM, "with an iterable-style dataset with a tr"),
         # Of other samplers
-        ({"generator": own()}, {}, "draw from 1 generators of their own, but here there are 0"),
+        ({"generator": seeded()}, {}, "draw from 1 generators of their own, but here there are 0"),
         ({}, over(ours()), "of BatchSampler over SequentialSampler on rank 0 of 1, and here is Batch"),
         # Of other values
         (over(ours()), over(ours(19)), "ValueError: this state belongs to a dataset of 20 samples, but"),
@@ -653,11 +635,7 @@ def distributed(size=SIZE, num_ranks=1, **options):
         ({"batch_sampler": Given([[0]] * 9)}, {"batch_sampler": Given([[0]])}, "sampler has only 1 now"),
         ({"batch_size": None, "sampler": Given([0] * 9)}, {"batch_size": None, "sampler": Given([0])}, "only 1 now"),
         ({"sampler": Given([0] * 9), "stop": 3}, {"sampler": Given([0])}, "had delivered 3 batches, but th"),
-        (
-            {"batch_sampler": Given([[0]] * 9)},
-            {"batch_sampler": Given([[0, 1]] * 9)},
-            "had delivered 2 samples in 2 batches, but the sampler gives 4 in as many now",
-        ),
+        ({"batch_sampler": Given([[0]] * 9)}, {"batch_sampler": Given([[0, 1]] * 9)}, "sampler gives 4 in as many"),
     ],
 )
 def test_state_that_does_not_fit_is_refused(address, saved, here, message):

@@ -14,12 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader
 from tests.support.datasets import Failing, Numbers

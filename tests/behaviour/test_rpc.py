@@ -17,12 +17,7 @@ import pytest
 from torch.futures import Future
 
 from rpcdataloader import RPCDataset, RRef, rpc_async
-from rpcdataloader.errors import (
-    ConnectionLostError,
-    LocalProtocolError,
-    RPCTimeoutError,
-    SerializationError,
-)
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError, SerializationError
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client, wait_until
 from tests.support import tasks
 from tests.support.peers import MessageType, session_of

@@ -17,12 +17,7 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataset, rpc_async
-from rpcdataloader.errors import (
-    AuthenticationError,
-    ConnectionLostError,
-    RemoteProtocolError,
-    RPCError,
-)
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
 from tests.support.clocks import in_server
 from tests.support.peers import NEW_SESSION, STATUS_ID, MessageType, Stranger, message, session_id_of

@@ -19,12 +19,11 @@ import urllib.parse
 import urllib.request
 
 import pytest
-import torch
-from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support.browser import CHROMIUM, open_tab
+from tests.support.causes import Causes
 from tests.support.clocks import shorten
 from tests.support.peers import Report, session_of
 from tests.unit.wire.test_status import LOOP
@@ -37,15 +36,6 @@ TOKEN = "a-token-of-the-test-suite"
 EVIL = "<img src=x onerror=document.title='owned'>"
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-
-
-class Stalled(Dataset):
-    def __len__(self):
-        return 10**6
-
-    def __getitem__(self, index):
-        time.sleep(0.02)
-        return torch.zeros(10)
 
 
 @pytest.fixture
@@ -83,10 +73,10 @@ def serving(*arguments, token=TOKEN):
 
 
 @contextlib.contextmanager
-def training(server, kind=Stalled):
-    """Iterate over a loader with two workers in a thread."""
+def training(server, kind=Causes):
+    """Iterate over a loader with two workers, which take 20 ms for a batch, in a thread."""
     is_over = threading.Event()
-    loader = RPCDataloader(RPCDataset([server.address], kind), batch_size=None)
+    loader = RPCDataloader(RPCDataset([server.address], kind, stall=0.02), batch_size=None)
 
     def train():
         for _batch in loader:
@@ -195,7 +185,7 @@ def test_page_asks_for_its_token_and_shows_what_happens_as_text(serve, tmp_path,
         # Nothing that is sent becomes HTML.
         with monkeypatch.context() as patch:
             patch.setenv("SLURM_JOB_ID", EVIL)
-            with training(server, type(EVIL, (Stalled,), {})):
+            with training(server, type(EVIL, (Causes,), {})):
                 tab.wait_for(f"document.querySelector('.client')?.textContent.includes({json.dumps(EVIL)})")
                 assert "onerror" in tab.text(".client h3")  # the job
             close_client()

@@ -269,18 +269,15 @@ from tests.behaviour.test_shared_memory import Images, num_descriptors
 
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 says so of forks beside threads
 
-
 def fork(number=1):
     for _ in range(number):
         if not (child := os.fork()):
             os._exit(0)
         os.waitpid(child, 0)
 
-
 def open_and_close():
     while not is_over:
         os.close(os.open("/dev/null", os.O_RDONLY))
-
 
 is_over, errors = False, []
 sys.unraisablehook = threading.excepthook = errors.append

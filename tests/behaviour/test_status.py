@@ -26,12 +26,7 @@ from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support import tasks
 from tests.support.clocks import shorten
 from tests.support.datasets import Failing, Numbers
-from tests.support.peers import (
-    STATUS_ID,
-    MessageType,
-    encode_call,
-    open_channel_to,
-)
+from tests.support.peers import STATUS_ID, MessageType, encode_call, open_channel_to
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -255,7 +250,6 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
         (["a:1", "--serve", "here"], "--serve: cannot read the address 'here': write PORT, HOST:PORT or "),
         (["a:1", "--serve", "no-such-host.invalid:1"], "--serve: cannot serve at no-such-host.invalid:1: "),
         (["a:1", "--timeout", "1e12"], "expected a number of seconds above 0 and below 9.22e+09, got 1e12"),
-        (["a:1", "--watch", "often"], "often"),
     ],
 )
 def test_wrong_usage(arguments, error, capsys):

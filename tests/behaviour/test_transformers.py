@@ -64,13 +64,8 @@ def make_trainer(shared_server, tmp_path):
             evaluation = RPCDataset(shared_server.address, Points, 7)
         else:
             train, evaluation = Points(10), Points(7)
-        trainer = trainer_class()(
-            model,
-            transformers.TrainingArguments(str(tmp_path), **options),
-            data_collator=collate,
-            train_dataset=train,
-            eval_dataset=evaluation,
-        )
+        data = {"data_collator": collate, "train_dataset": train, "eval_dataset": evaluation}
+        trainer = trainer_class()(model, transformers.TrainingArguments(str(tmp_path), **options), **data)
         if kind != "RPCDataset":
             trainer.workers = shared_server.address
         return trainer

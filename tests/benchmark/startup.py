@@ -53,12 +53,7 @@ ROWS = {
     "paths": ("a list of a million paths", 32, 10**6, ("ours", "ours-built", "torch-fork", "torch-spawn")),
 }
 
-TITLES = {
-    "ours": "ours",
-    "ours-built": "ours, RPCDataset",
-    "torch-fork": "torch, fork",
-    "torch-spawn": "torch, spawn",
-}
+TITLES = {"ours": "ours", "ours-built": "ours, RPCDataset", "torch-fork": "torch, fork", "torch-spawn": "torch, spawn"}
 
 _FORK, _SPAWN = "torch DataLoader, fork", "torch DataLoader, spawn"
 _SECOND = "first batch of the second epoch"

@@ -32,22 +32,13 @@ class Workload:
 
 
 _IMAGE = 3 * 224 * 224
-_NUM_FEATURES = 2000
-_VALUES_PER_FEATURE = 64
 
 WORKLOADS = {
     "float32": Workload("64x3x224x224 float32", "Images", ("float32",), 64, 64 * _IMAGE * 4),
     "uint8": Workload("64x3x224x224 uint8", "Images", ("uint8",), 64, 64 * _IMAGE),
     "integer": Workload("one integer", "Integers", (), 1, 8),
     # A batch of a recommendation model: collated already, as such datasets do it.
-    "tensors": Workload(
-        "dict of 2,000 tensors of 64 int64",
-        "Features",
-        (_NUM_FEATURES, _VALUES_PER_FEATURE),
-        1,
-        _NUM_FEATURES * _VALUES_PER_FEATURE * 8,
-        collate="get_only",
-    ),
+    "tensors": Workload("dict of 2,000 tensors of 64 int64", "Features", (2000, 64), 1, 2000 * 64 * 8, "get_only"),
     # What the wire can do: nobody makes anything.
     "ready": Workload("38.5 MB that are ready", "Ready", (64 * _IMAGE * 4,), 1, 64 * _IMAGE * 4, collate="get_only"),
     # A few hundred images per second are some ten batches, which two workers finish in pairs.

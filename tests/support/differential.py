@@ -193,18 +193,16 @@ def _seen(warning: warnings.WarningMessage) -> tuple[Any, ...] | None:
     return "warning", warning.category, text
 
 
-def seed() -> None:
+def seed(number: int = 7) -> None:
     """Put the three global generators to where each run begins."""
-    torch.manual_seed(7)
-    random.seed(7)
-    np.random.seed(7)
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
 
 
 def seeded(number: int = 5) -> torch.Generator:
     """A generator of its own."""
-    generator = torch.Generator()
-    generator.manual_seed(number)
-    return generator
+    return torch.Generator().manual_seed(number)
 
 
 # Drives

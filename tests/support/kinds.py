@@ -92,22 +92,13 @@ class Pinnable:
 
 def make_structures() -> dict[str, Any]:
     image = torch.rand(3, 8, 8)
+    leap_day, third = datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc), fractions.Fraction(1, 3)
     named = Named(a=image)
     named.name = "cat"
     return {
         "own classes": [Slotted(torch.ones(2)), named, types.SimpleNamespace(x=1, y=torch.ones(1))],
-        "times": [
-            datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc),
-            datetime.timedelta(3),
-            datetime.date.min,
-        ],
-        "exact numbers": [
-            decimal.Decimal("1.10"),
-            fractions.Fraction(1, 3),
-            np.float32(1.5),
-            np.int8(3),
-            np.bool_(True),
-        ],
+        "times": [leap_day, datetime.timedelta(3), datetime.date.min],
+        "exact numbers": [decimal.Decimal("1.10"), third, np.float32(1.5), np.int8(3), np.bool_(True)],
         "names": [pathlib.Path("/a/b"), uuid.UUID(int=3), np.str_("x"), np.datetime64("2024-01-01"), Level.LOW],
         "more collections": [Counter("aab"), deque([1, 2], maxlen=3), array.array("d", [1.0, 2.0]), NotImplemented],
         "many objects": [(number, str(number)) for number in range(20_000)],

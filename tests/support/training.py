@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.support.datasets import node_server
+from tests.support.datasets import Numbers, node_server
 from tests.support.origins import own_processes
 
 
@@ -19,19 +19,11 @@ def make_sample(index: int) -> dict[str, Any]:
     return {"x": torch.tensor([index / 10]), "index": index, "fetched": os.getpid(), "unused": "a column of text"}
 
 
-class Points(Dataset[Any]):
+class Points(Numbers):
     """Numbers with the process that fetched them."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        return make_sample(index)
+        return make_sample(int(super().__getitem__(index)))
 
 
 class PointStream(IterableDataset[Any]):

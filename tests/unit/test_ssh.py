@@ -15,10 +15,7 @@ def test_host_file_has_a_host_per_line_with_options_of_its_own():
     me@node02   --num-workers 8 --register 'my pool'  # the small one
 
     """
-    assert parse_hosts(text) == {
-        "node01": [],
-        "me@node02": ["--num-workers", "8", "--register", "my pool"],
-    }
+    assert parse_hosts(text) == {"node01": [], "me@node02": ["--num-workers", "8", "--register", "my pool"]}
 
 
 @pytest.mark.parametrize(

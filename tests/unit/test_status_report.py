@@ -113,11 +113,8 @@ def test_client_on_several_nodes_is_told_once():
     silent = dataclasses.replace(CLIENT, pid=8, rank=1)
     nodes = with_clients(WAITING, silent), with_clients(waiting, other), with_clients(CLIENT)
     clients = look(*(NodeAnswer(f"a:{port}", node) for port, node in enumerate(nodes)))["clients"]
-    assert [(client["pid"], client["rank"], client["num_workers"]) for client in clients] == [
-        (9, 3, 1),
-        (2304, 3, 2),
-        (8, 1, 1),
-    ]
+    found = [(client["pid"], client["rank"], client["num_workers"]) for client in clients]
+    assert found == [(9, 3, 1), (2304, 3, 2), (8, 1, 1)]
     assert [loop["wait_share"] for client in clients for loop in client["loops"]] == [0.9, 0.5]
     assert clients[1]["errors"] == 6
     assert clients[1]["tasks_per_second"] == 2 * 7 / 11
@@ -193,11 +190,8 @@ def test_node_servers():
     assert found['batches_total{node="node01:6543"}'] == NODE.tasks
     assert found['sent_bytes_total{node="node01:6543"}'] == NODE.sent_bytes
     assert found['clients{node="node01:6543"}'] == 2
-    assert [found[f'workers{{node="node01:6543",state="{state}"}}'] for state in ("running", "stopped", "idle")] == [
-        2,
-        1,
-        0,
-    ]
+    numbers = [found[f'workers{{node="node01:6543",state="{state}"}}'] for state in ("running", "stopped", "idle")]
+    assert numbers == [2, 1, 0]
     states = {state: found[f'node_state{{node="node02:6543",state="{state}"}}'] for state in STATES}
     assert states == {"ready": 0, "unreachable": 1, "refused": 0}
     assert 'batches_total{node="node02:6543"}' not in found

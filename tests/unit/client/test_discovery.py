@@ -41,11 +41,7 @@ MIXTURE = Remote((NODE,), (Names(NODE), Register("/run/pool")), Local(4))
         (["inline"], Inline()),
         (["local:4"], Local(4)),
         ("local:4, dns://node01:6543,node01:6543,@/run/pool", MIXTURE),
-        ("@/run/pool", Remote((), (Register("/run/pool"),))),
-        (
-            [Names(NODE), "@/run/pool", "local:4", "node01:6543"],
-            Remote((NODE,), (Names(NODE), *FOLDER.lookups), Local(4)),
-        ),
+        ([Names(NODE), "@/run/pool", "local:4", "node01:6543"], MIXTURE),
     ],
 )
 def test_forms(workers, expected):

@@ -45,13 +45,7 @@ class Augmented:
     """Draws from everything that there is."""
 
     def __getitem__(self, index):
-        return (
-            index,
-            torch.rand(3),
-            np.random.rand(3),
-            random.random(),
-            torch.tensor(seeding.get_sample_seed()),
-        )
+        return index, torch.rand(3), np.random.rand(3), random.random(), torch.tensor(seeding.get_sample_seed())
 
 
 SPEC = LoaderSpec(

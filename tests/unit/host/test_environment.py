@@ -10,15 +10,7 @@ import sysconfig
 import pytest
 
 from rpcdataloader.host import environment
-from rpcdataloader.host.environment import (
-    Additions,
-    Environment,
-    Module,
-    collect,
-    hint_at,
-    install,
-    update,
-)
+from rpcdataloader.host.environment import Additions, Environment, Module, collect, hint_at, install, update
 
 
 @pytest.mark.parametrize(

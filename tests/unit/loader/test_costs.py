@@ -246,8 +246,7 @@ def test_costs_are_measured_again_after_a_change_of_the_dataset(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"on_error": "skip"}, {"in_order": False}, {"drop_last": True}, {"shuffle": True}, {"sampler": [1, 0]}],
+    "options", [{"on_error": "skip"}, {"in_order": False}, {"drop_last": True}, {"shuffle": True}, {"sampler": [1, 0]}]
 )
 def test_options_that_would_mix_up_costs_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match=f"every sample, in the dataset's order: leave out {next(iter(options))}"):

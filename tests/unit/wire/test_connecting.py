@@ -99,10 +99,7 @@ def test_server_is_waited_for_whose_name_has_an_address_that_cannot_be_reached(m
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # and does not listen yet
         port = server.getsockname()[1]
-        known = [
-            (socket.AF_INET, 1, 6, "", ("127.0.0.1", port)),
-            (socket.AF_INET6, 1, 6, "", ("fe80::1", port, 0, 0)),
-        ]
+        known = [(socket.AF_INET, 1, 6, "", ("127.0.0.1", port)), (socket.AF_INET6, 1, 6, "", ("fe80::1", port, 0, 0))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: known[::order])
         with pytest.raises(ConnectError, match=f"cannot connect to localhost:{port}: connection refused"):
             connect(Address("localhost", port), Deadline(0.1))

@@ -10,12 +10,7 @@ import pytest
 
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import (
-    INSECURE_SECRET,
-    Credentials,
-    client_credentials,
-    load_credentials,
-)
+from rpcdataloader.wire.credentials import INSECURE_SECRET, Credentials, client_credentials, load_credentials
 
 TOKEN = "a secret of 25 characters"
 
