@@ -95,7 +95,7 @@ class RemoteDataset(DatasetRef):
             ConnectionLostError: The session has ended meanwhile.
             Exception: The constructor or a change failed; the remote traceback names the node.
             TypeError: The object built is no dataset.
-            ValueError: Its length is not that of other nodes.
+            ValueError: Its length is not that of other nodes, or its arguments have changed in place.
         """
         self._check_process()
         with self._lock:
@@ -161,8 +161,16 @@ class RemoteDataset(DatasetRef):
             payload = Build(self.key, self.name, shared, self._generators, copies).encode()
             blocks, found = ([], b"") if copies else (self.blocks, self._digest())
             answer = session.submit(MessageType.BUILD, payload, blocks, found)
-            wait_until_updated()
-            reply: dict[str, Any] = answer.wait()
+            try:
+                wait_until_updated()
+                reply: dict[str, Any] = answer.wait()
+            except ConnectionLostError:
+                if found and digest_blocks(self.blocks) != found:  # which the node has seen, too
+                    raise ValueError(
+                        f"the arguments of dataset {self.name} have changed since the first node got them, so others "
+                        "would build another dataset: give it a copy of what the script changes in place"
+                    ) from None
+                raise
             return reply
 
         copied = None

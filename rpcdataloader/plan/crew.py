@@ -408,10 +408,10 @@ class Crew(Generic[N]):
 
     def verdict(self) -> BaseException:
         """The error of a pass that cannot go on."""
+        told = "; ".join(f"{node}: {reason}" for node, reason in self._reasons.items())
         if self.roster.is_hopeful:
-            told = "; ".join(f"{node}: {reason}" for node, reason in self._reasons.items())
             limit = f"{self._options.reconnect_timeout:g} s (reconnect_timeout)"
             return ConnectionLostError(f"no worker is left, and none came back within {limit}: {told}")
         # An exception of a constructor says more than the end of the last worker.
         raised = next((reason for reason in self._reasons.values() if not isinstance(reason, RPCError)), None)
-        return raised or self._last_error or ConnectionLostError("no worker is left")
+        return raised or self._last_error or ConnectionLostError(f"no worker is left: {told}")

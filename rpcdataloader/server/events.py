@@ -11,10 +11,12 @@ system call. So the node server can tell what a process does that hangs, and wha
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
 import socket
+import termios
 import time
 from array import array
 from collections import Counter, deque
@@ -192,6 +194,13 @@ class Link:
     def offer(self, event: Event, descriptors: Sequence[int] = ()) -> bool:
         """Send one event with descriptors if there is room for it now; returns True if it is on its way."""
         return self.flush() and self._send(encode(event), descriptors, socket.MSG_DONTWAIT) is None
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether half of the room for events is taken by those that the other end has not read yet."""
+        unread = array("i", [0])
+        fcntl.ioctl(self._sock, termios.TIOCOUTQ, unread)
+        return 2 * unread[0] >= self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
     def flush(self) -> bool:
         """Send posted events as far as there is room; returns True if all have gone."""

@@ -124,8 +124,8 @@ class Forwarding:
         if now >= self._end and not self._num_left_out:
             self._end, self._room = now + 1.0, MAX_BYTES_PER_SECOND
         self._room -= len(text.encode(errors="replace")) + _LINE_BYTES
-        # The session may be busy, and the node server never waits for it.
-        if self._room >= 0 and self._session.offer(events.Printed(text, name)):
+        # The session may be busy, and the node server neither waits for it nor fills the queue, which has other uses.
+        if self._room >= 0 and not self._session.is_half_full and self._session.offer(events.Printed(text, name)):
             return
         self._room = -1
         self._num_left_out += 1

@@ -391,6 +391,16 @@ def test_dataset_whose_session_has_ended_is_made_again_with_its_changes(shared_s
     assert [int(epoch) for _index, epoch, _changes, _pid in RPCDataloader(dataset)] == [6] * 20
 
 
+def test_arguments_that_the_script_has_changed_are_named(shared_server):
+    table = np.zeros((8, 100_000))
+    dataset, witness = RPCDataset(shared_server.address, list, table), RPCDataset(shared_server.address, State)
+    assert len(dataset) == 8
+    table += 1
+    os.kill(witness.session, signal.SIGKILL)
+    with pytest.raises(ValueError, match="the arguments of dataset list have changed since the first node"):
+        list(RPCDataloader(dataset, batch_size=None))
+
+
 @pytest.mark.usefixtures("impatient")
 def test_dataset_whose_nodes_have_gone_says_so(serve):
     server = serve()

@@ -1,4 +1,4 @@
-"""Forks: how they live, how they end, and what is known of it."""
+"""Forks: how they live, how they end, and what is known of it; and what they say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from rpcdataloader.server import processes
-from rpcdataloader.server.processes import describe_exit, fork
+from rpcdataloader.server.events import Link, Printed, WantsStacks
+from rpcdataloader.server.logs import Forwarding
+from rpcdataloader.server.processes import Loop, describe_exit, fork
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -133,3 +135,14 @@ def test_workers_go_first_when_memory_runs_out(pipe):
         return Path("/proc/self/oom_score_adj").read_text().strip()
 
     assert answer(run, pipe) == str(processes.WORKER_OOM_SCORE)
+
+
+def test_lines_of_output_leave_room_for_events_that_must_go():
+    server, session = Link.pair()
+    with contextlib.closing(server), contextlib.closing(session):
+        while not server.is_half_full:
+            assert server.offer(Printed("x" * 900, "worker 1"))
+        Forwarding(server, Loop()).take("one too many", "worker 1")
+        assert server.offer(WantsStacks())
+        events = iter(lambda: session.recv()[0], WantsStacks())
+        assert {event.text for event in events} == {"x" * 900}
