@@ -168,7 +168,6 @@ class BatchLoader:
             self._collate_tensors.install()
         start = time.perf_counter()
         whereabouts.batch[0] = batch_number + 1
-        self._missing = []
         samples = self._fetch(indices, position, batch_number)
         whereabouts.sample[0] = DONE
         if whereabouts.fetched is not None:
@@ -209,6 +208,7 @@ class BatchLoader:
             raise stopped("collate_fn") from stop
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> Any:
+        self._missing = []
         dataset, auto_collation = self._dataset, self._spec.auto_collation
         # Asked the way torch asks.
         getitems = getattr(dataset, "__getitems__", None) if auto_collation else None

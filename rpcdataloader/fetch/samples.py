@@ -9,12 +9,14 @@ says what is missing.
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from rpcdataloader.wire.exceptions import dumps_exception, summarize
 
@@ -44,11 +46,21 @@ def stopped(what: str) -> RuntimeError:
 MAX_SHOWN = 16
 
 
+def is_batch(indices: Any) -> bool:
+    """Whether these are the indices of a batch, of which each has a number."""
+    if isinstance(indices, (np.ndarray, torch.Tensor)):
+        return indices.ndim > 0
+    return isinstance(indices, (list, tuple, range))
+
+
 def describe_indices(indices: Any) -> str:
     """An index, or the first indices of a batch, as text."""
-    if isinstance(indices, Collection) and not isinstance(indices, (str, bytes)) and len(indices) > MAX_SHOWN:
-        return f"[{', '.join(map(str, itertools.islice(indices, MAX_SHOWN)))}, ... {len(indices)} in all]"
-    return str(indices)
+    try:
+        if is_batch(indices) and len(indices) > MAX_SHOWN:
+            return f"[{', '.join(map(str, indices[:MAX_SHOWN]))}, ... {len(indices)} in all]"
+        return str(indices)
+    except Exception:  # of the user's __repr__, for whose sake no error may get lost
+        return f"of type {type(indices).__name__}"
 
 
 class Skipped(NamedTuple):

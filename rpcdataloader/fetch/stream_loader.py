@@ -49,7 +49,7 @@ class StreamLoader(BatchLoader):
             if self._is_interrupt(error):
                 self._num_batches = num_batches
                 raise
-            self._samples = []
+            self._samples, self._missing = [], []
             with contextlib.suppress(Exception):  # of the user's state_dict
                 add_state(error, self._state())
             raise
@@ -62,8 +62,8 @@ class StreamLoader(BatchLoader):
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> list[Any]:  # noqa: ARG002
         whereabouts.sample[0] = self._num_samples
-        samples = self._samples
-        for _ in range((len(indices) if self._spec.auto_collation else 1) - len(samples)):
+        samples, missing = self._samples, self._missing  # not empty after an interrupt
+        for _ in range((len(indices) if self._spec.auto_collation else 1) - len(samples) - len(missing)):
             if self._ended:
                 break
             try:
@@ -88,26 +88,25 @@ class StreamLoader(BatchLoader):
             except StopIteration as stop:
                 raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
         whereabouts.sample[0] = self._num_samples
-        self._begin_sample(self._num_samples)
+        self._begin_sample(number := self._num_samples)
         try:
-            samples.append(self._next(self._iterator, self._num_samples))
-        except StopIteration:
-            self._ended = True
-        else:
-            self._num_samples += 1
-
-    def _next(self, iterator: Iterator[Any], number: int) -> Any:
-        """Take sample ``number`` of the stream."""
-        try:
-            sample = next(iterator)
-        except StopIteration:
-            raise
+            for sample in map(next, (self._iterator,)):
+                # Without a call in between, at which a signal handler may raise.
+                samples += [sample]
+                self._num_samples += 1
         except Exception:
             self._digest = None  # the failure may pass
             raise
+        if number == self._num_samples:
+            self._ended = True
+        else:
+            self._note(number, samples[-1])
+
+    def _note(self, number: int, sample: Any) -> None:
+        """Note what sample ``number`` of the stream is."""
         if self._digest is not None and (number < _NUM_FIRST or not number % _EVERY):
-            self._digest = digest(sample, self._digest)
-        return sample
+            before, self._digest = self._digest, None  # if a signal handler raises
+            self._digest = digest(sample, before)
 
     def _skipped(self, samples: list[Any]) -> Skipped | None:
         missing, self._missing = self._missing, []
@@ -143,7 +142,7 @@ class StreamLoader(BatchLoader):
         for number in range(0 if saved.owner else saved.num_samples):
             self._begin_sample(number)
             try:
-                self._next(iterator, number)
+                self._note(number, next(iterator))
             except StopIteration:
                 raise ValueError(
                     "the saved pass had delivered more samples than this iterable-style dataset has now"

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import itertools
 import os
-import threading
 import time
 import warnings
 import weakref
@@ -21,7 +20,6 @@ from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition, errors_of_rank
-from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.raw import RawBatch, pack
 from rpcdataloader.host.environment import Additions
@@ -29,7 +27,7 @@ from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prepare, warn_once
-from rpcdataloader.loader.sampler import Source
+from rpcdataloader.loader.sampler import Source, skipped_before
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools, TimedBatches
@@ -244,7 +242,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         self._saved = None
         self._progress = settings, iterator.progress
         if isinstance(iterator, InlineIterator):
-            iterator.recorder = self._recorder = Recorder(threading.RLock(), time.monotonic())
+            iterator.recorder = self._recorder = self._make_recorder()
         return iterator
 
     def _iterate_here(self) -> Iterator[Any]:
@@ -252,7 +250,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         batches: Iterator[Any] = super().__iter__()
         if (device := find_device(self.device)) is not None:
             batches = map(make_carrier(device, PageablePool()).send, batches)
-        self._recorder = Recorder(threading.RLock(), time.monotonic())
+        self._recorder = self._make_recorder()
         return TimedBatches(batches, name_of(self.dataset), PassSettings.of(self).partition, self._recorder)
 
     @property
@@ -288,8 +286,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         if self._progress is None:
             return 0
         settings, progress = self._progress
-        sampler = settings.sampler
-        return progress.copy().settle().num_skipped + (sampler.loader.num_skipped if isinstance(sampler, Source) else 0)
+        return progress.copy().settle().num_skipped + skipped_before(settings.sampler)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -333,8 +330,7 @@ class RPCDataloader(LoaderTools[_T_co]):
     def _begin_remote(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator:
         assert self._where is not None
         assert not isinstance(self._where, Inline)
-        before = self._recorder.snapshot() if self._recorder is not None and self._recorder.batches else None
-        recorder, pickling = Recorder(threading.RLock(), time.monotonic(), before, self._trace), 0.0
+        recorder, pickling = self._make_recorder(), 0.0
         if isinstance(settings.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(settings.dataset)
         else:

@@ -28,6 +28,7 @@ from rpcdataloader.loader.driver import Driver, shown
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options
+from rpcdataloader.loader.sampler import skipped_before
 from rpcdataloader.loader.seat import Answer, Intake
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
@@ -97,13 +98,17 @@ class PassIterator(ABC):
                     (answer, returned), self._held = self._held[0], self._held[1:]
                     if (lacks := answer.lacks) is None or answer.error is not None:
                         break
-                    answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
+                    before = skipped_before(self._settings.sampler)
+                    answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped, before)
                     if answer.error is not None or not lacks.is_whole:
                         break
                     progress.returned += (returned,)
                     answer = None
                 if self._reported_length is not None and progress.num_yielded >= self._reported_length:
-                    self._warn_of_length(self._reported_length, progress.num_yielded + 1)
+                    try:
+                        self._warn_of_length(self._reported_length, progress.num_yielded + 1)
+                    except UserWarning as warning:  # which takes the place of the batch, as with torch
+                        answer.error = answer.error or warning
             # It counts as it is returned. From here on no signal handler can raise, as those run at calls.
             progress.returned += (returned,)
             error, answer.error = answer.error, None
@@ -254,7 +259,7 @@ class RemoteIterator(PassIterator):
             shown("RPCDataloader.copy", answer.copies.wait) if profiler._is_profiler_enabled else answer.copies.wait()
         if answer.error is not None:
             answer.error = self._explained(answer.error, task)
-        returned = Returned(task, delivery.stream, answer.stream, answer.lacks)
+        returned = Returned.of(task, delivery.stream, answer.stream, answer.lacks)
         # Without a call in between, at which a signal handler may raise.
         self._held += ((answer, returned),)
         driver.taken = None
@@ -386,34 +391,47 @@ class InlineIterator(PassIterator):
         kind = StreamLoader if settings.iterable else BatchLoader
         stream = self.progress.streams[0] if settings.iterable else None
         self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
-        self._tasks: list[Task] = []  # at most one: from the sampler, not yet loaded
+        # At most one: from the sampler, and loaded, until it is held.
+        self._tasks: list[Task] = []
+        self._loaded: list[Answer] = []
 
     def _next(self) -> None:
         began = time.monotonic()
+        # Each in one step: a signal handler may raise between two, and the batch would be lost.
         if not self._tasks:
-            # In one step: a signal handler may raise between two, and the batch would be lost.
             self._tasks.extend(map(next, (self._pass.source,)))
-        task, answer = self._tasks[0] if self._tasks else None, Answer()
-        if task is not None:
-            try:
-                loaded = self._loader.load(task.indices, task.position, task.number)
-                _seconds, batch, answer.lacks, answer.stream = loaded
-                answer.result = self._put(batch)
-            except Exception as error:
-                # The exception takes the place of the batch; an interrupt does not.
-                answer.error, answer.stream = error, answer.stream or take_state(error)
-        if task is None or (self._settings.iterable and answer.error is None and answer.stream is None):
+        if not self._loaded:
+            self._loaded.extend(map(self._load, self._tasks))
+        answer = self._loaded[0] if self._loaded else None
+        if answer is None or (self._settings.iterable and answer.error is None and answer.stream is None):
             self._pass.source.check_end()
             self.progress.finished = True
             if self.recorder.batches:
                 tell(self.recorder, lambda: diagnose(self.recorder.records()), self._name, self._settings.partition)
             raise StopIteration
         if answer.error is None:
-            self.recorder.took(time.monotonic(), began)
-        returned = Returned(task, 0 if self._settings.iterable else None, answer.stream, answer.lacks)
+            try:
+                answer.result = self._put(answer.result)
+            except Exception as error:
+                answer.error = error
+            else:
+                self.recorder.took(time.monotonic(), began)
+        number = 0 if self._settings.iterable else None
+        returned = Returned.of(self._tasks[0], number, answer.stream, answer.lacks)
         # Without a call in between.
         self._held += ((answer, returned),)
-        self._tasks = []
+        self._tasks, self._loaded = [], []
+
+    def _load(self, task: Task) -> Answer:
+        answer = Answer()
+        try:
+            _seconds, answer.result, answer.lacks, answer.stream = self._loader.load(
+                task.indices, task.position, task.number
+            )
+        except Exception as error:
+            # The exception takes the place of the batch; an interrupt does not.
+            answer.error, answer.stream = error, take_state(error)
+        return answer
 
     def is_ready(self) -> bool:
         """Always: a call of ``next`` loads the batch itself."""
@@ -432,6 +450,6 @@ class InlineIterator(PassIterator):
     def reset(self, reported_length: int | None) -> bool:
         self._reported_length = reported_length
         self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
-        self._tasks, self._held = [], ()
+        self._tasks, self._loaded, self._held = [], [], ()
         self._loader.start_epoch(self.progress.epoch, self._pass.first)
         return True

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.raw import RawIndices
-from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices
+from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, is_batch
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
@@ -43,6 +45,7 @@ class Task:
     number: int  # number in the whole pass, of which this process may have resumed only the rest
     position: int  # position of its first sample in the epoch
     num_samples: int
+    digest: int | None = None  # of the indices; None if only the state of the sampler matters
     sampler_state: Any = None  # state of the sampler after this batch, if it has one
     request: Encoded = None  # type: ignore[assignment]  # to a worker
     # Waits for the stack of the last worker that exceeded the time limit.
@@ -91,20 +94,26 @@ class TaskSource:
             if type(indices) is list:
                 indices = indices.copy()  # the sampler may fill the same one again
             if self.auto_collation:
-                try:
-                    if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
-                        # A method __getitems__ gets tensors and arrays as they are, but no generator.
-                        indices = copy.deepcopy(indices) if isinstance(indices, Sized) else list(indices)
-                    # Other types become an error where the batch is loaded.
-                    num_samples = len(indices) if isinstance(indices, Sized) else 1
-                except Exception:
-                    self._drawn = []
-                    raise
+                if is_batch(indices):
+                    # A method __getitems__ gets arrays and ranges as they are.
+                    if isinstance(indices, (np.ndarray, torch.Tensor)):
+                        indices = indices.copy() if isinstance(indices, np.ndarray) else indices.detach().clone()
+                elif isinstance(indices, Iterable):
+                    # torch only iterates over others, such as generators.
+                    try:
+                        indices = list(indices)
+                    except Exception:
+                        self._drawn = []
+                        raise
+                # Other types become an error where the batch is loaded.
+                num_samples = len(indices) if is_batch(indices) else 1
             task = Task(indices, self.number, self.position, num_samples)
             is_wanted = task.number not in self.leave_out
             try:
                 if is_wanted and self.get_state is not None:
                     task.sampler_state = self.get_state()
+                if task.sampler_state is None or (self.progress is not None and self.progress.sampler is None):
+                    task.digest = digest(indices)  # now: the sampler, or the dataset, may change them
                 if is_wanted and self.makes_requests:
                     task.request = load_request(task)
             except SerializationError:
@@ -116,7 +125,7 @@ class TaskSource:
             self._drawn = []
             if is_wanted:
                 return task
-            if self.leave_out[task.number] not in (None, digest(indices)):
+            if self.leave_out[task.number] not in (None, task.digest):
                 raise ValueError(OTHER_ORDER)
 
     def look_ahead(self) -> None:
@@ -142,6 +151,9 @@ def load_request(task: Task) -> Encoded:
     """Return the content of a request for a batch."""
     content = (task.indices, task.position, task.number)
     large: list[pickle.PickleBuffer] = []
+    first = next(iter(task.indices), None) if isinstance(task.indices, (list, tuple)) else task.indices
+    if isinstance(first, torch.Tensor):  # of which torch would pickle all the memory that it is a view of
+        return dumps(content, name="indices")
     try:
         pickled = pickle.dumps(content, protocol=5, buffer_callback=large.append)
         if isinstance(task.indices, RawIndices):
@@ -165,8 +177,8 @@ def describe_end(task: Task, sample: int) -> str:
     if sample in (ALL, DONE):
         return f"{'while it' if sample == ALL else 'after it had'} loaded batch {task.number}"
     index, offset = task.indices, sample - task.position
-    if isinstance(index, Collection) and len(index) == task.num_samples:
-        index = next(itertools.islice(index, offset, None), None) if offset >= 0 else None
+    if is_batch(index) and len(index) == task.num_samples:
+        index = index[offset] if 0 <= offset < task.num_samples else None
     # Batches of a stream have no indices.
     where = f"{sample} of its stream" if index is None else describe_indices(index)
     return f"while it loaded sample {where}"
@@ -175,10 +187,18 @@ def describe_end(task: Task, sample: int) -> str:
 class Returned(NamedTuple):
     """A batch, or an exception in its place, as ``next`` returns it to the consumer."""
 
-    task: Task
+    number: int
+    num_samples: int
+    digest: int | None
+    sampler_state: Any
     stream: int | None  # stream of the batch; None for a map-style dataset
     state: StreamState | None  # progress of the stream; None where an exception has left it unknown
     lacks: Skipped | None
+
+    @classmethod
+    def of(cls, task: Task, stream: int | None, state: StreamState | None, lacks: Skipped | None) -> Returned:
+        """What there is to count of a task."""
+        return cls(task.number, task.num_samples, task.digest, task.sampler_state, stream, state, lacks)
 
 
 @dataclass(slots=True)
@@ -218,22 +238,32 @@ class Progress:
 
     def copy(self) -> Progress:
         """Return a copy that does not change with this."""
-        return dataclasses.replace(self, streams=[*self.streams], ahead={**self.ahead})
+        # What changes is read before the call: another thread may be in ``next``.
+        return dataclasses.replace(
+            self,
+            num_settled=self.num_settled,
+            returned=self.returned,
+            num_batches=self.num_batches,
+            num_samples=self.num_samples,
+            ahead={**self.ahead},
+            digest=self.digest,
+            streams=[*self.streams],
+            turn=self.turn,
+            num_skipped=self.num_skipped,
+            in_step=self.in_step,
+            sampler=self.sampler,
+        )
 
     def settle(self) -> Progress:
         """Count what was returned; returns this object."""
         while self.returned:
-            self._count(*self.returned[0])
+            self._count(self.returned[0])
         return self
 
-    def _count(self, task: Task, stream: int | None, state: StreamState | None, lacks: Skipped | None) -> None:
+    def _count(self, first: Returned) -> None:
         """Count the first of those returned: all or nothing, as a signal handler may raise at each call."""
-        num_settled, num_skipped, in_step, rest = (
-            self.num_settled + 1,
-            self.num_skipped,
-            self.in_step,
-            self.returned[1:],
-        )
+        number, num_samples, batch_digest, sampler_state, stream, state, lacks = first
+        num_settled, num_skipped, in_step = self.num_settled + 1, self.num_skipped, self.in_step
         if lacks is not None:
             num_skipped += lacks.num_samples
             num_settled -= lacks.is_whole
@@ -241,10 +271,9 @@ class Progress:
         num_batches, total, found = self.num_batches, self.num_samples, self.digest
         sampler, ahead, turn = self.sampler, self.ahead, self.turn
         # A sampler with a state of its own need not be compared, once there is one to go on from.
-        is_ahead = stream is None and task.number != num_batches
-        is_compared = stream is None and (task.sampler_state is None or (is_ahead and sampler is None))
-        found_here = digest(task.indices) if is_compared else None
-        batch: tuple[int, int | None, Any] = task.num_samples, found_here, task.sampler_state
+        is_ahead = stream is None and number != num_batches
+        is_compared = sampler_state is None or (is_ahead and sampler is None)
+        batch: tuple[int, int | None, Any] = num_samples, batch_digest if is_compared else None, sampler_state
         if stream is not None:
             # Threads that share an iterator may return batches in another order.
             if state is not None and state.num_batches >= self.streams[stream].num_batches:
@@ -253,7 +282,7 @@ class Progress:
             turn = stream + 1
         elif is_ahead:
             # In place: there may be thousands past a slow one.
-            ahead[task.number] = batch
+            ahead[number] = batch
         else:
             while True:
                 num_samples, batch_digest, sampler_state = batch
@@ -267,21 +296,23 @@ class Progress:
                 batch = ahead[num_batches]
             if ahead:
                 ahead = {number: batch for number, batch in ahead.items() if number > num_batches}
-        # Together, and without a call.
-        self.num_settled, self.num_skipped, self.in_step, self.returned = num_settled, num_skipped, in_step, rest
+        # Together, and without a call; other threads may have returned more.
+        self.returned = self.returned[1:]
+        self.num_settled, self.num_skipped, self.in_step = num_settled, num_skipped, in_step
         self.num_batches, self.num_samples, self.digest = num_batches, total, found
         self.sampler, self.ahead, self.turn = sampler, ahead, turn
 
-    def report_skipped(self, skipped: Skipped, where: str, max_skipped: int) -> BadSamplesError | None:
+    def report_skipped(self, skipped: Skipped, where: str, max_skipped: int, before: int) -> BadSamplesError | None:
         """Report what the next batch lacks.
 
         Args:
             where: Process that loaded the batch, in words.
+            before: Number of samples that the source of a ``transform`` has skipped.
 
         Returns:
             The error in place of the batch, if then more than ``max_skipped`` samples are missing in this pass.
         """
-        num_skipped = self.num_skipped + skipped.num_samples
+        num_skipped = before + self.num_skipped + skipped.num_samples
         if skipped.num_samples and num_skipped > max_skipped:
             number = "1 sample was" if num_skipped == 1 else f"{num_skipped} samples were"
             error = BadSamplesError(
@@ -306,7 +337,7 @@ def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> t
     """
     source, found = TaskSource(samples, auto_collation), 0
     for task in itertools.islice(source, num_batches):
-        found = join_digests(found, digest(task.indices))
+        found = join_digests(found, task.digest or 0)
     if source.number < num_batches:
         raise ValueError(
             f"the saved pass had delivered {num_batches} batches, but the sampler has only {source.number} now: have "

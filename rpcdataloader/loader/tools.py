@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,9 +59,15 @@ class LoaderTools(DataLoader[_T_co]):
         """
         if self._last is not None and (iterator := self._last()) is not None:
             return iterator.driver.diagnosis()
-        if self._recorder is None or not (self._has_workers or self._recorder.batches):
+        records = None if self._recorder is None else self._recorder.snapshot()
+        if records is None or not (self._has_workers or records.totals.batches):
             return Diagnosis(0.0, "unclear", NO_PASS, short="no batch yet")
-        return diagnose(self._recorder.snapshot())
+        return diagnose(records)
+
+    def _make_recorder(self) -> Recorder:
+        """A recorder for a new pass, with the records of the last one."""
+        before = self._recorder.snapshot() if self._recorder is not None and self._recorder.batches else None
+        return Recorder(threading.RLock(), time.monotonic(), before, self._trace)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -69,6 +69,8 @@ def digest(value: Any, before: int = 0) -> int:
     """
     if type(value) is int and value.bit_length() < 64:
         value = [value]
+    elif type(value) is range:
+        value = list(value)
     if type(value) is list:
         try:
             return crc32(struct.pack(f"{len(value)}q", *value), before)

@@ -88,7 +88,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(obj)
         if issubclass(kind, torch.Tensor):
             if self._is_in_band:
-                return NotImplemented
+                own = _in_own_memory(obj)
+                return NotImplemented if own is obj else own.__reduce_ex__(5)  # type: ignore[no-untyped-call]
             if kind is torch.Tensor and is_dense(obj):
                 self.tensors.append(obj)
                 return take_tensor, (len(self.tensors) - 1,)
@@ -127,6 +128,21 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduction is NotImplemented:  # by name
             self.modules.add(str(obj.__module__))
         return reduction
+
+
+def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a view, as torch pickles all the memory that it is a view of; other tensors as they are."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not tensor.is_leaf:
+        return tensor
+    if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        copy = tensor.as_subclass(torch.Tensor).detach().clone().as_subclass(type(tensor))
+        copy.requires_grad_(tensor.requires_grad)
+    state = torch._utils._get_obj_state(tensor)  # type: ignore[no-untyped-call]
+    return torch._utils._set_obj_state(copy, state)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _with_file(reduction: Any, code: types.CodeType) -> Any:

@@ -89,7 +89,7 @@ class Half(Numbers):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if 7 in indices:
             raise LookupError(f"{indices} cannot be read")
-        return [torch.tensor(index) for index in indices]
+        return [torch.as_tensor(index) for index in indices]
 
 
 class Mixed(Numbers):
@@ -610,6 +610,8 @@ ROWS: dict[str, Row] = {
     "batches as tuples": row(batch_sampler=[(1, 2), (3,)]),
     "batches as arrays": row(Told, batch_sampler=[np.arange(3), np.arange(2)]),
     "batches as tensors": row(Told, batch_sampler=[torch.arange(3)], torch=(0,)),
+    "batches as keys": row(Told, batch_sampler=[{1: 0, 3: 0}.keys()], torch=(0,)),
+    "indices as tensors of a dataset that fails": row(Half, sampler=torch.arange(9), torch=(0,)),
     "batches for __getitems__": row(Batched, batch_sampler=[(1, 2), [3], range(4), np.arange(2), torch.arange(3)]),
     "generator of batches": row(
         drive=two_epochs, batch_sampler=New(lambda: ([start, start + 1] for start in (0, 7, 3)))

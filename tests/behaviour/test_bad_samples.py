@@ -196,6 +196,37 @@ def test_streams_go_on_with_the_next_sample(where, caplog):
     assert loader.num_skipped == 5
 
 
+class Interrupted(BadStream):
+    def make(self, number):
+        if number == 5:
+            raise KeyboardInterrupt
+        return super().make(number)
+
+
+def test_sample_that_was_skipped_before_an_interrupt_is_still_missing():
+    loader = make(Interrupted(4), "inline")
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert next(batches)[0].tolist() == [3, 6]
+    assert loader.num_skipped == 1
+
+
+def refuse_large(sample):
+    if sample[0] > 5:
+        raise ValueError(f"{sample[0]} is too large")
+    return sample
+
+
+def test_one_limit_is_for_stream_and_transform_together(where):
+    loader = make(BadStream(0, 1), where, transform=refuse_large, max_skipped=3)
+    with pytest.raises(
+        BadSamplesError, match=r"^(\[.*\] )?5 samples were skipped in this pass, more than max_skipped=3"
+    ):
+        list(loader)
+
+
 def test_a_generator_that_raises_ends_its_stream(where, caplog):
     loader = make(BadStream(4, generator=True), where)
     assert numbers(loader) == ([[0, 1, 2], [3]] if where == "inline" else [[0, 2], [1, 3, 5], [7, 9, 11], [13, 15, 17]])

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from rpcdataloader import (
     CostBatchSampler,
@@ -33,6 +33,7 @@ from tests.support import datasets
 from tests.support.comparison import assert_same
 from tests.support.datasets import Numbers, notes
 from tests.support.devices import plug_in_pinned
+from tests.support.streams import Parts
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -52,7 +53,10 @@ class Alarm(BaseException):
     """Raised by a signal handler, as KeyboardInterrupt is: an ``Exception`` might be the dataset's."""
 
 
-@pytest.mark.parametrize("place", ["workers", "inline"])
+WHERE_CHECKED = "advance", "_draw", "__next__", "_next", "_take_sample", "_note"
+
+
+@pytest.mark.parametrize("place", ["workers", "inline", "inline stream"])
 def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers, place):
     num_steps, num_complete, num_checked, num_failed, num_told = 0, 0, 0, 0, 0
     before = sys.gettrace()
@@ -62,7 +66,7 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers, p
         # when a call is over, before the next step of its caller takes the result.
         nonlocal left, last, num_checked
         module, name = frame.f_globals["__name__"], frame.f_code.co_name
-        is_checked = module == "rpcdataloader.loader.tasks" or name in ("advance", "_draw", "__next__", "_next")
+        is_checked = module == "rpcdataloader.loader.tasks" or name in WHERE_CHECKED
         if event == "opcode":
             left -= last.startswith("CALL")
             last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
@@ -75,7 +79,8 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers, p
         return interrupt if is_checked else None
 
     while num_complete < 5:  # how many steps there are depends on what has arrived
-        loader = RPCDataloader(range(60), batch_size=2, workers=workers if place == "workers" else place, timeout=30)
+        dataset = Parts([60]) if place == "inline stream" else range(60)
+        loader = RPCDataloader(dataset, 2, workers=workers if place == "workers" else "inline", timeout=30)
         batches = iter(loader)
         received, left, last = flat([next(batches)]), num_steps, ""
         num_steps += 1
@@ -98,8 +103,32 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers, p
             received += flat(loader)
         assert received == list(range(60))
     assert num_told == num_failed
-    assert (num_failed > 0) == (place != "inline")
+    assert (num_failed > 0) == (place == "workers")
     assert num_checked >= 5
+
+
+class Longer(IterableDataset):
+    """Has more samples than it says."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter(range(5))
+
+
+def test_warning_that_is_an_error_takes_the_place_of_a_batch_as_with_torch():
+    ends = []
+    for loader in DataLoader(Longer()), RPCDataloader(Longer(), workers="inline"):
+        assert len(loader) == 2
+        batches, found = iter(loader), []
+        for _ in range(6):
+            try:
+                found.append(int(next(batches)))
+            except (UserWarning, StopIteration) as end:
+                found.append(str(end)[:26])
+        ends.append(found)
+    assert ends[0] == ends[1]
 
 
 # Workers
@@ -334,7 +363,7 @@ def test_bytes_in_flight_stay_below_the_limit(workers, tmp_path):
 
 NEWER_TORCH = """
 import importlib, inspect
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from rpcdataloader.loader import dataloader
 
 of_torch = inspect.signature(DataLoader)

@@ -155,11 +155,14 @@ class Bare:
             return next(self.numbers)
 
 
-class SameList:
-    """Fills one list for each batch."""
+class Refilled:
+    """Fills one list, or array, for each batch."""
+
+    def __init__(self, kind):
+        self.kind = kind
 
     def __iter__(self):
-        batch = [0, 0]
+        batch = self.kind([0, 0])
         for first in range(0, SIZE, 2):
             batch[:] = first, first + 1
             yield batch
@@ -201,7 +204,9 @@ SAMPLERS = {
     "list": lambda: {"batch_size": 3, "sampler": [5, 5, 2, 7, 1, 0, 9]},
     "buckets": lambda: {"batch_sampler": Buckets()},
     "with a state": lambda: {"batch_sampler": Listed(BatchSampler(range(SIZE), 3, False))},
-    "in one list": lambda: {"batch_sampler": SameList()},
+    "in one list": lambda: {"batch_sampler": Refilled(list)},
+    "in one list of another class": lambda: {"batch_sampler": Refilled(type("Own", (list,), {}))},
+    "in one array": lambda: {"batch_sampler": Refilled(np.array)},
     "bare": lambda: {"batch_size": None, "sampler": Bare()},
 }
 
@@ -238,6 +243,20 @@ def test_rest_and_next_epochs_are_the_same_bit_for_bit(address, name, data):
     stops = st.sampled_from([half, half + 0.5]) | st.integers(1, len(expected) - 1)
     stops = sorted(data.draw(st.sets(stops, min_size=1, max_size=3)))
     assert_same(train(make, stops, 2, data.draw(PLACES), keep), expected)
+
+
+class Sorting(Numbers):
+    def __getitems__(self, indices):
+        indices.sort()
+        return indices
+
+
+def test_dataset_that_changes_its_list_of_indices_can_be_resumed():
+    loader = RPCDataloader(Sorting(SIZE), 3, shuffle=True, workers="inline")
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(loader.state_dict())
+    assert_same(list(loader), list(batches))
 
 
 def test_state_of_the_beginning_begins_anew_with_persistent_workers(address):

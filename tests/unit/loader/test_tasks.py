@@ -5,14 +5,17 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
+import torch
+from torch.utils.data import BatchSampler
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.loader.tasks import Progress, Returned, Task
+from rpcdataloader.loader.tasks import Progress, Returned, Task, TaskSource, describe, describe_end
+from rpcdataloader.wire.digests import digest
 
 
 def deliver(progress, numbers):
     for number in numbers:
-        progress.returned += (Returned(Task([number], number, number, 1), None, None, None),)
+        progress.returned += (Returned(number, 1, digest([number]), None, None, None, None),)
         progress.settle()
 
 
@@ -22,6 +25,25 @@ def test_progress_does_not_depend_on_the_order(order):
     deliver(progress, order)
     deliver(expected, range(4))
     assert progress == expected
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise ValueError("it has no name")
+
+
+@pytest.mark.parametrize("index", [torch.tensor(5), Unspeakable(), "a name", 5])
+def test_whatever_the_index_is_the_end_of_a_worker_can_be_told(index):
+    assert describe_end(Task(index, 3, 40, 1), 40).startswith("while it loaded sample ")
+    assert describe_end(Task([index] * 2, 3, 40, 2), 41).startswith("while it loaded sample ")
+    assert describe(Task([index] * 40, 3, 40, 40)).startswith("batch 3 (indices ")
+
+
+@pytest.mark.parametrize("samples", [BatchSampler(torch.arange(10**6), 32, False), torch.arange(10**6).split(32)])
+def test_requests_have_the_indices_of_their_batch_and_no_more_of_the_tensor(samples):
+    task = next(TaskSource(iter(samples), auto_collation=True, makes_requests=True))
+    assert task.num_samples == 32
+    assert task.request.size_bytes < 10_000
 
 
 class Stateful:

@@ -24,6 +24,7 @@ def test_digest_is_the_same_in_any_process_and_tells_values_apart():
 def test_indices_have_the_same_digest_whatever_makes_them():
     indices = list(range(300, 310))
     assert digest(indices) == digest(list(np.array(indices))) == digest(list(torch.tensor(indices)))
+    assert digest(indices) == digest(range(300, 310)) == digest(np.array(indices)) == digest(torch.tensor(indices))
 
 
 def test_value_that_cannot_be_read_does_not_count():
