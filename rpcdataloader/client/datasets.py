@@ -84,6 +84,9 @@ class RemoteDataset(DatasetRef):
         self.late: weakref.WeakSet[RemoteSession] = weakref.WeakSet()
         self._settled: tuple[Change, ...] = ()  # changes made everywhere
         self._pending: tuple[Change, ...] = ()  # those since the last pass began
+        # Those that were settled as each pass began that still runs. A session has none that one of these lacks: its
+        # workers are forked from there; those of later passes make the others themselves.
+        self._of_passes: weakref.WeakKeyDictionary[object, tuple[Change, ...]] = weakref.WeakKeyDictionary()
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
 
     def build_on(self, session: RemoteSession) -> None:
@@ -106,10 +109,10 @@ class RemoteDataset(DatasetRef):
             self._catch_up(session)
 
     def is_current(self, session: RemoteSession) -> bool:
-        """Whether a session has the dataset, and lacks none of the settled changes."""
+        """Whether a session has the dataset, and lacks no change that it may make."""
         with self._lock:
             made = self._sessions.get(session, -1)
-            return made is None or (made >= 0 and not _after(made, self._settled))
+            return made is None or (made >= 0 and not _after(made, self._of_all_passes()))
 
     def is_on(self, session: RemoteSession) -> bool:
         """Whether workers of this session can use the dataset."""
@@ -216,9 +219,9 @@ class RemoteDataset(DatasetRef):
             )
 
     def _catch_up(self, session: RemoteSession) -> None:
-        """Make the settled changes that a session lacks."""
+        """Make the settled changes that a session lacks, up to those that a running pass lacks, too."""
         with self._lock:
-            changes, made = self._settled, self._sessions.get(session)
+            changes, made = self._of_all_passes(), self._sessions.get(session)
         if made is not None and (late := _after(made, changes)):
             if (reason := session.call(catch_up, self, self.key, late).wait()) is not None:
                 self._leave_to_workers(session, f"after a change, {reason}")
@@ -237,15 +240,31 @@ class RemoteDataset(DatasetRef):
             self._settled = without_overwritten(self._settled + self._pending)
             self._pending = ()
 
-    def changes_after(self, number: int) -> tuple[Change, ...]:
-        """The settled changes that a worker lacks which has those up to ``number``."""
-        return _after(number, self._settled)
+    def begin_pass(self, owner: object) -> None:
+        """Let the settled changes be those of the pass of ``owner`` until :meth:`end_pass`, or while it lives."""
+        with self._lock:
+            self._of_passes[owner] = self._settled
 
-    def changes_of_workers(self) -> tuple[Change, ...]:
-        """The settled changes that a new worker may lack, as it is forked without them or constructs the dataset."""
+    def end_pass(self, owner: object) -> None:
+        """Let sessions make changes that this pass lacks."""
+        with self._lock:
+            self._of_passes.pop(owner, None)
+
+    def _of_all_passes(self) -> tuple[Change, ...]:
+        """The settled changes that no running pass lacks; with the lock."""
+        ends = [changes[-1].number if changes else 0 for changes in self._of_passes.values()]
+        return tuple(change for change in self._settled if change.number <= min(ends, default=change.number))
+
+    def changes_after(self, number: int, owner: object) -> tuple[Change, ...]:
+        """The changes of a pass that a worker lacks which has those up to ``number``."""
+        with self._lock:
+            return _after(number, self._of_passes.get(owner, self._settled))
+
+    def changes_of_workers(self, owner: object) -> tuple[Change, ...]:
+        """The changes of a pass that a new worker may lack, as it is forked without them or constructs the dataset."""
         with self._lock:
             made = [number or 0 for session, number in self._sessions.items() if session.is_usable]
-            return _after(min(made, default=0), self._settled)
+        return self.changes_after(min(made, default=0), owner)
 
     def length(self) -> int:
         """Its ``len``.

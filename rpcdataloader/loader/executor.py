@@ -73,6 +73,7 @@ class Executor:
         self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)
         self._settings = settings
         self._dataset = dataset
+        dataset.begin_pass(self)
         self._num_workers = len(placement.homes)
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
@@ -89,6 +90,7 @@ class Executor:
     def close(self, workers: Sequence[RemoteWorker]) -> None:
         """End workers, and the threads that look for nodes."""
         self._closed.set()
+        self._dataset.end_pass(self)
         for worker in workers:
             worker.close()
         for node in list(self._sought):
@@ -175,7 +177,7 @@ class Executor:
         settings = self._settings
         # Workers that join later may have a higher number.
         spec = loader_spec(settings, begun, place, max(self._num_workers, place + 1), stream)
-        changes = self._dataset.changes_of_workers()
+        changes = self._dataset.changes_of_workers(self)
         call = Call(remote.open_loader, (self._dataset, spec, self._dataset.key, changes), {})
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
         return Opening(begun, dumps_named(tuple(call), parts, persistent_id=self._reference_of))
@@ -183,7 +185,8 @@ class Executor:
     def settle(self, workers: Sequence[RemoteWorker]) -> None:
         """Make the changes to the dataset in the sessions of the workers, and find those that the workers lack."""
         self._dataset.settle()
-        self._changes = self._dataset.changes_after(self._last_change)
+        self._dataset.begin_pass(self)
+        self._changes = self._dataset.changes_after(self._last_change, self)
         if self._changes:
             with contextlib.suppress(ConnectionLostError):  # noticed later
                 build(self._dataset, [worker.session for worker in workers if worker.session.is_ready])

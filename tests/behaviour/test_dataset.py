@@ -217,6 +217,20 @@ def test_change_in_mid_pass_is_for_the_next_one_and_for_each_process_once(two_no
 
 
 @pytest.mark.parametrize("build", ["node", "worker"])
+def test_change_for_another_pass_reaches_no_new_worker_of_this_one(serve, build):
+    dataset = RPCDataset(serve("--num-workers", "2", "--max-tasks-per-worker", "4").address, State, build=build)
+    training = iter(RPCDataloader(dataset, num_workers=1, prefetch_factor=1))
+    first = [next(training) for _ in range(2)]
+    dataset.epoch = 5
+    assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {5}
+    dataset.epoch = 6
+    trained = items([*first, *training])
+    assert {epoch for _index, epoch, _changes, _pid in trained} == {0}
+    assert len({pid for _index, _epoch, _changes, pid in trained}) >= 4
+    assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {6}
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
 def test_change_that_fails_raises_and_is_not_applied_later(two_nodes, build):
     dataset = RPCDataset(two_nodes, State, build=build)
     dataset.epoch = 4
