@@ -156,6 +156,8 @@ class Client:
                 settings = dataclasses.replace(self._settings, waits_for_servers=not is_registered)
                 local = self._local if self._local is not None and address == self._local.address else None
                 self._nodes[address] = Node(address, settings, local)
+            elif not is_registered:  # it is named, too
+                self._nodes[address].settings = self._settings
             return self._nodes[address]
 
     def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float | None = None) -> None:

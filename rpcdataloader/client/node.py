@@ -47,6 +47,7 @@ class Node:
         local: The embedded server, if it is the one at the address.
 
     Attributes:
+        settings: Settings of the next session.
         is_missed: True if a pass found it missing, and the user was told.
         is_foreign: True if another version, or another program, answered last: a pass does not wait for it.
     """
@@ -55,7 +56,7 @@ class Node:
         self.address = address
         self.is_missed = self.is_foreign = False
         self.local = local
-        self._settings = settings
+        self.settings = settings
         self._lock = threading.RLock()
         # Guarded by the lock. The last session is the current one; those before it still drain.
         self.sessions: list[RemoteSession] = []
@@ -71,7 +72,7 @@ class Node:
             if not self.sessions or not self.sessions[-1].is_usable:
                 if self.local is not None:
                     self.local.ensure_running()
-                session = RemoteSession(self.address, self._settings, is_quiet=self.is_missed)
+                session = RemoteSession(self.address, self.settings, is_quiet=self.is_missed)
                 self.sessions = [*(before for before in self.sessions if not before.is_over), session]
             return self.sessions[-1]
 

@@ -18,6 +18,7 @@ from rpcdataloader.client.background import Alarm, Printer, Sender
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.modules import SharedAdditions
 from rpcdataloader.errors import (
+    AuthenticationError,
     ConnectError,
     ConnectionLostError,
     LocalProtocolError,
@@ -28,7 +29,7 @@ from rpcdataloader.errors import (
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.condition import Condition
-from rpcdataloader.wire.credentials import client_credentials
+from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
 from rpcdataloader.wire.picklers import PersistentId
@@ -57,15 +58,24 @@ class ClientSettings:
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
     sender: Sender = field(default_factory=Sender)
+    proven: dict[Address, Credentials] = field(default_factory=dict)  # those of the last handshake with each server
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: Condition = field(default_factory=Condition)
 
     def open(self, address: Address, session: bytes, deadline: Deadline, **options: Any) -> tuple[Channel, Welcome]:
         """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`."""
-        credentials, identity = client_credentials(address), local_identity("client", self.rank)
+        try:
+            credentials = client_credentials(address)
+        except AuthenticationError:  # a home directory may be away for a moment
+            if address not in self.proven:
+                raise
+            credentials = self.proven[address]
+        identity = local_identity("client", self.rank)
         tls = None if address.is_unix else self.tls  # a Unix socket cannot be listened in on
         channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
-        return channel, read_welcome(channel, deadline)
+        welcome = read_welcome(channel, deadline)
+        self.proven[address] = credentials
+        return channel, welcome
 
 
 class BusyError(Exception):

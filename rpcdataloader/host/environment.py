@@ -23,6 +23,8 @@ import os
 import socket
 import sys
 import sysconfig
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -193,6 +195,15 @@ def prepare_session(folder: str, forward_output: Callable[[], object]) -> None:
     _folder, _forward_output = folder, forward_output
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables, those included that Python reads only once."""
+    os.environ.update(variables)
+    if "TZ" in variables:
+        time.tzset()
+    if "TMPDIR" in variables:
+        tempfile.tempdir = None
+
+
 def update(additions: Additions, rank: int, world_size: int) -> None:
     """Take over the client's additions and rank, for this session and its later workers.
 
@@ -202,7 +213,7 @@ def update(additions: Additions, rank: int, world_size: int) -> None:
         ImportError: A module was imported from elsewhere before; all others are applied.
         OSError: The files cannot be written.
     """
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size), **additions.variables})
+    set_variables({"RANK": str(rank), "WORLD_SIZE": str(world_size), **additions.variables})
     if additions.forward_output:
         _forward_output()
     hashes = {name: hash(frozenset(module.files.items())) for name, module in additions.modules.items()}

@@ -22,7 +22,7 @@ from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_wo
 from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.raw import RawBatch, pack
-from rpcdataloader.host.environment import Additions
+from rpcdataloader.host.environment import Additions, set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
@@ -321,7 +321,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 stacklevel=3,
             )
         if isinstance(self._where, Inline):
-            os.environ.update(settings.env)
+            set_variables(settings.env)
             local = access_of(settings.dataset) if isinstance(settings.dataset, RPCDataset) else settings.dataset
             return InlineIterator(settings, local, saved, self._IterableDataset_len_called)
         with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):

@@ -21,7 +21,7 @@ from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.worker import dumps_named
 from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.host.environment import Additions
+from rpcdataloader.host.environment import Additions, set_variables
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prepare
 from rpcdataloader.loader.settings import PassSettings
@@ -92,7 +92,7 @@ class RPCDataset(Dataset[Any]):
         check_min_workers(min_workers, 0, where)
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
-            os.environ.update(additions.variables)
+            set_variables(additions.variables)
             access = _Inline(dataset(*args, **kwargs))
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)

@@ -257,8 +257,13 @@ def _find_nodes(
     deadline, is_enough = time.monotonic() + limit, False
     is_followed = isinstance(where, Remote) and bool(where.lookups)
     sessions: dict[Node, RemoteSession] = {}
+    again = time.monotonic() + _ASK_PAUSE
     while True:
         nodes = get_client().nodes(where)
+        if is_followed and time.monotonic() >= again:  # one that was killed may have begun again
+            again = time.monotonic() + _ASK_PAUSE
+            refused = [node for node in sessions if isinstance(sessions[node].connection.error, _REFUSALS)]
+            sessions = {node: each for node, each in sessions.items() if each.is_usable or node in refused}
         sessions |= {node: node.session() for node in nodes if node not in sessions}
         there = [node for node in nodes if node.offered is not None]
         missing = [node for node in nodes if node.offered is None]

@@ -201,6 +201,7 @@ class Pool:
         # For the thread, and for close() once that has ended:
         self._nodes: dict[PoolNode, str | None] = {}  # with the address, once it is known; the latest come last
         self._draining: dict[PoolNode, float] = {}  # those no longer wanted, with the time until which they may drain
+        self._published: list[str] = []
         self._delay, self._retry_at = FIRST_DELAY, 0.0
         self._asking = threading.Thread(target=self._ask, name="rpcdl-pool-ask", daemon=True)
         self._thread = threading.Thread(target=self._keep, name="rpcdl-pool", daemon=True)
@@ -260,11 +261,14 @@ class Pool:
             forget_credentials(self._order.credentials)
 
     def _keep(self) -> None:
+        last = ""
         while True:
             try:
                 self._look()
-            except Exception:
-                logger.exception("cannot look after the pool")
+            except Exception as exc:
+                if str(exc) != last:
+                    logger.exception("cannot look after the pool")
+                last = str(exc)
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_ending, PAUSE):
                     return
@@ -294,10 +298,12 @@ class Pool:
         leaving = sorted(self._nodes, key=lambda node: self._nodes[node] is None)[self._size.number :]
         addresses = [address for node, address in self._nodes.items() if address and node not in leaving]
         if addresses != self._addresses:
-            self._engine.publish(addresses)
             with self._changed:
                 self._addresses = addresses
                 self._changed.notify_all()
+        if addresses != self._published:
+            self._engine.publish(addresses)
+            self._published = addresses
         # They stay in the pool until no loop can find them: the engine may fail to publish that.
         for node in leaving:
             if (left := self._nodes.pop(node)) is not None:
@@ -328,7 +334,8 @@ class Pool:
             with self._changed:
                 self._problem = problem
                 self._changed.notify_all()
-        self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
+        if time.monotonic() >= self._retry_at:  # several may be lost at once
+            self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
         if node is not None:
             self._release(node)
         logger.warning(
@@ -431,7 +438,7 @@ class _Server:
         with self.process.stdout as lines:
             for line in lines:
                 text = line.decode(errors="replace").strip()
-                if match := _READY.fullmatch(text):
+                if match := _READY.search(text):  # after what has no end of line yet
                     self.address = match[1]
                 else:
                     self.last_words = text

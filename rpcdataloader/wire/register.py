@@ -311,6 +311,8 @@ class Register(Lookup):
                         except OSError as exc:
                             client_logger.debug("%s has gone: %s", entry.path, exc)
         except FileNotFoundError:
+            if self._files:  # it may come back, as after a failure of its file system
+                raise
             client_logger.debug("there is no directory %s yet", self.directory)
         return statuses
 

@@ -148,7 +148,7 @@ def last_report(sessions: Iterable[ClientStatus]) -> list[LoopStatus]:
 
 
 def count_wanted(nodes: Iterable[NodeStatus]) -> int:
-    """Add up the workers that clients want: for their loops or, as between two passes, those that they have."""
+    """Add up the workers that clients want: for their loops or, as between two passes, those that have loaded."""
     clients: dict[tuple[str, int], list[ClientStatus]] = {}
     for node in nodes:
         for client in node.clients:
@@ -156,7 +156,8 @@ def count_wanted(nodes: Iterable[NodeStatus]) -> int:
     wanted = 0
     for sessions in clients.values():
         loops = last_report(sessions)
-        wanted += sum(loop.wanted_workers for loop in loops) if loops else sum(len(one.workers) for one in sessions)
+        present = sum(worker.tasks > 0 for one in sessions for worker in one.workers)
+        wanted += sum(loop.wanted_workers for loop in loops) if loops else present
     return wanted
 
 

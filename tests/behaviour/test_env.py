@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import time
 
 import pytest
 from torch.utils.data import Dataset
@@ -43,6 +45,16 @@ def server(serve):
 def test_dataset_and_workers_see_it(server, build):
     dataset = RPCDataset(server.address, Looks, build=build, env=["PRO*"])
     assert seen_by(dataset) == ("mine", "mine")
+
+
+class Places(Dataset):
+    def __getitem__(self, _index):
+        return time.tzname[0], tempfile.gettempdir()
+
+
+def test_python_itself_follows_what_it_has_read_before(server, tmp_path):
+    env = {"TZ": "XYZ-9", "TMPDIR": str(tmp_path)}
+    assert seen_by(RPCDataset(server.address, Places, env=env)) == ("XYZ", str(tmp_path))
 
 
 def test_instance_and_workers_of_a_loader_see_it_and_nothing_else_comes(server, monkeypatch):

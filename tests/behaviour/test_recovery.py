@@ -476,3 +476,10 @@ def test_worker_that_serves_calls_does_not_retire(serve):
     pids = {rpc_async(server.address, tasks.whereabouts).wait() for _ in range(5)}
     assert len(pids) == 1
     assert rpc_async(server.address, len, (held,)).wait() == 2
+
+
+def test_secret_that_is_away_for_a_moment_ends_no_training(workers, tmp_path, monkeypatch):
+    loader = RPCDataloader(datasets.Numbers(4), workers=workers)
+    assert len(list(loader)) == 4
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(tmp_path / "away"))
+    assert len(list(loader)) == 4

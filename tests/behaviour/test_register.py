@@ -157,6 +157,17 @@ def test_file_of_a_server_that_was_killed_is_no_reason_not_to_wait_for_the_next(
         assert servers.result() == {alive.pid}
 
 
+def test_server_that_was_killed_counts_for_min_workers_when_it_is_there_again(register, where):
+    register()
+    dead, _path = register()
+    dead.signal(signal.SIGKILL)
+    dead.wait()
+    with ThreadPoolExecutor(1) as pool:
+        dataset = pool.submit(RPCDataset, where, Servers, min_workers=4)
+        register("--port", dead.address.rpartition(":")[2])
+        dataset.result()
+
+
 def test_server_with_another_secret_is_left_out(register, where, other_secret, caplog):
     other, _path = register("--token-file", str(other_secret))
     server, _path = register()

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 import re
 import sys
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -137,6 +138,18 @@ def test_latest_nodes_drain_when_loops_want_fewer_and_others_come_when_they_want
     assert all(node.calls == ["stop", "release"] for node in engine.nodes)
 
 
+def test_nodes_that_are_lost_together_are_replaced_soon_and_though_the_engine_publishes_nothing(caplog):
+    engine = Engine()
+    with Pool(engine, 6, ORDER, LIMIT) as workers:
+        engine.publish.side_effect = ConnectionError("the scheduler does not answer")
+        pool.FIRST_DELAY, began = 0.2, time.monotonic()
+        for node in engine.nodes[:]:
+            node.answer = RuntimeError("gone")
+        wait_until(lambda: list(workers) == addresses_of(*range(6, 12)))
+        assert time.monotonic() - began < 5.0 * TIMEOUT_SCALE  # and not 0.2 * 2**6
+    assert caplog.messages.count("cannot look after the pool") == 1
+
+
 def test_size_follows_what_is_wanted_and_shrinks_when_fewer_have_sufficed_for_a_while():
     size = Size(1, 8, 4)
     limit = pool.SHRINK_AFTER
@@ -159,8 +172,9 @@ def test_loops_of_all_clients_count_once_by_their_latest_report():
         return dataclasses.replace(CLIENT, pid=pid, loops=loops, loops_seconds=seconds)
 
     assert count_wanted([node(client(1, 9.0, 40), client(2, 1.0, 5)), node(client(1, 2.0, 3, 4))]) == 3 + 4 + 5
-    # Without a report, a client wants what it has.
-    assert count_wanted([node(client(1, None)), node(client(1, None))]) == 2 * len(CLIENT.workers)
+    # Without a report, a client wants those that have loaded for it, and not the one that has answered a question.
+    asked = [*CLIENT.workers, dataclasses.replace(CLIENT.workers[0], tasks=0)]
+    assert count_wanted([node(dataclasses.replace(client(1, None), workers=asked))] * 2) == 2 * len(CLIENT.workers)
     assert count_wanted([]) == 0
 
 

@@ -147,6 +147,9 @@ def test_directory_that_cannot_be_read_leaves_what_was_known(tmp_path, register,
         assert register.problems == {str(tmp_path): "Input/output error"}
     assert found(register) == (server("a"),)
     assert register.problems == {}
+    away = tmp_path.rename(tmp_path.with_name("away"))
+    assert len(register.look()) == 1
+    away.rename(tmp_path)
     assert Register(str(tmp_path / "missing")).look() == {}
 
 
