@@ -13,13 +13,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy.random  # noqa: F401  # before anything is pickled: cloudpickle names the submodules that are loaded
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.client.client import get_client
+from rpcdataloader.client.discovery import Local, Remote
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
@@ -50,13 +51,23 @@ class RemoteDataset(DatasetRef):
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``.
         shared: Build once per session, or else in every worker.
         is_iterable: True for an iterable-style dataset, False for a map-style one; None to ask a node.
+        where: Where to look for nodes once those that had it are lost; None to give up then.
 
     Attributes:
         blocks: ``pickled`` and its buffers, as bytes.
     """
 
-    def __init__(self, name: str, pickled: Encoded, *, shared: bool, is_iterable: bool | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        pickled: Encoded,
+        *,
+        shared: bool,
+        is_iterable: bool | None = None,
+        where: Local | Remote | None = None,
+    ) -> None:
         super().__init__(next(_keys))
+        self._where = where
         self.name = name
         self.spent = 0.0  # seconds of the longest build on a node in the present pass, with sending
         self._modules = pickled.modules
@@ -342,15 +353,25 @@ class RemoteDataset(DatasetRef):
                 self._revive()
 
     def _revive(self) -> None:
-        """Build it again on one of the nodes that had it.
+        """Build it again on one of the nodes that had it, or on another one.
 
         Raises:
             ConnectionLostError: All of them are unreachable.
         """
-        reasons: list[str] = []
+        client, reasons = get_client(), []
         addresses = dict.fromkeys(session.address for session in list(self._sessions))
-        client = get_client()
-        for session in client.in_order_of_coming([client.node(address).session() for address in addresses]):
+        known = [client.node(address, is_registered=True) for address in addresses]
+
+        def sessions() -> Iterator[RemoteSession]:
+            yield from client.in_order_of_coming([node.session() for node in known])
+            try:
+                others = [] if self._where is None else client.nodes(self._where)  # which may have taken their place
+            except ConnectError as exc:
+                reasons.append(str(exc))
+            else:
+                yield from client.in_order_of_coming([node.session() for node in others if node not in known])
+
+        for session in sessions():
             try:
                 session.wait()
                 self.build_on(session)

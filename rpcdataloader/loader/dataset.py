@@ -99,7 +99,7 @@ class RPCDataset(Dataset[Any]):
             parts = {"dataset": dataset, "args": args, "kwargs": kwargs}
             pickled = dumps_named(tuple(parts.values()), parts)
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
-            access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
+            access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable, where=where)
             with get_client().additions.adding(additions):
                 prepare(access, choose_nodes(where, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.

@@ -168,6 +168,16 @@ def test_server_that_was_killed_counts_for_min_workers_when_it_is_there_again(re
         dataset.result()
 
 
+def test_dataset_whose_servers_were_replaced_by_others_can_be_asked_and_changed(register, where):
+    before, _path = register()
+    dataset = RPCDataset(where, datasets.State)
+    before.signal(signal.SIGTERM)
+    before.wait()
+    register()
+    dataset.epoch = 5
+    assert {int(epoch) for _index, epoch, _changes, _pid in RPCDataloader(dataset)} == {5}
+
+
 def test_server_with_another_secret_is_left_out(register, where, other_secret, caplog):
     other, _path = register("--token-file", str(other_secret))
     server, _path = register()

@@ -9,31 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire.messages import (
-    STAGES_BYTES,
-    Busy,
-    Exited,
-    Goaway,
-    Log,
-    StackRequest,
-    Stages,
-    Welcome,
-    pack_handles,
-    printable,
-    unpack_handles,
-)
+from rpcdataloader.wire import messages
 
 MESSAGES = [
-    Welcome("node07", 4711, "ab" * 16, 32),
-    Welcome("node07", 4711, "ab" * 16, 32, worker=3),
-    Busy("all 8 connections are in use"),
-    Exited(3, 4711, "was killed by SIGKILL (perhaps out of memory)"),
-    StackRequest(3),
-    StackRequest(3, "took longer than 5 s"),
-    Goaway(17),
-    Goaway(17, retired=True),
-    Log(30, "py.warnings", "UserWarning: déjà vu\n日本"),
-    Log(0, "", "loading 17", "worker 3"),
+    messages.Welcome("node07", 4711, "ab" * 16, 32),
+    messages.Welcome("node07", 4711, "ab" * 16, 32, worker=3),
+    messages.Busy("all 8 connections are in use"),
+    messages.Exited(3, 4711, "was killed by SIGKILL (perhaps out of memory)"),
+    messages.StackRequest(3),
+    messages.StackRequest(3, "took longer than 5 s"),
+    messages.Goaway(17),
+    messages.Goaway(17, retired=True),
+    messages.Log(30, "py.warnings", "UserWarning: déjà vu\n日本"),
+    messages.Log(0, "", "loading 17", "worker 3"),
 ]
 KINDS = list(dict.fromkeys(map(type, MESSAGES)))
 
@@ -58,44 +46,44 @@ def test_malformed_payload_is_refused(kind, payload):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=50))
 def test_handles_round_trip(handles):
-    assert unpack_handles(memoryview(pack_handles(handles))) == handles
-    assert pack_handles(iter(handles)) == b"".join(handle.to_bytes(8, "little") for handle in handles)
+    assert messages.unpack_handles(memoryview(messages.pack_handles(handles))) == handles
+    assert messages.pack_handles(iter(handles)) == b"".join(handle.to_bytes(8, "little") for handle in handles)
 
 
 @pytest.mark.parametrize("size", [1, 7, 9, 15])
 def test_handles_of_a_wrong_size_are_refused(size):
     with pytest.raises(RemoteProtocolError, match=f"a RELEASE message of {size} bytes"):
-        unpack_handles(bytes(size))
+        messages.unpack_handles(bytes(size))
 
 
 # Durations that a worker sends beside a reply
 
 
 def test_stages_keep_their_values_in_28_bytes():
-    stages = Stages(*(number / 4 for number in range(9)))
-    assert len(stages.pack()) == STAGES_BYTES == 28
-    assert Stages.unpack(memoryview(stages.pack())).with_timings((stages.fetch, stages.collate)) == stages
+    stages = messages.Stages(*(number / 4 for number in range(9)))
+    assert len(stages.pack()) == messages.STAGES_BYTES == 28
+    assert messages.Stages.unpack(memoryview(stages.pack())).with_timings((stages.fetch, stages.collate)) == stages
     assert stages.task == stages.fetch + stages.collate + stages.encode
     golden = "0000803f00000040" + "00000000" + "0000003f" + "00000000" + "00000040" + "00000000"
-    assert Stages(idle=1.0, encode=2.0, runqueue=0.5, cpus=2.0).pack().hex() == golden
+    assert messages.Stages(idle=1.0, encode=2.0, runqueue=0.5, cpus=2.0).pack().hex() == golden
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e30])
 def test_impossible_durations_count_as_nothing(value):
-    assert Stages.unpack(Stages(encode=value, cpu=1.0).pack()) == Stages(cpu=1.0)
-    assert Stages().with_timings((value, 1.0)) == Stages(collate=1.0)
+    assert messages.Stages.unpack(messages.Stages(encode=value, cpu=1.0).pack()) == messages.Stages(cpu=1.0)
+    assert messages.Stages().with_timings((value, 1.0)) == messages.Stages(collate=1.0)
 
 
 @pytest.mark.parametrize("size", [0, 27, 29])
 def test_another_length_is_refused(size):
     with pytest.raises(RemoteProtocolError, match=f"stages of {size} bytes instead of 28"):
-        Stages.unpack(bytes(size))
+        messages.Stages.unpack(bytes(size))
 
 
 # Text that others have chosen
 
 
 def test_only_what_can_do_something_to_a_terminal_is_escaped():
-    assert printable("é日 ok") == "é日 ok"
-    assert printable("two\nlines\x1b", keep="\n") == "two\nlines\\x1b"
-    assert printable("\x1b[2J\r\n\u202e\x00\udcff\U000e0001.") == r"\x1b[2J\r\n\u202e\x00\udcff\U000e0001."
+    assert messages.printable("é日 ok") == "é日 ok"
+    assert messages.printable("two\nlines\x1b", keep="\n") == "two\nlines\\x1b"
+    assert messages.printable("\x1b[2J\r\n\u202e\x00\udcff\U000e0001.") == r"\x1b[2J\r\n\u202e\x00\udcff\U000e0001."
