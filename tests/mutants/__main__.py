@@ -43,12 +43,14 @@ ROOT = Path(__file__).parents[2]
 # By room of the package: the tests that hold what it does, the quick ones first.
 TESTS = {
     "plan": "unit/plan simulation/test_simulation.py simulation/test_demand.py behaviour/test_auto.py",
-    "diagnosis": "unit/diagnosis simulation/test_diagnosis.py behaviour/test_diagnosis.py",
+    "diagnosis": "unit/diagnosis simulation/test_diagnosis.py behaviour/test_diagnosis.py behaviour/test_trace.py",
     "wire": "unit/wire unit/test_status_report.py behaviour/test_batches.py behaviour/test_exceptions.py "
     "behaviour/test_attacks.py behaviour/test_copies.py behaviour/test_shared_memory.py behaviour/test_tls.py",
-    "fetch": "unit/fetch behaviour/test_bad_samples.py behaviour/test_differential.py",
+    "fetch": "unit/fetch behaviour/test_bad_samples.py behaviour/test_differential.py behaviour/test_transform.py "
+    "behaviour/test_library_streams.py behaviour/test_resume.py",
     "client": "unit/client behaviour/test_rpc.py behaviour/test_dataset.py behaviour/test_recovery.py",
-    "server": "unit/server behaviour/test_server.py behaviour/test_launch.py behaviour/test_stacks.py",
+    "server": "unit/server behaviour/test_server.py behaviour/test_launch.py behaviour/test_stacks.py "
+    "behaviour/test_deaths.py behaviour/test_security.py behaviour/test_forward_output.py behaviour/test_status.py",
     "loader": "unit/loader behaviour/test_loader.py behaviour/test_differential.py behaviour/test_resume.py "
     "behaviour/test_device.py behaviour/test_transform.py behaviour/test_words.py behaviour/test_diagnosis.py "
     "behaviour/test_elastic.py behaviour/test_auto.py behaviour/test_distributed.py behaviour/test_dataset.py "
