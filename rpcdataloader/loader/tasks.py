@@ -112,7 +112,7 @@ class TaskSource:
             try:
                 if is_wanted and self.get_state is not None:
                     task.sampler_state = self.get_state()
-                if task.sampler_state is None or (self.progress is not None and self.progress.sampler is None):
+                if self._is_compared(task):
                     task.digest = digest(indices)  # now: the sampler, or the dataset, may change them
                 if is_wanted and self.makes_requests:
                     task.request = load_request(task)
@@ -127,6 +127,13 @@ class TaskSource:
                 return task
             if self.leave_out[task.number] not in (None, task.digest):
                 raise ValueError(OTHER_ORDER)
+
+    def _is_compared(self, task: Task) -> bool:
+        """Whether a resumed pass compares the indices: not those of a stream, or if a state of the sampler suffices."""
+        progress = self.progress
+        if progress is None:
+            return True
+        return not progress.streams and (task.sampler_state is None or progress.sampler is None)
 
     def look_ahead(self) -> None:
         """Draw the next batch."""
