@@ -261,14 +261,15 @@ class Pool:
             forget_credentials(self._order.credentials)
 
     def _keep(self) -> None:
-        last = ""
+        has_failed = False
         while True:
             try:
                 self._look()
-            except Exception as exc:
-                if str(exc) != last:
+                has_failed = False
+            except Exception:
+                if not has_failed:  # each look fails while it lasts
                     logger.exception("cannot look after the pool")
-                last = str(exc)
+                has_failed = True
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_ending, PAUSE):
                     return
