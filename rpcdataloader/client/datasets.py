@@ -22,7 +22,15 @@ from torch.utils.data import IterableDataset
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.discovery import Local, Remote
 from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
+from rpcdataloader.client.worker import (
+    DatasetRef,
+    PendingReply,
+    RemoteWorker,
+    WorkerOwner,
+    dumps_named,
+    freeze,
+    reference_of,
+)
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
 from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
@@ -321,7 +329,9 @@ class RemoteDataset(DatasetRef):
         with self._changing:
             worker = self._worker()
             number = self._last_change + 1
-            change = Change(number, func, args, derive_seed(number))
+            attribute = args[0] if func is setattr else None
+            call = freeze({"function": func, "args": args}, persistent_id=reference_of)
+            change = Change(number, attribute, call, derive_seed(number))
             self._last_change = change.number  # never again: a change that failed may have been made in part
             try:
                 result = self._answer(worker, catch_up, self, self.key, (change,))

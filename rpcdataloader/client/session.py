@@ -5,6 +5,7 @@ The loss of the control connection ends the session and all of its workers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import time
@@ -66,6 +67,7 @@ class RemoteSession:
     def __init__(self, address: Address, settings: ClientSettings, *, is_quiet: bool = False) -> None:
         self.address = address
         self.name = str(address)
+        self.host = ""  # its IP address: its workers must not need the resolver, nor reach another server of that name
         self.welcome: Welcome | None = None
         self._welcome: Welcome | None = None  # until the session is ready
         self._settings = settings
@@ -278,6 +280,8 @@ class RemoteSession:
             retry=self._settings.waits_for_servers,
             label=lambda: None if self.is_quiet else self._partition.label,
         )
+        with contextlib.suppress(OSError):  # it has gone already
+            self.host = channel.transport.peer_host
         if channel.differences:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel

@@ -32,7 +32,7 @@ from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
-from rpcdataloader.wire.picklers import PersistentId
+from rpcdataloader.wire.picklers import Frozen, PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps, result_of
 from rpcdataloader.wire.slabs import Allocator
 from rpcdataloader.wire.tls import TlsCredentials
@@ -151,7 +151,9 @@ def reference_of(value: Any) -> tuple[str, int] | None:
     return ("dataset", value.key) if isinstance(value, DatasetRef) else None
 
 
-def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None) -> Encoded:
+def dumps_named(
+    content: Any, parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None, in_band: bool = False
+) -> Encoded:
     """Pickle ``content``.
 
     Args:
@@ -161,11 +163,17 @@ def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: Persis
         SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
     """
     try:
-        return dumps(content, persistent_id=persistent_id)
+        return dumps(content, persistent_id=persistent_id, in_band=in_band)
     except SerializationError:
         for name, part in parts.items():
             dumps(part, persistent_id=persistent_id, name=name)
         raise
+
+
+def freeze(parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None) -> Frozen:
+    """Pickle ``parts`` as they are now, for messages that are sent later; raises as :func:`dumps_named`."""
+    encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True)
+    return Frozen(encoded.payload, encoded.modules)
 
 
 class PendingReply(concurrent.futures.Future["Message | RPCError"]):
@@ -306,7 +314,8 @@ class RemoteWorker:
             if self.connection.has_ended:
                 limit.cancel()
             try:
-                channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
+                session_id, host = bytes.fromhex(welcome.session), self.session.host
+                channel, answer = self._settings.open(self.session.address, session_id, limit, host=host)
             except BusyError as exc:
                 is_wanted = not self.connection.has_ended
                 is_coming = is_wanted and self.session.has_room_soon(num_exited)

@@ -56,8 +56,6 @@ class StreamState(NamedTuple):
 class LoaderSpec:
     """The loader as a worker needs to know it; sent once."""
 
-    collate_fn: Callable[[Any], Any] | None  # collate function; None for torch's default
-    worker_init_fn: Callable[[int], None] | None
     auto_collation: bool  # True if the sampler yields lists of indices; False for single ones
     iterable: bool
     drop_last: bool  # True to leave out an incomplete last batch of an iterable-style dataset
@@ -67,6 +65,8 @@ class LoaderSpec:
     world_size: int
     worker_id: int
     num_workers: int  # number of workers; 0 means, as in torch, no worker info and no init function
+    collate_fn: Callable[[Any], Any] | None = None  # collate function; None for torch's default
+    worker_init_fn: Callable[[int], None] | None = None
     first_position: int = 0  # position in the epoch, over all ranks, of the first sample, where the sampler began later
     stream: StreamState | None = None  # state from which an iterable-style dataset continues; None for its beginning
     resumes: bool = False  # True if that state was saved; False if it is that of a worker that was lost

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
@@ -25,7 +26,7 @@ class _Failed:
         raise self._error.with_traceback(self._traceback)
 
     def start_epoch(self, *args: Any) -> None:
-        open_loader(self._dataset, self._spec.at_epoch(*args))
+        open_loader(self._dataset, self._spec.at_epoch(*args), {}, 0, ())
 
 
 # Of this process, a worker.
@@ -39,16 +40,20 @@ def share_batches(lender: Lender) -> None:
     _lender = lender
 
 
-def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[Change] = ()) -> float:
+def open_loader(
+    dataset: Any, spec: LoaderSpec, functions: Mapping[str, Any], key: int, changes: Sequence[Change]
+) -> float:
     """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
 
-    Returns the seconds that it took, nearly all of them in ``worker_init_fn``.
+    Returns the seconds that it took, nearly all of them in ``worker_init_fn``. ``functions`` are those of the loader's
+    ``spec``.
 
     Exceptions of ``worker_init_fn`` are raised by :func:`load`, for every batch, so that a loop that goes on comes to
     its end, as with torch.
     """
     global _loader
     catch_up(dataset, key, changes)
+    spec = replace(spec, **functions)
     kind = StreamLoader if spec.iterable else BatchLoader
     _loader, began = None, time.perf_counter()
     try:

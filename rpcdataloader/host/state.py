@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,11 +56,11 @@ def _without_arrays(value: Any) -> Any:
 
 
 class Change(NamedTuple):
-    """A function of the dataset that changes it, and the seed of what it draws, which is the same in each process."""
+    """A call that changes the dataset, and the seed of what it draws, which is the same in each process."""
 
     number: int
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    attribute: str | None  # that it sets; None for another change
+    call: Any  # the ``function`` and its ``args`` after the dataset; at the client, :class:`Frozen`
     seed: int
 
 
@@ -71,12 +71,12 @@ _made: dict[int, int] = {}
 def catch_up(dataset: Any, key: int, changes: Sequence[Change]) -> Any:
     """Make those of ``changes`` that are new to this process, each with its seed; returns the result of the last."""
     result = None
-    for number, function, args, seed in changes:
+    for number, _attribute, call, seed in changes:
         if number > _made.get(key, 0):
             random.seed(seed)
             np.random.seed(np.random.SeedSequence(seed).generate_state(4))
             torch.default_generator.manual_seed(seed)
-            result = function(dataset, *args)
+            result = call["function"](dataset, *call["args"])
             _made[key] = number
     return result
 
@@ -98,10 +98,10 @@ def without_overwritten(changes: tuple[Change, ...]) -> tuple[Change, ...]:
     """
     left: list[Change] = []
     for change in changes:
-        if change.function is setattr:
+        if change.attribute is not None:
             start = len(left)
-            while start > 0 and left[start - 1].function is setattr:
+            while start > 0 and left[start - 1].attribute is not None:
                 start -= 1
-            left[start:] = [other for other in left[start:] if other.args[0] != change.args[0]]
+            left[start:] = [other for other in left[start:] if other.attribute != change.attribute]
         left.append(change)
     return tuple(left)

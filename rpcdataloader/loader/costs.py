@@ -322,6 +322,5 @@ def _fingerprint(dataset: Any, cost: Callable[[Any], float]) -> str:
     access = access_of(dataset) if isinstance(dataset, RPCDataset) else dataset
     is_remote = isinstance(access, RemoteDataset)
     blocks = [*(access if is_remote else dumps(access, name="dataset")).blocks, *dumps(cost, name="cost").blocks]
-    for change in access.changes if is_remote else ():
-        blocks += dumps((change.function, change.args), name="change").blocks
+    blocks += [memoryview(change.call.pickled) for change in (access.changes if is_remote else ())]
     return digest_memory(map(as_bytes, blocks)).hex()[:16]

@@ -18,12 +18,12 @@ from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.client.worker import RemoteWorker, WorkerOwner, dumps_named, reference_of
+from rpcdataloader.client.worker import RemoteWorker, WorkerOwner, freeze, reference_of
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.host.state import Change
-from rpcdataloader.loader.passes import Pass, loader_spec
+from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
 from rpcdataloader.loader.placement import Placement, build
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe
@@ -31,6 +31,7 @@ from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.condition import Condition, Event
 from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import Encoded, dumps
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -75,6 +76,7 @@ class Executor:
         self._dataset = dataset
         dataset.begin_pass(self)
         self._num_workers = len(placement.homes)
+        self._functions: Frozen | None = None  # as they are when the first worker is requested
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
         self._closed = Event()
@@ -174,13 +176,13 @@ class Executor:
         Raises:
             SerializationError: They cannot be pickled.
         """
-        settings = self._settings
         # Workers that join later may have a higher number.
-        spec = loader_spec(settings, begun, place, max(self._num_workers, place + 1), stream)
+        spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
+        if self._functions is None:
+            self._functions = freeze(functions_of(self._settings), persistent_id=self._reference_of)
         changes = self._dataset.changes_of_workers(self)
-        call = Call(remote.open_loader, (self._dataset, spec, self._dataset.key, changes), {})
-        parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
-        return Opening(begun, dumps_named(tuple(call), parts, persistent_id=self._reference_of))
+        call = Call(remote.open_loader, (self._dataset, spec, self._functions, self._dataset.key, changes), {})
+        return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
 
     def settle(self, workers: Sequence[RemoteWorker]) -> None:
         """Make the changes to the dataset in the sessions of the workers, and find those that the workers lack."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -26,7 +27,7 @@ from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import DeviceCopies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver, shown
 from rpcdataloader.loader.executor import Executor
-from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
+from rpcdataloader.loader.passes import begin_pass, functions_of, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options
 from rpcdataloader.loader.sampler import skipped_before
 from rpcdataloader.loader.seat import Answer, Intake
@@ -390,7 +391,8 @@ class InlineIterator(PassIterator):
             self._pass = begin_pass(settings, saved)
         kind = StreamLoader if settings.iterable else BatchLoader
         stream = self.progress.streams[0] if settings.iterable else None
-        self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
+        spec = dataclasses.replace(loader_spec(settings, self._pass, 0, 1, stream), **functions_of(settings))
+        self._loader = kind(dataset, spec, None, inline=True)
         # At most one: from the sampler, and loaded, until it is held.
         self._tasks: list[Task] = []
         self._loaded: list[Answer] = []

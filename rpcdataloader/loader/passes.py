@@ -111,11 +111,9 @@ def begin_pass(
 def loader_spec(
     settings: PassSettings, begun: Pass, worker_id: int, num_workers: int, stream: StreamState | None
 ) -> LoaderSpec:
-    """Describe a pass for its workers."""
+    """Describe a pass for its workers, but for :func:`functions_of` its loader."""
     progress = begun.progress
     return LoaderSpec(
-        collate_fn=settings.collate_fn,
-        worker_init_fn=settings.worker_init_fn,
         auto_collation=settings.auto_collation,
         iterable=settings.iterable,
         drop_last=settings.drop_last,
@@ -132,3 +130,8 @@ def loader_spec(
         retry_on=settings.retry_on,
         max_retries=settings.max_retries,
     )
+
+
+def functions_of(settings: PassSettings) -> dict[str, Any]:
+    """The user's functions in a ``LoaderSpec``."""
+    return {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}

@@ -211,6 +211,7 @@ def open_channel(
     *,
     retry: bool = False,
     label: Callable[[], str | None] = str,
+    host: str = "",
     tls: TlsCredentials | None = None,
 ) -> Channel:
     """Connect to a node server and authenticate both sides.
@@ -218,7 +219,7 @@ def open_channel(
     Args:
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
-        retry, label: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
+        retry, label, host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
         tls: TLS credentials; None without TLS. Not for Unix sockets, which cannot be listened in on.
 
     Raises:
@@ -226,7 +227,7 @@ def open_channel(
         AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
     """
-    transport = connect(address, deadline, retry=retry, label=label)
+    transport = connect(address, deadline, retry=retry, label=label, host=host)
     try:
         if credentials.insecure:
             transport.require_same_user()

@@ -47,7 +47,12 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def connect(
-    address: Address, deadline: Deadline, *, retry: bool = False, label: Callable[[], str | None] = str
+    address: Address,
+    deadline: Deadline,
+    *,
+    retry: bool = False,
+    label: Callable[[], str | None] = str,
+    host: str = "",
 ) -> Transport:
     """Connect to ``address``.
 
@@ -56,6 +61,7 @@ def connect(
             takes as long as its own configuration says. Cancelling it ends the wait, and the connection.
         retry: Try again, with back-off, while no server listens there: it may still be starting.
         label: Beginning of the warning after a long wait; None for no warning.
+        host: IP address to use, where the name of ``address`` has been resolved before.
 
     Raises:
         ConnectError: No server answered before the deadline; the message says why.
@@ -64,7 +70,7 @@ def connect(
     reported = False
     while True:
         try:
-            return _connect_once(address, deadline)
+            return _connect_once(address, deadline, host or address.host)
         except OSError as exc:
             is_full = exc.errno == errno.EAGAIN  # the queue of a Unix socket
             if not (retry or is_full) or not _may_pass(exc) or not deadline.pause(pause):
@@ -81,11 +87,11 @@ def connect(
         pause = min(2 * pause, 1.0)
 
 
-def _connect_once(address: Address, deadline: Deadline) -> Transport:
+def _connect_once(address: Address, deadline: Deadline, host: str) -> Transport:
     if address.is_unix:
         with short_path(address.path) as path:
             return Transport(_connect_socket(socket.AF_UNIX, path, deadline, 1), str(address))
-    infos, errors = look_up(address.host, address.port), []
+    infos, errors = look_up(host, address.port), []
     try:
         while infos:
             family, _type, _proto, _name, sockaddr = infos.pop(0)

@@ -16,7 +16,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -48,11 +48,24 @@ def require_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
-def load_whole(pickled: bytes, adopt_main: bool = False) -> Any:
-    """Load a tensor that is more than bytes and layout."""
+def load_whole(
+    pickled: bytes | memoryview, adopt_main: bool = False, resolve: Callable[[Any], Any] | None = None
+) -> Any:
+    """Load what has a pickle of its own: a tensor that is more than bytes and layout, or a :class:`Frozen` object."""
     unpickler = Unpickler(io.BytesIO(pickled))
-    unpickler.adopt_main = adopt_main
+    unpickler.adopt_main, unpickler.resolve = adopt_main, resolve
     return unpickler.load()
+
+
+class Frozen:
+    """In messages, an object as it was when it was pickled, whatever has become of it."""
+
+    def __init__(self, pickled: bytes, modules: Set[str]) -> None:
+        self.pickled = pickled
+        self.modules = modules  # in which an unpickler looks for functions and classes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_whole, (pickle.PickleBuffer(self.pickled),)
 
 
 def make_packed_sequence(data: torch.Tensor, batch_sizes: list[int], *order: torch.Tensor | None) -> PackedSequence:
@@ -111,6 +124,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self.modules.add(obj.__name__)
             reduction = _CLOUDPICKLE_TABLE[kind](obj)
             return reduction if kind is not types.CodeType else _with_file(reduction, obj)
+        elif kind is Frozen:
+            self.modules |= obj.modules
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
         return NotImplemented
@@ -206,7 +221,7 @@ class Unpickler(pickle.Unpickler):
             if name == take_tensor.__name__:
                 return self.tensors.__getitem__
             if name == load_whole.__name__:
-                return functools.partial(load_whole, adopt_main=self.adopt_main)
+                return functools.partial(load_whole, adopt_main=self.adopt_main, resolve=self.resolve)
             if name == complete.__name__:
                 return functools.partial(complete, adopt_main=self.adopt_main)
         if (module, name) == ("torch.storage", "_load_from_bytes"):

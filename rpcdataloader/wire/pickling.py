@@ -96,7 +96,9 @@ class Build(NamedTuple):
         return cls(*pickle.loads(payload))
 
 
-def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "object") -> Encoded:
+def dumps(
+    obj: Any, *, persistent_id: PersistentId | None = None, name: str = "object", in_band: bool = False
+) -> Encoded:
     """Encode a client's object.
 
     Args:
@@ -104,13 +106,18 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
         persistent_id: Function called with every object; its result replaces the object, until ``persistent_load``
             restores it. None keeps the object.
         name: The caller's name for the object; errors give attribute paths from here.
+        in_band: Put a copy of everything into the payload.
 
     Raises:
         SerializationError: A part of the object cannot be pickled.
         RPCError: ``persistent_id`` raised it.
     """
+
+    def make_pickler(file: io.BytesIO, buffers: list[memoryview]) -> Pickler:
+        return RequestPickler(file, None if in_band else buffers, persistent_id)
+
     advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
-    return _dumps(obj, functools.partial(RequestPickler, persistent_id=persistent_id), name, advice)
+    return _dumps(obj, make_pickler, name, advice)
 
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:

@@ -98,6 +98,11 @@ class Transport:
         """The descriptor, for polling."""
         return self._sock.fileno()
 
+    @property
+    def peer_host(self) -> str:
+        """The IP address of a TCP peer; empty for a Unix socket."""
+        return socket.getnameinfo(self._sock.getpeername(), socket.NI_NUMERICHOST)[0] if self._is_tcp else ""
+
     def count_in(self, traffic: memoryview) -> None:
         """From now on, count the traffic there, starting with the count so far."""
         traffic[0], traffic[1] = self._traffic[0], self._traffic[1]

@@ -104,7 +104,7 @@ def test_handshake_that_drips_is_ended_in_time(server, known):
             sock.send(bytes([byte]))
         else:
             pytest.fail("it was let come to its end")
-    assert time.monotonic() - start > 0.9
+    assert time.monotonic() - start > 2.9
 
 
 def test_worker_whose_first_bytes_come_in_parts_is_no_session(server, monkeypatch):

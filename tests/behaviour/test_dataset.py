@@ -216,15 +216,22 @@ def test_change_in_mid_pass_is_for_the_next_one_and_for_each_process_once(two_no
         persistent = iter(loader)
 
 
+def add_to_epoch(more, samples):
+    return [(index, epoch + more[0], *rest) for index, epoch, *rest in samples]
+
+
 @pytest.mark.parametrize("build", ["node", "worker"])
 def test_change_for_another_pass_reaches_no_new_worker_of_this_one(serve, build):
     dataset = RPCDataset(serve("--num-workers", "2", "--max-tasks-per-worker", "4").address, State, build=build)
-    training = iter(RPCDataloader(dataset, num_workers=1, prefetch_factor=1))
+    dataset.epoch = epoch = np.array(0)
+    add = functools.partial(add_to_epoch, more := [0])
+    training = iter(RPCDataloader(dataset, num_workers=1, prefetch_factor=1, collate_fn=add))
     first = [next(training) for _ in range(2)]
+    more[0] = epoch[()] = 9  # which nobody hears of
     dataset.epoch = 5
     assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {5}
     dataset.epoch = 6
-    trained = items([*first, *training])
+    trained = [sample for batch in (*first, *training) for sample in batch]
     assert {epoch for _index, epoch, _changes, _pid in trained} == {0}
     assert len({pid for _index, _epoch, _changes, pid in trained}) >= 4
     assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {6}

@@ -118,6 +118,10 @@ def test_servers_behind_a_name_are_followed(serve, monkeypatch, capsys):
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
     pool = f"dns://pool:{port}"
+    dataset = RPCDataset(f"pool:{port}", Hosted, 300)
+    hosts.clear()  # for workers of this session, nobody asks the resolver again
+    assert take(iter(RPCDataloader(dataset)), 300) == ([*range(300)], {first.pid})
+    hosts.append("127.0.0.2")
     iterator = iter(RPCDataloader(RPCDataset(pool, Hosted, 300)))
     assert take(iterator, 50) == ([*range(50)], {first.pid})
     hosts.append("127.0.0.3")

@@ -172,7 +172,7 @@ def test_server_loads_nothing_of_a_client_without_the_secret(server, session_id,
 
 
 def test_peers_that_stop_in_the_middle_are_put_out(server):
-    """At the limit of the server, which is 10 s and 1 s here; whether they mean a new session or know of one."""
+    """At the limit of the server, which is 10 s and 3 s here; whether they mean a new session or know of one."""
     known = session_id_of(server.address)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -183,8 +183,8 @@ def test_peers_that_stop_in_the_middle_are_put_out(server):
                 socks.append((stack.enter_context(dial(server.address, data)), data == hello))
         for sock, complete in socks:
             assert [frame.type for frame in read_frames(sock)] == [MessageType.HELLO] * complete
-            assert time.monotonic() - start > 0.9
-    assert len(re.findall(r"refused 127\.0\.0\.1:\d+: no handshake within 1 s", server.log)) > 1
+            assert time.monotonic() - start > 2.9
+    assert len(re.findall(r"refused 127\.0\.0\.1:\d+: no handshake within 3 s", server.log)) > 1
     assert rpc_async(server.address, os.getpid).wait() > 0  # in that session
 
 

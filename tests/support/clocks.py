@@ -38,7 +38,7 @@ CLOCKS: dict[str, tuple[str, float]] = {
 # The same for a node server.
 CLOCKS_OF_SERVERS: dict[str, dict[str, float]] = {
     # For the proof of a stranger, in a gate and in a session; 10 s.
-    "strangers": {"node.PROOF_TIMEOUT": 1.0, "session.HANDSHAKE_TIMEOUT": 1.0},
+    "strangers": {"node.PROOF_TIMEOUT": 3.0, "session.HANDSHAKE_TIMEOUT": 3.0},
     # How many strangers may be at the door, and how long the oldest is left there; 128, 1 s.
     "small door": {"node.MAX_UNPROVED": 8, "node.PROOF_PATIENCE": 0.05},
     # Lines about those who were refused: how many in this time; 20 in 10 s.
