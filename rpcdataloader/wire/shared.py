@@ -282,13 +282,15 @@ class _Children:
     """Processes forked at one moment, which hold the writing end of a pipe."""
 
     def __init__(self, pipe: int) -> None:
-        self._ended = select.poll()
-        self._ended.register(pipe, 0)
+        self._pipe = pipe
         weakref.finalize(self, os.close, pipe).atexit = False
 
     def have_ended(self) -> bool:
         """Whether the children, and theirs, have ended or run other programs."""
-        return bool(self._ended.poll(0))
+        # Made anew: a poll object is for one thread at a time, and each worker has one.
+        ended = select.poll()
+        ended.register(self._pipe, 0)
+        return bool(ended.poll(0))
 
 
 @dataclass(slots=True)

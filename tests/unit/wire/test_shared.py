@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import multiprocessing
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -157,6 +160,21 @@ def test_worker_forked_by_the_dataset_does_not_lend(machine):
 
     assert status_of_fork(collate) == 0
     assert values(block) == [1]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_workers_of_two_threads_wait_for_the_same_child(machine):
+    other = Machine()
+    lent = [each.trainer.borrow(each.lend()) for each in (machine, other)]
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    child.start()
+    lent.clear()
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(lambda each: [each.give_back() for _ in range(5000)], (machine, other)))
+    assert found == [[[]] * 5000] * 2
+    child.kill()
+    child.join()
+    assert [len(each.give_back()) for each in (machine, other)] == [1, 1]
 
 
 # Hostile workers
