@@ -170,8 +170,8 @@ def test_workers_of_two_threads_wait_for_the_same_child(machine):
     child.start()
     lent.clear()
     with ThreadPoolExecutor() as threads:
-        found = list(threads.map(lambda each: [each.give_back() for _ in range(5000)], (machine, other)))
-    assert found == [[[]] * 5000] * 2
+        found = list(threads.map(lambda each: [each.give_back() for _ in range(1000)], (machine, other)))
+    assert found == [[[]] * 1000] * 2
     child.kill()
     child.join()
     assert [len(each.give_back()) for each in (machine, other)] == [1, 1]
