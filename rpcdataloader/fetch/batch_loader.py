@@ -142,6 +142,9 @@ class BatchLoader:
     def _begin(self) -> None:
         """Complete the beginning of a pass."""
 
+    def go_on(self) -> None:
+        """Go on where a stream was left, which the first batch has no time for: it may be limited."""
+
     def load(self, indices: Any, position: int, batch_number: int) -> Loaded:
         """Load one batch.
 

@@ -17,12 +17,16 @@ from rpcdataloader.wire.slabs import PageablePool
 
 
 class _Failed:
-    """Stands in for a loader that could not be opened, until the next pass."""
+    """Stands in for a loader that could not be opened, until the next pass: one exception per batch, or per stream."""
 
     def __init__(self, dataset: Any, spec: LoaderSpec, error: BaseException) -> None:
         self._dataset, self._spec, self._error, self._traceback = dataset, spec, error, error.__traceback__
+        self._ended = False
 
     def load(self, *_args: Any) -> Loaded:
+        if self._ended:
+            return (0.0, 0.0), None, None, None
+        self._ended = self._spec.iterable
         raise self._error.with_traceback(self._traceback)
 
     def start_epoch(self, *args: Any) -> None:
@@ -45,22 +49,24 @@ def open_loader(
 ) -> float:
     """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
 
-    Returns the seconds that it took, nearly all of them in ``worker_init_fn``. ``functions`` are those of the loader's
-    ``spec``.
+    Returns the seconds that it took, nearly all of them in ``worker_init_fn``, without those in which a stream goes on.
+    ``functions`` are those of the loader's ``spec``.
 
-    Exceptions of ``worker_init_fn`` are raised by :func:`load`, for every batch, so that a loop that goes on comes to
-    its end, as with torch.
+    Its exceptions are raised by :func:`load`, so that a loop that goes on comes to its end.
     """
     global _loader
     catch_up(dataset, key, changes)
     spec = replace(spec, **functions)
     kind = StreamLoader if spec.iterable else BatchLoader
-    _loader, began = None, time.perf_counter()
+    _loader, began, seconds = None, time.perf_counter(), 0.0
     try:
-        _loader = kind(dataset, spec, _lender or PageablePool())
+        loader = kind(dataset, spec, _lender or PageablePool())
+        seconds = time.perf_counter() - began
+        loader.go_on()
+        _loader = loader
     except BaseException as error:  # SystemExit, too: an error of this call may lose the race against those of load
         _loader = _Failed(dataset, spec, error)
-    return time.perf_counter() - began
+    return seconds
 
 
 def load(*args: Any) -> Loaded:

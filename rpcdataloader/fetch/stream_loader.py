@@ -14,7 +14,7 @@ from typing import Any
 
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, StreamState
 from rpcdataloader.fetch.samples import Skipped, skipped, stopped, whereabouts
-from rpcdataloader.fetch.seeding import SAMPLE
+from rpcdataloader.fetch.seeding import SAMPLE, end_sample
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import add_state
 
@@ -83,10 +83,7 @@ class StreamLoader(BatchLoader):
     def _take_sample(self, samples: list[Any]) -> None:
         """Append the next sample, or note the end."""
         if self._iterator is None:
-            try:
-                self._iterator = self._open_iterator()
-            except StopIteration as stop:
-                raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
+            self._iterator = self._open()
         whereabouts.sample[0] = self._num_samples
         self._begin_sample(number := self._num_samples)
         try:
@@ -130,6 +127,25 @@ class StreamLoader(BatchLoader):
 
     def _describe(self, indices: Any, batch_number: int) -> str:  # noqa: ARG002
         return f"batch {self._num_batches - 1} of stream {self._spec.worker_id}"
+
+    def go_on(self) -> None:
+        """Load the state of the stream, or take again what was delivered."""
+        saved = self._spec.stream or StreamState()
+        if saved.ended or not (saved.owner or saved.num_samples):
+            return
+        try:
+            self._iterator = self._open()
+        except BaseException as error:
+            self._name(error, f"the beginning of stream {self._spec.worker_id}")
+            raise
+        finally:
+            end_sample()
+
+    def _open(self) -> Iterator[Any]:
+        try:
+            return self._open_iterator()
+        except StopIteration as stop:
+            raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
 
     def _open_iterator(self) -> Iterator[Any]:
         """Iterate over the dataset from the saved position."""

@@ -52,6 +52,8 @@ _OTHER_SAMPLES = (
 
 Indices = NDArray[np.int64]
 
+_Order = tuple[int, int, bool]  # epoch, seed, and whether samples are shuffled
+
 
 class CostBatchSampler(Sampler[list[int]]):
     """Batches under a budget, such that at each step all ranks have batches of nearly equal cost.
@@ -117,22 +119,24 @@ class CostBatchSampler(Sampler[list[int]]):
         # the other.
         self._start: list[tuple[int, int]] = []
         self._past: list[tuple[int, int]] = []
+        self._order: _Order = 0, 0, False  # of what was delivered up to now
         self._made: tuple[Any, list[list[Indices]]] = None, []  # the last plan, and what it was made of
 
     def __iter__(self) -> Iterator[list[int]]:
         self._past, self._start = self._start, []
-        return self._batches(self._past)
+        self._order = self.epoch, self.seed, self.shuffle
+        return self._batches(self._past, self._order)
 
-    def _batches(self, past: list[tuple[int, int]]) -> Iterator[list[int]]:
-        before, steps, start = self._steps_after(past)
+    def _batches(self, past: list[tuple[int, int]], order: _Order) -> Iterator[list[int]]:
+        before, steps, start = self._steps_after(past, order)
         for number, step in enumerate(steps[start:], start + 1):
-            self._past = [*before, (self.num_replicas, number)]
+            self._past, self._order = [*before, (self.num_replicas, number)], order
             yield step[self.rank].tolist()
         self._past = []
 
     def __len__(self) -> int:
         """Number of this rank's batches in the next pass."""
-        _before, steps, start = self._steps_after(self._start)
+        _before, steps, start = self._steps_after(self._start, (self.epoch, self.seed, self.shuffle))
         return len(steps) - start
 
     def set_epoch(self, epoch: int) -> None:
@@ -143,10 +147,12 @@ class CostBatchSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for :meth:`load_state_dict`: plain numbers, the same on all ranks after the same step."""
+        # A pass keeps the order that it began with, whatever was chosen for the next one.
+        epoch, seed, shuffle = self._order if self._past else (self.epoch, self.seed, self.shuffle)
         return {
-            "epoch": self.epoch,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
+            "epoch": epoch,
+            "seed": seed,
+            "shuffle": shuffle,
             "past": [list(past) for past in self._past],
             "plan": self._fingerprint,
         }
@@ -162,28 +168,31 @@ class CostBatchSampler(Sampler[list[int]]):
                 "this state of a CostBatchSampler belongs to other costs, or to another max_cost, padded, window or "
                 "drop_last: go on with the same ones, or begin the epoch anew"
             )
-        self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
+        self.epoch, self.seed, self.shuffle = self._order = state["epoch"], state["seed"], state["shuffle"]
         self._start = self._past = [(num_ranks, num_steps) for num_ranks, num_steps in state["past"]]
 
-    def _steps_after(self, past: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[list[Indices]], int]:
+    def _steps_after(
+        self, past: list[tuple[int, int]], order: _Order
+    ) -> tuple[list[tuple[int, int]], list[list[Indices]], int]:
         """What other numbers of ranks have delivered, the steps that follow it, and the first that is left."""
         before, start = list(past), 0
         if before and before[-1][0] == self.num_replicas:
             start = before.pop()[1]
-        origin = self.seed, self.epoch, self.shuffle, before
+        origin = order, before
         if self._made[0] != origin:
             samples = np.arange(len(self.costs))
             for number, (num_ranks, num_steps) in enumerate(before):
-                steps = self._plan(samples, num_ranks, number)[:num_steps]
+                steps = self._plan(samples, order, num_ranks, number)[:num_steps]
                 samples = np.setdiff1d(samples, np.concatenate([batch for step in steps for batch in step]))
-            self._made = origin, self._plan(samples, self.num_replicas, len(before)) if len(samples) else []
+            self._made = origin, self._plan(samples, order, self.num_replicas, len(before)) if len(samples) else []
         return before, self._made[1], start
 
-    def _plan(self, samples: Indices, num_ranks: int, number: int) -> list[list[Indices]]:
+    def _plan(self, samples: Indices, order: _Order, num_ranks: int, number: int) -> list[list[Indices]]:
         """Plan the steps of these samples, each a batch per rank; ``number`` counts the plans of an epoch."""
+        epoch, seed, shuffle = order
         generator = torch.Generator()
-        generator.manual_seed(int(np.random.SeedSequence([self.seed, self.epoch, number]).generate_state(1)[0]))
-        if self.shuffle:
+        generator.manual_seed(int(np.random.SeedSequence([seed, epoch, number]).generate_state(1)[0]))
+        if shuffle:
             samples = samples[torch.randperm(len(samples), generator=generator, device="cpu").numpy()]
         batches: list[Indices] = []
         for begin in range(0, len(samples), self.window):
@@ -192,7 +201,7 @@ class CostBatchSampler(Sampler[list[int]]):
         by_cost = np.argsort([self._cost(batch) for batch in batches], kind="stable")
         num_left = len(batches) % num_ranks
         steps = [[batches[k] for k in row] for row in by_cost[num_left:].reshape(-1, num_ranks)]
-        if self.shuffle:
+        if shuffle:
             steps = [steps[k] for k in torch.randperm(len(steps), generator=generator, device="cpu").tolist()]
             # No rank gets the largest batch of every step.
             turns = torch.randint(num_ranks, (len(steps),), generator=generator, device="cpu").tolist()

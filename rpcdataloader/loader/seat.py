@@ -182,7 +182,7 @@ class Seat(WorkerOwner):
             self._is_at_work = True
             if not (start := self._driver.recorder.start).opened:
                 start.opened, start.init = self._driver.now(), init or 0.0
-            self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
+            self._driver.feed(lambda engine, now: engine.worker_at_work(self.number, now))
 
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
         if isinstance(reply, Message):

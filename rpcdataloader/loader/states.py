@@ -282,6 +282,7 @@ def skip_delivered(
 def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
     """Bring the loader's own generators and its sampler to their state after a saved pass of which nothing is left."""
     if saved["sampler"] is not None and not isinstance(settings.sampler, Source):
+        chosen = [getattr(sampler, "epoch", None) for sampler in settings.chain]  # for the next pass
         with generators_restored():
             set_states(states_from_plain(saved["start"]["global"]))
             _restore_generators(settings, saved["start"]["generators"])
@@ -291,6 +292,10 @@ def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
                 logger.debug("the sampler takes no state of the last epoch", exc_info=True)
             else:
                 collections.deque(iter(functools.partial(next, samples, None), None), maxlen=0)
+        for sampler, epoch, before in zip(settings.chain, chosen, saved["start"]["samplers"], strict=False):
+            # Unless the sampler counts its epochs itself.
+            if hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", epoch) == before.get("set_epoch") != epoch:
+                sampler.set_epoch(epoch)
     _restore_generators(settings, saved["generators"])
 
 

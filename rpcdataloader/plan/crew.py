@@ -50,6 +50,7 @@ class Member(Generic[N]):
     is_late: bool = False  # True if it has not come in time, for which other nodes are asked as well
     has_joined: bool = False  # True once it takes tasks
     is_at_work: bool = False  # True once it has answered the first request of this epoch
+    has_begun: bool = False  # the same of any epoch
     is_draining: bool = False
     is_sent_away: bool = False  # True if it ends as soon as it has answered its requests
     is_closed: bool = False  # True once its end was requested

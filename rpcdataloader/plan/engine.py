@@ -110,7 +110,7 @@ class Engine(Generic[N]):
                 continue
             self._out.append(Restart(worker.number))
             if worker.has_joined:
-                self.table.worker_joined(worker.number, now, worker.node, worker.place)
+                self._join(worker, now)
 
     # Answers
 
@@ -145,14 +145,20 @@ class Engine(Generic[N]):
         for other in self.crew.ready(worker, now):
             self._send_away(other)
         worker.has_joined = True
-        self.table.worker_joined(number, now, worker.node, worker.place)
+        self._join(worker, now)
 
-    def worker_at_work(self, number: int) -> None:
+    def _join(self, worker: Member[N], now: float) -> None:
+        # One that began in an earlier epoch may hang there.
+        self.table.worker_joined(worker.number, now, worker.node, worker.place, is_timed=worker.has_begun)
+
+    def worker_at_work(self, number: int, now: float) -> None:
         """Note that a worker has answered the first request of this epoch."""
         worker = self.crew.members.get(number)
         if worker is not None:
-            worker.is_at_work = True
+            worker.has_begun = worker.is_at_work = True
             self.crew.has_begun(worker)
+            if worker.has_joined:
+                self.table.worker_began(number, now)
 
     def worker_failed(self, number: int, error: BaseException) -> None:
         """Note that user code raised an exception in a worker's first request of this epoch.

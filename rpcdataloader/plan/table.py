@@ -97,8 +97,8 @@ class Table:
         self._pace = Pace(self.window)
         self._kept_until = math.inf  # time until which a task is kept for a full worker, though another has room
         # Only the task at the head of a worker's queue has a deadline, from the time it came there: a task behind
-        # another one is not running. The limit is the same for all, so deadlines come in the order of the beginnings,
-        # which is that of the dictionary.
+        # another one is not running, and none is while the worker begins. The limit is the same for all, so deadlines
+        # come in the order of the beginnings, which is that of the dictionary.
         self._task_timeout = options.task_timeout
         self._deadlines: dict[int, float] = {}
         # Streams
@@ -193,16 +193,27 @@ class Table:
 
     # Workers
 
-    def worker_joined(self, worker: int, now: float = 0.0, host: Hashable = None, place: int = 0) -> None:
+    def worker_joined(
+        self, worker: int, now: float = 0.0, host: Hashable = None, place: int = 0, *, is_timed: bool = True
+    ) -> None:
         """Add a worker.
 
         Args:
             host: Host of the worker, which backup tasks avoid; None if unknown.
             place: Place of the worker: the stream that it serves.
+            is_timed: False if its tasks have no limit of time until :meth:`worker_began`: it makes the dataset, or
+                takes the samples of a stream again.
         """
-        record = self._workers[worker] = self._roomy[worker] = WorkerPace(worker, host, self._pace, since=now)
+        record = WorkerPace(worker, host, self._pace, since=now, is_timed=is_timed)
+        self._workers[worker] = self._roomy[worker] = record
         if self._has_streams:
             self._owners[place] = record
+
+    def worker_began(self, worker: int, now: float) -> None:
+        """Let the time of a worker's first task begin."""
+        record = self._workers[worker]
+        record.is_timed = True
+        self._head_changed(record, now)
 
     def worker_draining(self, worker: int) -> None:
         """Give a worker no new tasks if others can have them; it still answers those that it has."""
@@ -290,7 +301,7 @@ class Table:
     def _head_changed(self, record: WorkerPace, now: float) -> None:
         """Note that another task is at the head of a worker's queue, or none."""
         self._deadlines.pop(record.id, None)
-        if record.in_flight and self._task_timeout is not None:
+        if record.in_flight and record.is_timed and self._task_timeout is not None:
             self._deadlines[record.id] = now + self._task_timeout
 
     # Tasks, to a worker

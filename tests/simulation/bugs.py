@@ -132,6 +132,8 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("a worker sent away before it began is never closed", "at_work = True", "at_work = not worker.is_sent_away"),
         ("a node that is lost blames what its workers were at", "died = loss.node_is_up and", "died ="),
         ("a worker that is still starting is blamed on a task", "loss if died and worker.is_at_work", "loss if died"),
+        ("a worker has the time of a task to begin", "is_timed=worker.has_begun", "is_timed=True"),
+        ("a worker may hang in the last epoch", "is_timed=worker.has_begun", "is_timed=False"),
         ("a long wait is told again all the time", "= now + REPORT_AGAIN", "= now + 1.0"),
         ("a long wait is never told", "now, now + REPORT_AFTER", "now, math.inf"),
         ("a wait that is over is told", "self._waiting_since = None\n        return task", "pass\n        return task"),

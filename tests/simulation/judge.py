@@ -63,6 +63,7 @@ class Member:
     is_late: bool
     joined: bool = False
     at_work: bool = False
+    began: float = math.inf  # when it answered the first request; -inf in later epochs, until it does again
     draining: bool = False
     sent_away: bool = False
     closed: bool = False
@@ -201,6 +202,7 @@ class Judge:
             place.refused.clear()
         for number, member in self.members.items():
             member.at_work = False
+            member.began = math.inf if member.began == math.inf else -math.inf
             member.joined = member.joined and not member.draining
             member.is_over = member.draining
             member.in_flight.clear()
@@ -268,8 +270,9 @@ class Judge:
             assert member.place not in self.owners, f"two workers take stream {member.place}"
             self.owners[member.place] = number
 
-    def worker_at_work(self, number: int) -> None:
+    def worker_at_work(self, number: int, now: float) -> None:
         member = self.members[number]
+        member.began = now
         member.at_work = self.has_begun = True
         self.num_raised[member.node] = 0
 
@@ -601,7 +604,8 @@ class Judge:
         limit = self.options.task_timeout
         assert member is not None and limit is not None, f"{action}: it is gone, or there is no limit"
         assert action.number == next(iter(member.in_flight), None), f"{action}: it is at another one"
-        assert now - member.since >= limit - _TINY, f"{action}: after {now - member.since} s of {limit} s"
+        taken = now - max(member.since, member.began)
+        assert taken >= limit - _TINY, f"{action}: after {taken} s of {limit} s"
         assert member.ended != action.number, f"{action}: it was ended already"
         member.ended = action.number
 
@@ -712,7 +716,7 @@ class Judge:
         limit = math.inf if self.options.task_timeout is None else self.options.task_timeout + _TINY
         for number, member in self.members.items():
             running = next(iter(member.in_flight), None)
-            in_time = running is None or member.ended == running or due <= member.since + limit
+            in_time = running is None or member.ended == running or due <= max(member.since, member.began) + limit
             assert in_time, f"worker {number} is late, and the engine waits until {due}"
         self._check_report(due)
         self._check_stuck(now)

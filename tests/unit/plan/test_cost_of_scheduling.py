@@ -16,7 +16,7 @@ def run(num_workers, num_tasks, **options) -> None:
     is_iterable = options.get("is_iterable", False)
     table = Table(PlanOptions(num_workers, **options))
     for worker in range(num_workers):
-        table.worker_joined(worker, 0.0, **({"place": worker} if is_iterable else {}))
+        table.worker_joined(worker, 0.0, place=worker if is_iterable else 0)
     in_flight: deque[tuple[int, int]] = deque()
     num_delivered = 0
     for turn in range(num_tasks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.plan.actions import PlanOptions, Say, Seek
+from rpcdataloader.plan.actions import End, PlanOptions, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 
@@ -22,7 +22,7 @@ def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():
         engine.table.add_task("task")
     engine.act(0.0)
     engine.worker_ready(1, 0.0)
-    engine.worker_at_work(1)
+    engine.worker_at_work(1, 0.0)
     engine.act(1.0)
     engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=1.0)
     engine.tick(10.0)
@@ -34,6 +34,18 @@ def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():
     engine.consumer_waits(12.0)
     assert engine.long_wait(20.0) == ""
     assert engine.long_wait(30.0) == f"Waiting for 18 s. {engine.summary(30.0)}. "
+
+
+def test_time_of_a_task_begins_after_the_worker_has():
+    engine = start(["a"], is_iterable=True, task_timeout=1.0)
+    engine.table.add_task("task")
+    engine.act(0.0)
+    engine.worker_ready(1, 0.0)
+    for now, ends in ((5.0, []), (6.0, []), (7.5, [End(1, 0)])):
+        engine.tick(now)
+        assert [action for action in engine.act(now) if type(action) is End] == ends
+        if now == 5.0:
+            engine.worker_at_work(1, 6.0)
 
 
 def test_a_node_that_another_server_answers_for_is_told_once_for_each_reason():
