@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rpcdataloader.loader.costs import CostBatchSampler, measure_costs
     from rpcdataloader.loader.dataloader import RPCDataloader
     from rpcdataloader.loader.dataset import RPCDataset
+    from rpcdataloader.loader.sampler import ResumableDistributedSampler
     from rpcdataloader.server.run import run_worker
 
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -111,25 +111,22 @@ class TrainerMixin:
     def get_train_dataloader(self) -> Any:
         # To resume in the middle of an epoch, a Trainer skips by this function, and offers no other way to choose it.
         importlib.import_module("transformers.trainer").skip_first_batches = skip_first_batches  # type: ignore[attr-defined]
-        parent: Any = super()
-        return self._with_workers(parent.get_train_dataloader)
+        return self._with_workers("get_train_dataloader")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        parent: Any = super()
-        return self._with_workers(parent.get_eval_dataloader, eval_dataset)
+        return self._with_workers("get_eval_dataloader", eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        parent: Any = super()
-        return self._with_workers(parent.get_test_dataloader, test_dataset)
+        return self._with_workers("get_test_dataloader", test_dataset)
 
-    def _with_workers(self, make: Callable[..., Any], *dataset: Any) -> Any:
+    def _with_workers(self, name: str, *dataset: Any) -> Any:
         this: Any = self
         # The Trainer first makes torch's loader, which refuses persistent workers with 0 workers. Here 0 means all
         # workers, so the Trainer sees 1 meanwhile.
         num_workers = this.args.dataloader_num_workers
         this.args.dataloader_num_workers = num_workers or 1
         try:
-            prepared = make(*dataset)
+            prepared = getattr(super(), name)(*dataset)
         finally:
             this.args.dataloader_num_workers = num_workers
         loader = prepared.base_dataloader

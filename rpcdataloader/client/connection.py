@@ -21,6 +21,7 @@ from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCEr
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock, heap_blocks
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
+from rpcdataloader.wire.pickling import Encoded
 from rpcdataloader.wire.shared import Borrower
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PageLock, PinnedAllocator
 
@@ -62,12 +63,7 @@ class Connection:
         has_ended: True if requests are refused, before the first pending one fails.
     """
 
-    def __init__(
-        self,
-        name: str,
-        owner: RemoteSession | RemoteWorker,
-        sender: Sender,
-    ) -> None:
+    def __init__(self, name: str, owner: RemoteSession | RemoteWorker, sender: Sender) -> None:
         self.name = name
         self.error: RPCError | None = None
         self._owner = owner
@@ -104,18 +100,8 @@ class Connection:
         except RuntimeError as exc:
             raise ConnectionLostError(f"cannot connect to {self.name}: {exc}") from exc
 
-    def submit(
-        self,
-        type: MessageType,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        request: Request,
-        digest_of_blocks: bytes = b"",
-    ) -> int:
-        """Enqueue a request; returns its number.
-
-        Args:
-            digest_of_blocks: Digest of ``buffers``, which the sender computes otherwise.
+    def submit(self, type: MessageType, content: Encoded, request: Request, digest_of_blocks: bytes = b"") -> int:
+        """Enqueue a request; returns its number. The sender computes the digest of its blocks if it is not given.
 
         Raises:
             ConnectionLostError: The connection has ended. ``request`` is not completed.
@@ -125,13 +111,13 @@ class Connection:
                 raise self._reason()
             number = self._last_request = self._last_request + 1
             self._pending[number] = request
-            messages = [Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks)]
+            messages = [Outgoing(type, number, content.payload, content.buffers, request.flags, digest_of_blocks)]
             if self._borrower is not None and (ended := self._borrower.take_ended()):
                 # Before the request, which may need the memory.
                 messages.insert(0, Outgoing(MessageType.RETURN, payload=pack_blocks(ended)))
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
             # Only small requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
-            is_small = not buffers and len(payload) <= MAX_SENT_NOW_BYTES
+            is_small = not content.buffers and len(content.payload) <= MAX_SENT_NOW_BYTES
             if not (is_small and request.is_task and self._send_now(messages)):
                 self._put(*messages)
         return number

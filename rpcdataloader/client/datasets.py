@@ -182,7 +182,7 @@ class RemoteDataset(DatasetRef):
         def ask(copies: Copies | None) -> dict[str, Any]:
             payload = Build(self.key, self.name, shared, self._generators, copies).encode()
             blocks, found = ([], b"") if copies else (self.blocks, self._digest())
-            answer = session.submit(MessageType.BUILD, payload, blocks, found)
+            answer = session.submit(MessageType.BUILD, Encoded(payload, blocks), found)
             try:
                 wait_until_updated()
                 reply: dict[str, Any] = answer.wait()

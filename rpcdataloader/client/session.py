@@ -9,7 +9,7 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,7 +30,7 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
-from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.pickling import Encoded, dumps
 from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -161,17 +161,14 @@ class RemoteSession:
 
     def call(self, func: Callable[..., Any], *args: Any) -> PendingReply:
         """Run ``func(*args)`` in the session."""
-        encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
-        return self.submit(MessageType.CALL, encoded.payload, encoded.buffers)
+        return self.submit(MessageType.CALL, dumps(tuple(Call(func, args, {})), persistent_id=reference_of))
 
-    def submit(
-        self, type: MessageType, payload: bytes, buffers: Sequence[memoryview] = (), digest_of_blocks: bytes = b""
-    ) -> PendingReply:
+    def submit(self, type: MessageType, content: Encoded, digest_of_blocks: bytes = b"") -> PendingReply:
         """Send a request to the session itself; if that has ended, its end is the answer."""
         answer = PendingReply()
         try:
             request = Request(answer.complete, self._settings.allocator)
-            self.connection.submit(type, payload, buffers, request, digest_of_blocks)
+            self.connection.submit(type, content, request, digest_of_blocks)
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer
@@ -215,7 +212,7 @@ class RemoteSession:
         return answer.stack
 
     def _ask_for_stack(self, request: StackRequest) -> PendingReply:
-        answer = self.submit(MessageType.STACK, request.encode())
+        answer = self.submit(MessageType.STACK, Encoded(request.encode(), []))
         late = RPCTimeoutError(f"{self.name} did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building")
         self._settings.alarm.call_after(STACK_TIMEOUT, lambda: answer.complete(late))
         return answer

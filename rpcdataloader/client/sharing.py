@@ -6,8 +6,7 @@ Every rank computes the same, without communication.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed
@@ -124,15 +123,3 @@ def of_rank(error: BaseException, partition: Partition) -> BaseException:
         named.__cause__ = cause
         return named
     return error
-
-
-@contextmanager
-def errors_of_rank(partition: Partition) -> Iterator[None]:
-    """Raises the block's errors as :func:`of_rank` returns them."""
-    try:
-        yield
-    except Exception as exc:
-        named = of_rank(exc, partition)
-        if named is exc:
-            raise
-        raise named from exc.__cause__

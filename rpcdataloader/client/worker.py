@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -270,18 +270,14 @@ class RemoteWorker:
         """
         parts = {"func": call.func, "args": call.args, "kwargs": call.kwargs}
         encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of)
-        return self.submit(encoded.payload, encoded.buffers, complete, allocator)
+        return self.submit(encoded, complete, allocator)
 
     def submit(
-        self,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        complete: Callable[[Message | RPCError], None],
-        allocator: Allocator | None = None,
+        self, encoded: Encoded, complete: Callable[[Message | RPCError], None], allocator: Allocator | None = None
     ) -> int:
         """Send a CALL that is already pickled; returns its number on this connection."""
         request = Request(complete, allocator or self._settings.allocator)
-        return self.connection.submit(MessageType.CALL, payload, buffers, request)
+        return self.connection.submit(MessageType.CALL, encoded, request)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         if isinstance(value, RRef):

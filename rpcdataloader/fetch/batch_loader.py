@@ -98,12 +98,7 @@ class BatchLoader:
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        spec: LoaderSpec,
-        allocator: Allocator | None = None,
-        *,
-        inline: bool = False,
+        self, dataset: Any, spec: LoaderSpec, allocator: Allocator | None = None, *, inline: bool = False
     ) -> None:
         self._dataset = dataset
         self._spec = spec

@@ -123,9 +123,10 @@ class TensorCollator:
         if _is_strided(first := batch[0]):
             memory, size_bytes = None, first.nbytes * len(batch)
             # torch.stack(out=) converts different dtypes silently, and refuses tensors that require grad.
-            if self._allocator is not None and size_bytes >= MIN_RECYCLED_BYTES and are_alike(batch):
-                flat = self._allocator.allocate(size_bytes).tensor
-                memory = flat.view(first.dtype).view(len(batch), *first.shape)
+            if self._allocator is not None and size_bytes >= MIN_RECYCLED_BYTES:
+                kind, shape = first.dtype, first.shape
+                if all(is_plain(each) and each.dtype == kind and each.shape == shape for each in batch):
+                    memory = self._allocator.allocate(size_bytes).tensor.view(kind).view(len(batch), *shape)
             # All of torch's function for this case; calling it costs more than stacking a few numbers.
             return torch.stack(tuple(batch), out=memory)
         worker_info, torch_worker._worker_info = torch_worker._worker_info, None
@@ -144,9 +145,3 @@ def _is_strided(value: Any) -> bool:
 def is_plain(value: torch.Tensor) -> bool:
     """Whether this is an ordinary tensor on the CPU, without grad."""
     return _is_strided(value) and value.is_cpu and not (value.requires_grad or value.is_quantized)
-
-
-def are_alike(batch: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors are plain ones on the CPU, without grad, of one dtype and shape."""
-    dtype, shape = batch[0].dtype, batch[0].shape
-    return all(is_plain(value) and value.dtype == dtype and value.shape == shape for value in batch)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
-from rpcdataloader.client.sharing import Partition, errors_of_rank
+from rpcdataloader.client.sharing import Partition, of_rank
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.raw import RawBatch, pack
 from rpcdataloader.host.environment import Additions, set_variables
@@ -235,8 +235,12 @@ class RPCDataloader(LoaderTools[_T_co]):
             if saved is not None and saved["finished"] and not self.persistent_workers:
                 saved = None
             iterator = self._pass = None  # ends its workers, whose places are needed
-            with errors_of_rank(settings.partition):
+            try:
                 iterator = self._begin(settings, saved)
+            except Exception as exc:
+                if (named := of_rank(exc, settings.partition)) is exc:
+                    raise
+                raise named from exc.__cause__
             if self.persistent_workers:
                 self._pass = iterator
         self._saved = None
@@ -300,17 +304,7 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        here = (
-            "_pass",
-            "_wants",
-            "_kept_source",
-            "_shipped",
-            "_memory",
-            "_progress",
-            "_last",
-            "_recorder",
-            "_trace",
-        )
+        here = ("_pass", "_wants", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace")
         return {**self.__dict__, **dict.fromkeys(here)}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:

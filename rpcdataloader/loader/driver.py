@@ -442,7 +442,7 @@ class Driver:
                         self.seats[action.worker] = seat
                         # Fails if the worker is lost already, which is about to be reported.
                         with contextlib.suppress(RPCError):
-                            seat.worker.submit(opening.request.payload, opening.request.buffers, seat.started)
+                            seat.worker.submit(opening.request, seat.started)
                         return
                     break
             opening = None  # another epoch has begun

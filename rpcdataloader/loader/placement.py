@@ -62,11 +62,7 @@ class Placement:
 
 
 def choose_nodes(
-    where: Local | Remote,
-    *,
-    partition: Partition | None = None,
-    num_workers: int = 0,
-    min_workers: int = 0,
+    where: Local | Remote, *, partition: Partition | None = None, num_workers: int = 0, min_workers: int = 0
 ) -> Placement:
     """Choose the nodes of this process's workers.
 

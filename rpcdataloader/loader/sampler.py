@@ -97,13 +97,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
 
 def order_of(sampler: DistributedSampler[Any], length: int, start: int) -> dict[str, Any]:
     """Return the order that all ranks of torch's sampler or ours share, with a position in it, as a state of ours."""
-    return {
-        "epoch": sampler.epoch,
-        "seed": sampler.seed,
-        "shuffle": sampler.shuffle,
-        "length": length,
-        "start": start,
-    }
+    return {"epoch": sampler.epoch, "seed": sampler.seed, "shuffle": sampler.shuffle, "length": length, "start": start}
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:

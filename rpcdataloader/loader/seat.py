@@ -151,9 +151,8 @@ class Seat(WorkerOwner):
                 request = Request(functools.partial(self._replied, sent), self._intake.allocator, is_task=True)
                 if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, self._driver.now()
-                payload, buffers = sent.task.request.payload, sent.task.request.buffers
                 try:
-                    sent.request_id = self.worker.connection.submit(MessageType.LOAD, payload, buffers, request)
+                    sent.request_id = self.worker.connection.submit(MessageType.LOAD, sent.task.request, request)
                 except RPCError:
                     continue  # the worker was just lost, which is about to be reported, and puts the task back
                 if probe is not None:
@@ -167,7 +166,7 @@ class Seat(WorkerOwner):
             self.sent.clear()
             self._is_at_work = False
             self.worker.connection.cancel_all()
-            self.worker.submit(starting.payload, starting.buffers, self.started)
+            self.worker.submit(starting, self.started)
 
     def started(self, reply: Message | RPCError) -> None:
         """Handle the answer to an epoch's first request, perhaps an exception of user code."""

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 from rpcdataloader.client.discovery import ASK_TIMEOUT, ask_all
@@ -231,9 +230,7 @@ class Pool:
             raise
         return PoolWorkers(lambda: tuple(self._addresses), self._order.credentials, self._engine.reader())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -51,8 +51,7 @@ class ClientRecord:
     workers: dict[int, Row] = field(default_factory=dict)  # by number, from the hand-over of their connections on
     last_number: int = 0
     refusal: str | None = None  # reason for which it got no worker when it asked last
-    work: Counter[str] = field(default_factory=Counter)  # of ended workers
-    num_ended: int = 0  # such workers
+    work: Counter[str] = field(default_factory=Counter)  # of ended workers, with their number
     failed: int = 0  # time of their last error, in nanoseconds; 0 without one
     error: str = ""
     report: str = ""  # JSON of its last report
@@ -60,18 +59,12 @@ class ClientRecord:
     forwarding: Forwarding | None = None  # of output; None if the client wants none
     is_gone: bool = False
 
-    def disconnect(self) -> None:
-        """End the control connection, as the client does when it goes."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-
     def forget(self, number: int) -> None:
         """Add the work of a worker that has ended to that of all such workers, if it had begun."""
         row = self.workers.pop(number)
         if not row.pid[0]:
             return
-        self.work.update(row.work())
-        self.num_ended += 1
+        self.work.update(row.work(), ended_workers=1)
         if row.failed[0] > self.failed:
             self.failed, self.error = row.failed[0], row.error
 
@@ -80,8 +73,8 @@ class Clients:
     """The clients of a node server.
 
     Attributes:
-        work: Work for clients that have gone.
-        num_ended: Workers of these.
+        work: Work for clients that have gone, with the number of their workers.
+        is_draining: True if further clients and workers are refused.
     """
 
     def __init__(self, context: ServerContext, loop: Loop, strangers: LimitedLog) -> None:
@@ -91,9 +84,8 @@ class Clients:
         self._strangers = strangers
         self._readers: set[OutputReader] = set()
         self._by_id: dict[str, ClientRecord] = {}
-        self._is_draining = False
+        self.is_draining = False
         self.work: Counter[str] = Counter()
-        self.num_ended = 0
         self._look_for_vanished()
 
     def __iter__(self) -> Iterator[ClientRecord]:
@@ -134,7 +126,7 @@ class Clients:
         # The session ends with its client, even while it is busy with user code.
         self._loop.watch(sock.fileno(), lambda: self._on_client_gone(client), PEER_GONE)
         client.link.post(events.SessionKnown(client.folder))
-        if self._is_draining:
+        if self.is_draining:
             client.link.post(events.Drain())
         return client
 
@@ -182,7 +174,7 @@ class Clients:
         number = client.last_number + 1
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as handed:
             row, descriptors = self._counters.row(0), [sock.fileno()]
-            reason = "the node server is draining" if self._is_draining else self._busy(client)
+            reason = "the node server is draining" if self.is_draining else self._busy(client)
             if reason is None:
                 try:
                     output, theirs = os.pipe()
@@ -257,17 +249,16 @@ class Clients:
         """End the sessions of clients whose host vanished while data was under way to it; otherwise keep-alive does."""
         for client in self:
             if not client.is_gone and transport.is_cut_off(client.sock):
-                client.disconnect()
+                transport.shut_down(client.sock)
         self._loop.call_after(transport.CUT_OFF_PERIOD, self._look_for_vanished)
 
     def disconnect(self) -> None:
         """End all sessions, as if their clients had gone."""
         for client in self:
-            client.disconnect()
+            transport.shut_down(client.sock)
 
     def drain(self) -> None:
-        """Refuse further clients and workers, and let sessions drain."""
-        self._is_draining = True
+        """Let sessions drain."""
         for client in self:
             client.link.post(events.Drain())
 
@@ -293,12 +284,11 @@ class Clients:
         level = logging.WARNING
         if client.is_gone or reason == "exited with status 0":
             level = logging.INFO
-            reason = "ended: " + ("the node server is draining" if self._is_draining else "the client has gone")
+            reason = "ended: " + ("the node server is draining" if self.is_draining else "the client has gone")
         for number, row in list(client.workers.items()):
             client.forget(number)
             self._counters.close(row)
         self.work.update(client.work)
-        self.num_ended += client.num_ended
         seconds = (time.monotonic_ns() - client.row.begun[0]) / 1e9
         text = "session of %s %s after %.1f s; its workers received %d bytes and sent %d"
         received, sent = client.work["received_bytes"], client.work["sent_bytes"]

@@ -115,7 +115,6 @@ class NodeServer:
         self._unproved: set[Stranger] = set()
         self._children: dict[int, Child] = {}  # by process id
         self._started = time.monotonic_ns()
-        self._is_draining = False
         self._grace_over: sched.Event | None = None
         self._num_stops = 0
         self.signals = StopSignals()
@@ -129,7 +128,7 @@ class NodeServer:
             self._loop.call_after(RENEWAL_PERIOD, self._renew)
         self._accept_again()
         try:
-            while not self._is_draining or self._clients:
+            while not self._clients.is_draining or self._clients:
                 unsent = [child for child in self._children.values() if not child.link.flush()]
                 if (log := self._context.log).is_waiting:
                     self._loop.watch(log.fileno(), log.flush, select.POLLOUT)
@@ -154,7 +153,7 @@ class NodeServer:
     # --- connections
 
     def _accept_again(self) -> None:
-        if not self._is_draining:
+        if not self._clients.is_draining:
             self._loop.watch(self._listener.fileno(), self._on_connection)
 
     def _pause_accepting(self, seconds: float) -> None:
@@ -394,9 +393,9 @@ class NodeServer:
             self._clients.disconnect()
 
     def _drain(self) -> None:
-        if self._is_draining:
+        if self._clients.is_draining:
             return
-        self._is_draining = True
+        self._clients.is_draining = True
         grace = self._context.settings.grace
         self._deregister()
         self._loop.unwatch(self._listener.fileno())
@@ -420,7 +419,7 @@ class NodeServer:
     # --- the register
 
     def _renew(self) -> None:
-        if self._is_draining:
+        if self._clients.is_draining:
             return
         self._loop.call_after(RENEWAL_PERIOD, self._renew)
         if self._renewal is None or self._renewal.reap() is not None:

@@ -44,7 +44,7 @@ def describe_node(clients: Clients, context: ServerContext, started: int, refuse
     """Return the status of the node, without what ``/proc`` says; ``started`` is when the server began."""
     now = time.monotonic_ns()
     described = [_describe_client(client, now) for client in clients]
-    work = sum((_work_of(client) for client in clients), Counter(clients.work))
+    work = sum((_work_of(client) for client in clients), clients.work)
     memory = memory_bytes()
     return NodeStatus(
         host=context.node,
@@ -56,7 +56,7 @@ def describe_node(clients: Clients, context: ServerContext, started: int, refuse
         load_average=os.getloadavg()[0],
         memory_total_bytes=memory.get("MemTotal", 0),
         memory_available_bytes=memory.get("MemAvailable", 0),
-        ended_workers=clients.num_ended + sum(client.num_ended for client in clients),
+        ended_workers=work["ended_workers"],
         refused_connections=refused_connections,
         clients=described,
         **_fields(work),
@@ -110,7 +110,7 @@ def _loops(client: ClientRecord, now: int) -> dict[str, Any]:
 
 
 def _work_of(client: ClientRecord) -> Counter[str]:
-    return sum((row.work() for row in client.workers.values()), Counter(client.work))
+    return sum((row.work() for row in client.workers.values()), client.work)
 
 
 def _fields(work: Counter[str]) -> dict[str, Any]:

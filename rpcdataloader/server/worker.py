@@ -313,13 +313,10 @@ class Worker:
             self._meter.begin(idle / 1e9)
         del message, content
         self._execute(request_id, call, measured, self._row.tasks if is_task else self._row.calls)
-        if is_task and self._context.settings.max_tasks_per_worker:
-            self._count_task()
-
-    def _count_task(self) -> None:
-        self._num_tasks += 1
-        if self._num_tasks == self._context.settings.max_tasks_per_worker and self._life is Life.SERVING:
-            self._begin_drain(Life.RETIRING)
+        if is_task:
+            self._num_tasks += 1
+            if self._num_tasks == self._context.settings.max_tasks_per_worker and self._life is Life.SERVING:
+                self._begin_drain(Life.RETIRING)
 
     def _execute(self, request_id: int, call: Call, measured: bool, counter: memoryview) -> None:
         # The idle time is noted when nothing more is there, which costs less than after each request.

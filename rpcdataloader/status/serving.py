@@ -8,7 +8,6 @@ pages whose name was pointed there (DNS rebinding), get nothing.
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -33,6 +32,7 @@ from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.status.report import METRICS_TYPE, Tree, as_metrics
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import client_credentials, read_secret
+from rpcdataloader.wire.transport import shut_down
 
 TOKEN_FILE_VARIABLE = "RPCDATALOADER_STATUS_TOKEN_FILE"
 
@@ -164,7 +164,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer within the time limit."""
-        timer = threading.Timer(_REQUEST_TIMEOUT, _cut_off, [request])
+        timer = threading.Timer(_REQUEST_TIMEOUT, shut_down, [request])
         timer.daemon = True
         timer.start()
         try:
@@ -228,11 +228,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: a scraper comes every few seconds."""
-
-
-def _cut_off(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
 
 
 SECONDS = 900.0

@@ -135,11 +135,6 @@ class NodeStatus(Work):
     refused_connections: int  # whose peers failed authentication, TLS or the protocol
     clients: list[ClientStatus]  # in the order in which they came
 
-    @property
-    def workers(self) -> list[WorkerStatus]:
-        """Workers of all clients."""
-        return [worker for client in self.clients for worker in client.workers]
-
 
 def last_report(sessions: Iterable[ClientStatus]) -> list[LoopStatus]:
     """Return the loops of one client, which reports the same to all of its sessions."""

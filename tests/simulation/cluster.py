@@ -95,10 +95,10 @@ class Worker:
         number: int = self.owner.number
         return number
 
-    def submit(self, payload: Any, _buffers: Any, complete: Callable[[Any], None]) -> None:
+    def submit(self, encoded: Any, complete: Callable[[Any], None]) -> None:
         """The first request of an epoch."""
-        self.crew.must_begin(payload.epoch)
-        self.connection.put(payload, complete)
+        self.crew.must_begin(encoded.payload.epoch)
+        self.connection.put(encoded.payload, complete)
 
     def close(self) -> None:
         cluster = self.crew.cluster
@@ -113,8 +113,8 @@ class Connection:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def submit(self, _type: Any, payload: Any, _buffers: Any, request: Any) -> int:
-        return self.put(payload, request.complete)
+    def submit(self, _type: Any, encoded: Any, request: Any) -> int:
+        return self.put(encoded.payload, request.complete)
 
     def put(self, payload: Any, complete: Callable[[Any], None]) -> int:
         worker = self.worker
