@@ -64,7 +64,7 @@ class RawSample(NamedTuple):
     number: int
 
     def __repr__(self) -> str:
-        return f"a sample of source worker {self.batch.source}"
+        return f"sample {self.number} of a batch of source worker {self.batch.source}"
 
     def take(self, may_repeat: bool) -> Any:
         """Return the sample itself; see :meth:`RawBatch.take`."""

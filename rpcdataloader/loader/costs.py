@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset, Sampler
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.samples import MAX_SHOWN, whereabouts
+from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.wire.digests import digest_memory
@@ -302,7 +303,8 @@ def measure_costs(
         batches = make(**{**options, "workers": "inline"})
     with contextlib.suppress(ImportError):
         batches = importlib.import_module("tqdm").tqdm(batches, desc="measuring costs", unit="batch")
-    found = np.concatenate([np.empty(0), *batches])
+    with generators_restored():  # the script draws the same, whether the costs were known or not
+        found = np.concatenate([np.empty(0), *batches])
     if len(found) != len(dataset):
         raise ValueError(f"the dataset has {len(dataset)} samples, but {len(found)} were loaded")
     if path is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -91,7 +92,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             the sample out of its batch, after ``retry_on``, and names it in a warning; empty batches are not delivered.
             A dataset with ``__getitems__`` loads whole batches, so these are left out.
         max_skipped: Number of skipped samples in one pass above which a :class:`~rpcdataloader.errors.BadSamplesError`
-            is raised. Samples of a stream and those that a ``transform`` fails on are counted apart.
+            is raised.
         device: Device of a delivered batch's tensors, such as ``"cuda:0"``; ``"cuda"`` is the current one of the thread
             that begins a pass. The next batch is copied while this one is used, in few large pieces, out of pinned
             memory. Arrays, and tensors that are more than a dtype, a shape and strides (sparse and nested ones,
@@ -251,11 +252,15 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def _iterate_here(self) -> Iterator[Any]:
         """torch's own iterator, for ``num_workers=0`` and no workers."""
-        batches: Iterator[Any] = super().__iter__()
-        if (device := find_device(self.device)) is not None:
-            batches = map(make_carrier(device, PageablePool()).send, batches)
+        here = self
+        if self.num_workers:  # set since; with them, torch's processes would load
+            here = copy.copy(self)
+            here.num_workers = 0
+        device = find_device(self.device)
+        send = None if device is None else make_carrier(device, PageablePool()).send
         self._recorder = self._make_recorder()
-        return TimedBatches(batches, name_of(self.dataset), PassSettings.of(self).partition, self._recorder)
+        partition = PassSettings.of(self).partition
+        return TimedBatches(DataLoader.__iter__(here), send, name_of(self.dataset), partition, self._recorder)
 
     @property
     def _source(self) -> Source:

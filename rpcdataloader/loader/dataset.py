@@ -22,7 +22,7 @@ from rpcdataloader.client.worker import dumps_named
 from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Additions, set_variables
-from rpcdataloader.loader.iterator import RemoteIterator
+from rpcdataloader.loader.iterator import InlineIterator, RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prepare
 from rpcdataloader.loader.settings import PassSettings
 
@@ -163,15 +163,17 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         access, where = self._access, self._where
-        if isinstance(access, _Inline) or isinstance(where, Inline):
-            return iter(access_of(self))
-        placement = choose_nodes(where, num_workers=1)
-        prepare(access, placement.homes)
         endless = itertools.repeat(None)
         settings = PassSettings(
             dataset=self, sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged
         )
         recorder = Recorder(threading.RLock(), time.monotonic())
+        if isinstance(access, _Inline) or isinstance(where, Inline):
+            inline = InlineIterator(settings, access_of(self))
+            inline.recorder = recorder
+            return inline
+        placement = choose_nodes(where, num_workers=1)
+        prepare(access, placement.homes)
         return RemoteIterator(settings, access, placement, recorder)
 
 

@@ -210,8 +210,16 @@ class LoaderTools(DataLoader[_T_co]):
 class TimedBatches(Iterator[_T_co]):
     """torch's iterator without workers, with a record of its waits for the diagnosis; otherwise like it."""
 
-    def __init__(self, batches: Iterator[_T_co], name: str, partition: Partition, recorder: Recorder) -> None:
-        self.batches, self._name, self._partition, self._recorder = batches, name, partition, recorder
+    def __init__(
+        self,
+        batches: Iterator[_T_co],
+        send: Callable[[_T_co], _T_co] | None,  # to a device
+        name: str,
+        partition: Partition,
+        recorder: Recorder,
+    ) -> None:
+        self.batches, self._send = batches, send
+        self._name, self._partition, self._recorder = name, partition, recorder
 
     def __next__(self) -> _T_co:
         recorder, began = self._recorder, time.monotonic()
@@ -221,6 +229,7 @@ class TimedBatches(Iterator[_T_co]):
             if recorder.batches:
                 tell(recorder, lambda: diagnose(recorder.records()), self._name, self._partition)
             raise
+        batch = batch if self._send is None else self._send(batch)
         recorder.took(time.monotonic(), began)
         return batch
 
