@@ -202,6 +202,12 @@ def test_death_at_a_batch_of_the_last_epoch_is_not_that_of_another(workers, fifo
     assert "while it loaded" not in told
 
 
+def test_loader_without_workers_stays_one():
+    loader = RPCDataloader(datasets.Numbers(4))
+    loader.num_workers = 1
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+
+
 class GatedNotes(datasets.Gated):
     """Notes each sample before it is there."""
 

@@ -6,12 +6,14 @@ What is decided then, and in which order, is judged by the simulation; here, the
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import re
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -402,6 +404,28 @@ def test_worker_that_takes_too_long_is_ended_and_the_batch_given_to_another(work
     text = "batch 3 (indices [3]) took longer than 0.5 s (task_timeout) on worker"
     record = next(one for one in caplog.records if text in one.getMessage() and one.name == "rpcdataloader.loader")
     assert record.threadName == "rpcdl-report", "neither the loop nor a receiver waits for the stack"
+
+
+class Slow(IterableDataset):
+    """Takes 0.1 s for a sample, and has no state."""
+
+    def __iter__(self):
+        for number in range(20):
+            time.sleep(0.1)
+            yield number
+
+
+def test_time_limit_is_neither_for_an_init_function_nor_for_what_a_stream_takes_again(workers):
+    make = functools.partial(RPCDataloader, Slow(), 2, workers=workers, num_workers=1, task_timeout=1.0)
+    loader = make(worker_init_fn=lambda _worker: time.sleep(1.2))
+    seen = list(itertools.islice(loader, 8))
+    rest = make()
+    rest.load_state_dict(loader.state_dict())
+    assert torch.cat([*seen, *rest]).tolist() == [*range(20)]
+    iterator = iter(make(worker_init_fn=len))
+    with pytest.raises(TypeError):
+        next(iterator)
+    assert next(iterator, None) is None, "its stream ends"
 
 
 def test_batch_that_always_takes_too_long_is_an_error_with_a_stack_and_the_others_come(workers):

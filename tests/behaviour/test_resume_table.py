@@ -239,6 +239,17 @@ def test_end_and_beginning_of_an_epoch_go_on_with_anything(saved, shared_server)
         check_rest(resumed[0], [[]] * resumed[1], after, after)
 
 
+def test_end_and_beginning_of_an_epoch_fit_another_length():
+    for num_batches in 0, 5:
+        loaders = []
+        for size in 12, 15:
+            sampler = ResumableDistributedSampler(Numbers(size), 1, 0)
+            loaders.append(RPCDataloader(sampler.dataset, 3, sampler=sampler, workers="inline"))
+        list(itertools.islice(loaders[0], num_batches))
+        loaders[1].load_state_dict(loaders[0].state_dict())
+        assert len(list(loaders[1])) == 5
+
+
 # What all ranks have delivered
 
 

@@ -217,18 +217,18 @@ class Judge:
         member = self.members.get(worker)
         return member is not None and number in member.in_flight
 
-    def answered(self, worker: int, number: int, size: int, seconds: float | None, now: float) -> bool:
+    def answered(self, worker: int, number: int, size_bytes: int, task_seconds: float | None, now: float) -> bool:
         """A worker answers; returns whether the engine has to take it."""
         self.num_deaths = 0
         if not self.holds(worker, number):
             return False
-        self._drop_copy(worker, number, seconds, now)
+        self._drop_copy(worker, number, task_seconds, now)
         task = self.tasks.get(number)
         if task is None or task.is_answered:
             return False
         self.to_cancel.update((other, number) for other in task.holders)
-        self.estimate = max(float(size), self.estimate + (size - self.estimate) / 16)
-        self._note_answer(number, task, size)
+        self.estimate = max(float(size_bytes), self.estimate + (size_bytes - self.estimate) / 16)
+        self._note_answer(number, task, size_bytes)
         return True
 
     def stream_ended(self, worker: int, number: int, now: float) -> None:

@@ -12,15 +12,14 @@ from rpcdataloader.plan.table import Entry, Table
 from tests.simulation.judge import Judge
 
 
-def _told(kind: type, name: str) -> Any:
-    """A method of a kind of engine or crew, of whose calls the judge is told first."""
-    method, tell = getattr(kind, name), getattr(Judge, name)
+def _tell(kind: type, *names: str) -> None:
+    """Let the judge be told first of calls of these methods."""
 
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        tell(self.judge, *args, **options)
-        return method(self, *args, **options)
+    def told(method: Any, tell: Any) -> Any:
+        return lambda self, *args, **options: (tell(self.judge, *args, **options), method(self, *args, **options))[1]
 
-    return call
+    for name in names:
+        setattr(kind, name, told(getattr(kind, name), getattr(Judge, name)))
 
 
 class JudgedEngine(Engine[str]):
@@ -82,13 +81,9 @@ class JudgedEngine(Engine[str]):
 
     # Answers
 
-    def answered(
-        self, worker: int, number: int, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
-    ) -> Entry | None:
-        expected = self.judge.answered(worker, number, size_bytes, task_seconds, now)
-        task = super().answered(
-            worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer
-        )
+    def answered(self, worker: int, number: int, *, answer: Any = None, **told: Any) -> Entry | None:
+        expected = self.judge.answered(worker, number, **told)
+        task = super().answered(worker, number, answer=answer, **told)
         assert (task is not None) == expected, f"the answer of worker {worker} to task {number} counts: {not expected}"
         return task
 
@@ -102,13 +97,9 @@ class JudgedEngine(Engine[str]):
             f"the exception of worker {number}, which cannot begin, ends the pass: {not ends_pass}"
         )
 
-    begin_epoch = _told(Engine, "begin_epoch")
-    stream_ended = _told(Engine, "stream_ended")
-    worker_ready = _told(Engine, "worker_ready")
-    worker_at_work = _told(Engine, "worker_at_work")
-    worker_draining = _told(Engine, "worker_draining")
-    worker_lost = _told(Engine, "worker_lost")
-    remove_nodes = _told(Engine, "remove_nodes")
+
+_tell(JudgedEngine, "begin_epoch", "stream_ended", "worker_ready", "worker_at_work", "worker_draining", "worker_lost")
+_tell(JudgedEngine, "remove_nodes")
 
 
 class JudgedCrew(Crew[str]):
@@ -118,16 +109,13 @@ class JudgedCrew(Crew[str]):
         super().__init__(*args)
         self.judge = judge
 
-    use = _told(Crew, "use")
-    node_up = _told(Crew, "node_up")
-    node_failed = _told(Crew, "node_failed")
-    open_failed = _told(Crew, "open_failed")
-    add_nodes = _told(Crew, "add_nodes")
-
     def node_hopeless(self, node: str, error: BaseException) -> None:
         if node in self.roster.pauses:
             self.judge.node_hopeless(node)
         super().node_hopeless(node, error)
+
+
+_tell(JudgedCrew, "use", "node_up", "node_failed", "open_failed", "add_nodes")
 
 
 class JudgedTable(Table):

@@ -11,6 +11,7 @@ import sys
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from torch.utils.data import IterableDataset
 
@@ -137,6 +138,11 @@ def test_a_new_epoch_begins_at_its_start():
     assert len(other) == len(sampler) - 1
     other.set_epoch(1)
     assert len(other) == len(sampler)
+    running = iter(sampler)
+    next(running)
+    sampler.set_epoch(1)
+    next(running)
+    assert sampler.state_dict()["epoch"] == 0, "of the pass that runs"
 
 
 def test_a_pass_that_runs_or_was_left_changes_neither_length_nor_the_next_pass(tmp_path):
@@ -151,6 +157,9 @@ def test_a_pass_that_runs_or_was_left_changes_neither_length_nor_the_next_pass(t
     (loader,) = make_loaders(tmp_path / "log", 1)
     loader.load_state_dict(state)
     assert list(loader) == whole
+    loader.load_state_dict(state)
+    loader.batch_sampler.set_epoch(1)
+    assert list(loader) == list(loader) != whole
 
 
 def test_samples_meet_others_in_the_next_epoch():
@@ -227,9 +236,11 @@ class Texts:
 def test_costs_are_measured_once(tmp_path, remote):
     log = tmp_path / "log"
     for _ in range(2):
+        torch.manual_seed(0)
         dataset = RPCDataset("inline", Texts, log) if remote else Texts(log)
         found = measure_costs(dataset, len, cache=tmp_path / "costs", workers=None if remote else "inline")
         assert found.tolist() == list(range(1, 701))
+        assert int(torch.randint(10**6, ())) == 136044
     assert log.read_text() == "loaded\n"
     assert len(list((tmp_path / "costs").iterdir())) == 1
     measure_costs(dataset, str.__len__, cache=tmp_path / "costs", workers=None if remote else "inline")
