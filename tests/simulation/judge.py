@@ -12,19 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.plan.actions import (
-    Action,
-    Cancel,
-    Close,
-    End,
-    Load,
-    Open,
-    PlanOptions,
-    ReportWait,
-    Restart,
-    Say,
-    Seek,
-)
+from rpcdataloader.plan import actions
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN
 from rpcdataloader.plan.table import Entry
@@ -90,7 +78,7 @@ class Place:
 class Judge:
     """Watch one engine."""
 
-    def __init__(self, options: PlanOptions, homes: list[str], others: list[str], turn: int) -> None:
+    def __init__(self, options: actions.PlanOptions, homes: list[str], others: list[str], turn: int) -> None:
         self.options = options
         self.is_iterable = options.is_iterable
         self.places = [Place(home) for home in homes]
@@ -478,7 +466,7 @@ class Judge:
 
     # What is to be done
 
-    def acted(self, actions: list[Action], now: float) -> None:
+    def acted(self, actions: list[actions.Action], now: float) -> None:
         """Look at what the engine wants done, and at what it has forgotten."""
         if self.is_changed and self.most is not None:
             self._send_superfluous_away()
@@ -493,7 +481,7 @@ class Judge:
             self._check_sent_away()
             self._check_stuck(now)
 
-    def _see_reportwait(self, action: ReportWait, now: float) -> None:
+    def _see_reportwait(self, action: actions.ReportWait, now: float) -> None:
         """The consumer is told what it has waited for, and that is the oldest task which is not answered."""
         number, task = next((number, task) for number, task in self.tasks.items() if not task.is_answered)
         assert self.waiting_since is not None, f"{action}: nobody waits"
@@ -513,7 +501,7 @@ class Judge:
         deadline = max(self.waiting_since + REPORT_AFTER, self.reported_at + REPORT_AGAIN)
         assert due <= deadline + _TINY, f"the consumer is to be told, and the engine waits until {due}"
 
-    def _see_load(self, action: Load, now: float) -> None:
+    def _see_load(self, action: actions.Load, now: float) -> None:
         worker, number, payload = action
         member = self.members.get(worker)
         task = self.tasks.get(number)
@@ -534,7 +522,7 @@ class Judge:
         member.in_flight[number] = None
         task.holders.append(worker)
 
-    def _see_backup(self, action: Load, task: Task, now: float) -> None:
+    def _see_backup(self, action: actions.Load, task: Task, now: float) -> None:
         assert not self.is_iterable and len(task.holders) <= 1, f"{action}: workers {task.holders} have a copy already"
         assert not task.deaths, f"{action}: a backup task of a task that has killed {task.deaths} workers"
         assert not self._has_backup, f"{action}: another task has a backup task"
@@ -557,18 +545,18 @@ class Judge:
             return None  # others come
         return next((task for task in self.tasks.values() if task.holders), None)
 
-    def _see_first(self, action: Load, task: Task, member: Member) -> None:
+    def _see_first(self, action: actions.Load, task: Task, member: Member) -> None:
         number = action.number
         assert len(member.in_flight) < self.options.prefetch_factor or self.is_iterable, f"{action}: the worker is full"
         assert self._may_send(number), f"{action}: it is too much for {self.options.max_in_flight_bytes} bytes"
         assert self.is_iterable or self._lowest == number, f"{action}: task {self._lowest} waits for longer"
 
-    def _see_cancel(self, action: Cancel, now: float) -> None:
+    def _see_cancel(self, action: actions.Cancel, now: float) -> None:
         assert self.holds(action.worker, action.number), f"{action}: the worker does not have it"
         assert (action.worker, action.number) in self.to_cancel, f"{action}: it is waited for, or was cancelled before"
         self.to_cancel.discard((action.worker, action.number))
 
-    def _see_open(self, action: Open, now: float) -> None:
+    def _see_open(self, action: actions.Open, now: float) -> None:
         number, place_number, node = action.worker, action.place, action.node
         self.num_opened += 1
         assert number == self.num_opened, f"{action}: its number was used before"
@@ -592,14 +580,14 @@ class Judge:
         late_at = now + self.options.connect_timeout
         self.members[number] = Member(place_number, node, self.incarnations.get(node), late_at, node in mute)
 
-    def _see_close(self, action: Close, now: float) -> None:
+    def _see_close(self, action: actions.Close, now: float) -> None:
         member = self.members.get(action.worker)
         assert member is not None and not member.closed, f"{action}: it is gone"
         assert member.sent_away or member.is_over, f"{action}: it is needed"
         assert not member.in_flight or self.is_iterable, f"{action}: it has not answered {list(member.in_flight)}"
         member.closed = True
 
-    def _see_end(self, action: End, now: float) -> None:
+    def _see_end(self, action: actions.End, now: float) -> None:
         member = self.members.get(action.worker)
         limit = self.options.task_timeout
         assert member is not None and limit is not None, f"{action}: it is gone, or there is no limit"
@@ -609,17 +597,17 @@ class Judge:
         assert member.ended != action.number, f"{action}: it was ended already"
         member.ended = action.number
 
-    def _see_restart(self, action: Restart, now: float) -> None:
+    def _see_restart(self, action: actions.Restart, now: float) -> None:
         assert action.worker in self.members, f"{action}: it is gone"
 
-    def _see_seek(self, action: Seek, now: float) -> None:
+    def _see_seek(self, action: actions.Seek, now: float) -> None:
         node, delay = action.node, action.delay
         assert node not in self.hopeless, f"{action}: the node is not to be used"
         assert self.seeking.get(node, -0.1) == -delay, f"{action}: that is too early, or too late"
         self.seeking[node] = delay
         self.seek_late_at[node] = now + delay + self.options.connect_timeout
 
-    def _see_say(self, action: Say, now: float) -> None:
+    def _see_say(self, action: actions.Say, now: float) -> None:
         assert action.text.startswith(self.options.label), f"{action}: whose is it?"
 
     # What was forgotten

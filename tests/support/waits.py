@@ -15,19 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from rpcdataloader import Diagnosis, RPCDataloader
-from tests.support.causes import (
-    SLOW_NODE,
-    Causes,
-    Children,
-    Parcels,
-    SlowSampler,
-    StreamOfCauses,
-    Tails,
-    Unready,
-    collate_hard,
-    collate_slowly,
-    init_slowly,
-)
+from tests.support import causes
 from tests.support.crew import wait_for_crew
 from tests.support.network import Network
 from tests.support.quick import quick_server
@@ -80,7 +68,7 @@ def one_node(zygote: Zygote, before: str = HURRY) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def a_slow_node(zygote: Zygote) -> Iterator[list[str]]:
-    slow = f"{HURRY}\nos.environ[{SLOW_NODE!r}] = '1'"
+    slow = f"{HURRY}\nos.environ[{causes.SLOW_NODE!r}] = '1'"
     options = ("--num-workers", "4", "--max-connections", "64")
     with quick_server(zygote, *options, before=slow) as first, quick_server(zygote, *options, before=HURRY) as second:
         yield [first.address, second.address]
@@ -212,53 +200,54 @@ COMPUTING = {"fetch_cpu_share": 0.8 if may_hurry() else 0.3}
 SLEEPING = {"off_cpu_share": 0.8 if may_hurry() else 0.5}
 
 CAUSES = {
-    "none": Cause(Causes(stall=0.002), 0.1, 25, "none", {"prefetch_factor": 4}),
+    "none": Cause(causes.Causes(stall=0.002), 0.1, 25, "none", {"prefetch_factor": 4}),
     "start: worker_init_fn": Cause(
-        Causes(stall=0.001), 0.01, 60, "start init", {"prefetch_factor": 4, "worker_init_fn": init_slowly},
-        is_first=True,
+        causes.Causes(stall=0.001), 0.01, 60, "start init",
+        {"prefetch_factor": 4, "worker_init_fn": causes.init_slowly}, is_first=True,
     ),
-    "start: first batch": Cause(Unready(), 0.01, 60, "start batch", {"prefetch_factor": 4}, is_first=True),
-    "workers": Cause(Causes(cpu=0.01), 0.002, 60, "workers", {"num_workers": 1}, shares=COMPUTING),
+    "start: first batch": Cause(causes.Unready(), 0.01, 60, "start batch", {"prefetch_factor": 4}, is_first=True),
+    "workers": Cause(causes.Causes(cpu=0.01), 0.002, 60, "workers", {"num_workers": 1}, shares=COMPUTING),
     "workers, streams": Cause(
-        StreamOfCauses(60, cpu=0.01), 0.002, 61, "workers", {"num_workers": 1}, shares=COMPUTING
+        causes.StreamOfCauses(60, cpu=0.01), 0.002, 61, "workers", {"num_workers": 1}, shares=COMPUTING
     ),
-    "workers, sleeping": Cause(Causes(stall=0.04), 0.002, 80, "workers", {}, shares=SLEEPING),
+    "workers, sleeping": Cause(causes.Causes(stall=0.04), 0.002, 80, "workers", {}, shares=SLEEPING),
     "workers, sleeping streams": Cause(
-        StreamOfCauses(40, 40, stall=0.04), 0.002, 81, "workers", {}, shares=SLEEPING
+        causes.StreamOfCauses(40, 40, stall=0.04), 0.002, 81, "workers", {}, shares=SLEEPING
     ),
     "workers, sleeping in collate_fn": Cause(
-        Causes(stall=0.001), 0.001, 40, "workers",
-        {"batch_size": 2, "collate_fn": collate_slowly, "num_workers": 1}, shares=SLEEPING,
+        causes.Causes(stall=0.001), 0.001, 40, "workers",
+        {"batch_size": 2, "collate_fn": causes.collate_slowly, "num_workers": 1}, shares=SLEEPING,
     ),
     "workers, computing in collate_fn": Cause(
-        Causes(), 0.001, 40, "workers", {"batch_size": 2, "collate_fn": collate_hard, "num_workers": 1},
+        causes.Causes(), 0.001, 40, "workers", {"batch_size": 2, "collate_fn": causes.collate_hard, "num_workers": 1},
         shares={"collate_cpu_share": 0.3},
     ),
     "workers, waiting for a CPU": Cause(
-        Causes(cpu=0.02), 0.001, 40, "workers", {"num_workers": 8}, functools.partial(one_node, before=""),
+        causes.Causes(cpu=0.02), 0.001, 40, "workers", {"num_workers": 8}, functools.partial(one_node, before=""),
         shares={"runqueue_share": 0.5},
     ),
     "workers, child processes": Cause(
-        Children(0.02), 0.001, 30, "workers", {"num_workers": 1}, shares={"fetch_cpu_share": 0.25}
+        causes.Children(0.02), 0.001, 30, "workers", {"num_workers": 1}, shares={"fetch_cpu_share": 0.25}
     ),
-    "workers, long tails": Cause(Tails(), 0.004, 150, "workers", {"num_workers": 4, "prefetch_factor": 4}),
-    "trainer: sampler": Cause(Causes(), 0.005, 60, "trainer sampler", {"sampler": SlowSampler(0.02)}),
-    "trainer: receiving": Cause(Parcels(0.01), 0.002, 120, "trainer receiving", {}),
-    "trainer: lock": Cause(Parcels(0.012), 0.02, 60, "trainer lock", {}, consume=hold_the_lock),
+    "workers, long tails": Cause(causes.Tails(), 0.004, 150, "workers", {"num_workers": 4, "prefetch_factor": 4}),
+    "trainer: sampler": Cause(causes.Causes(), 0.005, 60, "trainer sampler", {"sampler": causes.SlowSampler(0.02)}),
+    "trainer: receiving": Cause(causes.Parcels(0.01), 0.002, 120, "trainer receiving", {}),
+    "trainer: lock": Cause(causes.Parcels(0.012), 0.02, 60, "trainer lock", {}, consume=hold_the_lock),
     "setting: prefetch_factor": Cause(
-        Causes(stall=0.004), 0.004, 50, "setting prefetch_factor", {"prefetch_factor": 1}, behind(lambda: delayed)
+        causes.Causes(stall=0.004), 0.004, 50, "setting prefetch_factor", {"prefetch_factor": 1},
+        behind(lambda: delayed),
     ),
     "setting: max_in_flight_bytes": Cause(
-        Causes(stall=0.03, size=250_000), 0.008, 60, "setting max_in_flight_bytes",
+        causes.Causes(stall=0.03, size=250_000), 0.008, 60, "setting max_in_flight_bytes",
         {"num_workers": 8, "max_in_flight_bytes": 2_000_000},
     ),
     "node: worker": Cause(
-        Causes(stall=0.01), 0.005, 300, "node worker", {"num_workers": 8, "prefetch_factor": 2},
+        causes.Causes(stall=0.01), 0.005, 300, "node worker", {"num_workers": 8, "prefetch_factor": 2},
         around=stopped_in_turns,
     ),
-    "node: node": Cause(Causes(stall=0.03), 0.002, 150, "node node", {"num_workers": 8}, a_slow_node),
-    "network": Cause(Causes(size=500_000), 0.01, 25, "network", {}, behind(NarrowLink)),
-    "network, 1 Gb/s": Cause(Causes(size=800_000), 0.008, 50, "network", {}, over_a_gigabit),
+    "node: node": Cause(causes.Causes(stall=0.03), 0.002, 150, "node node", {"num_workers": 8}, a_slow_node),
+    "network": Cause(causes.Causes(size=500_000), 0.01, 25, "network", {}, behind(NarrowLink)),
+    "network, 1 Gb/s": Cause(causes.Causes(size=800_000), 0.008, 50, "network", {}, over_a_gigabit),
 }  # fmt: skip
 
 
@@ -288,10 +277,10 @@ def run(cause: Cause, addresses: list[str], speed: float = 1.0) -> tuple[Diagnos
 # After a pause, next itself takes up to 0.5 ms on some machines, which no number of workers changes: so these loops
 # take far longer for a batch.
 POOLS = {
-    "4 workers, 200 ms of sleep": Cause(Causes(stall=0.2), 0.02, 150, "workers", {"num_workers": 4}),
-    "4 workers, 120 ms of sleep": Cause(Causes(stall=0.12), 0.02, 150, "workers", {"num_workers": 4}),
-    "2 workers, 100 ms of sleep": Cause(Causes(stall=0.1), 0.02, 150, "workers", {"num_workers": 2}),
-    "1 worker, 20 ms of CPU": Cause(Causes(cpu=0.02), 0.016, 150, "workers", {"num_workers": 1}),
+    "4 workers, 200 ms of sleep": Cause(causes.Causes(stall=0.2), 0.02, 150, "workers", {"num_workers": 4}),
+    "4 workers, 120 ms of sleep": Cause(causes.Causes(stall=0.12), 0.02, 150, "workers", {"num_workers": 4}),
+    "2 workers, 100 ms of sleep": Cause(causes.Causes(stall=0.1), 0.02, 150, "workers", {"num_workers": 2}),
+    "1 worker, 20 ms of CPU": Cause(causes.Causes(cpu=0.02), 0.016, 150, "workers", {"num_workers": 1}),
 }
 
 

@@ -174,6 +174,7 @@ def test_workers_of_two_threads_wait_for_the_same_child(machine):
     assert found == [[[]] * 1000] * 2
     child.kill()
     child.join()
+    child.close()
     assert [len(each.give_back()) for each in (machine, other)] == [1, 1]
 
 
