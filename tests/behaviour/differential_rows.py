@@ -16,17 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    ChainDataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    Subset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.support.datasets import (
@@ -115,7 +105,7 @@ class Initialised(Numbers):
 # Streams
 
 
-class Stream(IterableDataset[Any]):
+class Stream(data.IterableDataset[Any]):
     """The same numbers in every worker."""
 
     def __init__(self, size: int = 7) -> None:
@@ -134,7 +124,7 @@ class Striped(Stream):
     """Shared out among the workers."""
 
     def __iter__(self) -> Any:
-        info: Any = get_worker_info()
+        info: Any = data.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         return iter(range(first, self.size, step))
 
@@ -163,7 +153,7 @@ class Ranged(Stream):
 
 def share_out(number: int) -> None:
     """As in torch's documentation."""
-    info: Any = get_worker_info()
+    info: Any = data.get_worker_info()
     share = -(-info.dataset.size // info.num_workers)
     info.dataset.start, info.dataset.size = share * number, min(share * (number + 1), info.dataset.size)
 
@@ -214,14 +204,14 @@ class Counts(Stream):
 # Samplers
 
 
-class Endless(Sampler[int]):
+class Endless(data.Sampler[int]):
     """Never ends."""
 
     def __iter__(self) -> Any:
         return (number % 20 for number in itertools.count())
 
 
-class Buckets(Sampler[list[int]]):
+class Buckets(data.Sampler[list[int]]):
     """Batches of neighbours of varying sizes, in random order; empty ones among them."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -236,7 +226,7 @@ class Buckets(Sampler[list[int]]):
             yield self.buckets[number]
 
 
-class Pieces(Sampler[int]):
+class Pieces(data.Sampler[int]):
     """Its iterator raises at one place, and goes on when asked again."""
 
     def __init__(self, at: Any) -> None:
@@ -262,7 +252,7 @@ class Pieces(Sampler[int]):
         return self.number
 
 
-class Over(Sampler[int]):
+class Over(data.Sampler[int]):
     def __init__(self, data_source: Any) -> None:
         self.data_source = data_source
 
@@ -289,7 +279,7 @@ class Unreadable:
         raise OSError("the list cannot be read")
 
 
-class Breaking(Sampler[int]):
+class Breaking(data.Sampler[int]):
     """Raises at one place, and ends."""
 
     def __len__(self) -> int:
@@ -300,7 +290,7 @@ class Breaking(Sampler[int]):
         raise OSError("the list of samples cannot be read")
 
 
-class Reshuffled(Sampler[int]):
+class Reshuffled(data.Sampler[int]):
     """Draws from python's and numpy's generators."""
 
     def __len__(self) -> int:
@@ -320,7 +310,7 @@ def as_is(samples: Any) -> Any:
 
 
 def scaled(samples: list[Any]) -> Any:
-    return {"twice": 2 * default_collate(samples), "number": len(samples)}
+    return {"twice": 2 * data.default_collate(samples), "number": len(samples)}
 
 
 def transposed(samples: list[Any]) -> torch.Tensor:
@@ -328,7 +318,7 @@ def transposed(samples: list[Any]) -> torch.Tensor:
 
 
 def inform(samples: list[Any]) -> Any:
-    info: Any = get_worker_info()
+    info: Any = data.get_worker_info()
     return (
         [int(sample) for sample in samples],
         info.num_workers,
@@ -348,7 +338,7 @@ def fail_to_begin(number: int) -> None:
 
 
 def initialise(number: int) -> None:
-    info: Any = get_worker_info()
+    info: Any = data.get_worker_info()
     info.dataset.initialised += 1
     info.dataset.seen = [number, info.id, info.num_workers, info.seed, torch.initial_seed(), *draw()]
 
@@ -579,7 +569,7 @@ ROWS: dict[str, Row] = {
     "generator without shuffle": row(drive=two_epochs, generator=New(seeded)),
     "generators after each batch": row(
         lambda: Numbers(40), every_state, exact=True, batch_size=None, generator=New(seeded),
-        sampler=New(lambda: RandomSampler(range(40), True, 45)),
+        sampler=New(lambda: data.RandomSampler(range(40), True, 45)),
     ),
     # Samplers
     "DistributedSampler": row(
@@ -598,7 +588,7 @@ ROWS: dict[str, Row] = {
     "sampler yields strings": row(Told, sampler=["a", "\udcff", ""], batch_size=2),
     "sampler yields slices": row(Told, sampler=[slice(3), slice(1, 5, 2)], batch_size=None),
     "sampler yields None": row(Told, sampler=[None, 1.5, True], batch_size=2),
-    "sampler yields batches": row(Sliced, sampler=BatchSampler(SequentialSampler(range(9)), 4, False), batch_size=None),
+    "sampler yields batches": row(Sliced, sampler=data.BatchSampler(range(9), 4, False), batch_size=None),
     # Batch samplers
     "buckets": row(drive=three_epochs, batch_sampler=Buckets()),
     "buckets with a generator": row(
@@ -633,7 +623,7 @@ ROWS: dict[str, Row] = {
     "__getitems__ without batches": row(Batched, batch_size=None),
     "dicts": row(Pairs, batch_size=3),
     "dicts without batches": row(Pairs, batch_size=None),
-    "Subset of a dataset with __getitems__": row(lambda: Subset(Batched(), [7, 3, 11, 7]), batch_size=3),
+    "Subset of a dataset with __getitems__": row(lambda: data.Subset(Batched(), [7, 3, 11, 7]), batch_size=3),
     "list": row(lambda: [[1.5, "x"], [2.5, "y"], [3.5, "z"]], batch_size=2),
     "range": row(lambda: range(10), batch_size=4, shuffle=True),
     "mapping": row(Words, sampler=["three", "", "one", "three"], batch_size=3),
@@ -741,7 +731,7 @@ STREAMS: dict[str, Row] = {
         "workers that are not persistent": row(Counts, two_epochs, batch_size=2),
         "nested in itself": row(lambda: Striped(4), nested, batch_size=2),
         "any order": row(lambda: Striped(20), batch_size=3, in_order=False, as_sets=True),
-        "ChainDataset": row(lambda: ChainDataset([Striped(5), Striped(8)]), batch_size=2),
+        "ChainDataset": row(lambda: data.ChainDataset([Striped(5), Striped(8)]), batch_size=2),
         "fails": row(Breaks, batch_size=2),
         "fails, without batches": row(Breaks, batch_size=None),
         "fails and goes on": row(Resumes, batch_size=2),
@@ -777,9 +767,7 @@ DRAWS: dict[str, Row] = {
         "__getitems__": row(AugmentedBatches, batch_size=3),
         "collate_fn that draws": row(Augmented, batch_size=3, collate_fn=augment_batch),
         "repeated index": row(Augmented, sampler=[4] * 12, batch_size=3),
-        "with replacement": row(
-            Augmented, sampler=New(lambda: RandomSampler(range(20), replacement=True, num_samples=30)), batch_size=4
-        ),
+        "with replacement": row(Augmented, sampler=New(lambda: data.RandomSampler(range(20), True, 30)), batch_size=4),
         "batches of varying sizes": row(Augmented, batch_sampler=Buckets()),
         "init function that seeds": row(Augmented, batch_size=3, worker_init_fn=torch.manual_seed),
         "persistent": row(Augmented, three_epochs, batch_size=3, shuffle=True, persistent_workers=True),

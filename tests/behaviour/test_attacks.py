@@ -25,20 +25,9 @@ from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
+from tests.support import peers
 from tests.support.clocks import in_server
 from tests.support.datasets import Numbers
-from tests.support.peers import (
-    PREAMBLE_SIZE,
-    MessageType,
-    Stranger,
-    encode_call,
-    loads_exception,
-    message,
-    open_as_client,
-    pack_handles,
-    preamble,
-    session_id_of,
-)
 from tests.support.quick import quick_server
 from tests.support.tampering import dial, read_to_the_end
 
@@ -93,12 +82,12 @@ def serves(server):
 
 @pytest.mark.parametrize("known", [False, True], ids=["new session", "known session"])
 def test_handshake_that_drips_is_ended_in_time(server, known):
-    session_id = session_id_of(server.address) if known else bytes(16)
-    hello = Stranger(session_id).says()
-    pause = PROMPTLY / (len(hello) - PREAMBLE_SIZE)
+    session_id = peers.session_id_of(server.address) if known else bytes(16)
+    hello = peers.Stranger(session_id).says()
+    pause = PROMPTLY / (len(hello) - peers.PREAMBLE_SIZE)
     start = time.monotonic()
-    with dial(server.address, hello[:PREAMBLE_SIZE]) as sock, contextlib.suppress(ConnectionError):
-        for byte in hello[PREAMBLE_SIZE:]:
+    with dial(server.address, hello[: peers.PREAMBLE_SIZE]) as sock, contextlib.suppress(ConnectionError):
+        for byte in hello[peers.PREAMBLE_SIZE :]:
             if select.select([sock], [], [], pause)[0]:
                 break
             sock.send(bytes([byte]))
@@ -109,7 +98,7 @@ def test_handshake_that_drips_is_ended_in_time(server, known):
 
 def test_worker_whose_first_bytes_come_in_parts_is_no_session(server, monkeypatch):
     """Or its client would wait for batches without end. It opens another one."""
-    session_id, before, send = session_id_of(server.address), server.processes(), Transport.send
+    session_id, before, send = peers.session_id_of(server.address), server.processes(), Transport.send
 
     def send_in_parts(transport, pieces, flags=0):
         monkeypatch.undo()
@@ -120,12 +109,12 @@ def test_worker_whose_first_bytes_come_in_parts_is_no_session(server, monkeypatc
 
     monkeypatch.setattr(Transport, "send", send_in_parts)
     with pytest.raises(ConnectionLostError, match="closed the connection instead of sending WELCOME"):
-        open_as_client(server.address, session_id)
+        peers.open_as_client(server.address, session_id)
 
 
 def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
     """Three times as many as may be at the door, from elsewhere, and another one for each that is put out."""
-    preambles = [b"", preamble(), preamble(session_id_of(server.address))]
+    preambles = [b"", peers.preamble(), peers.preamble(peers.session_id_of(server.address))]
     over = threading.Event()
 
     def flood():
@@ -164,10 +153,10 @@ def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
 
 def test_session_ids_cannot_be_guessed(server):
     """Not even one that is nearly right."""
-    right = session_id_of(server.address)
+    right = peers.session_id_of(server.address)
     near = [right[:n] + bytes([right[n] ^ 1]) + right[n + 1 :] for n in range(16)]
     for guess in [*near, right[::-1], b"\xff" * 16, secrets.token_bytes(16)]:
-        with dial(server.address, preamble(guess)) as sock:
+        with dial(server.address, peers.preamble(guess)) as sock:
             assert b"there is no such session on this node server" in read_to_the_end(sock)
 
 
@@ -205,15 +194,15 @@ UNREADABLE = [pickled + end for pickled in UNLOADABLE for end in (b"", bytes(8),
 PAYLOADS = (
     st.sampled_from(UNREADABLE)
     | st.binary(max_size=64)
-    | st.lists(st.integers(0, 2**64 - 1), max_size=4).map(pack_handles)
+    | st.lists(st.integers(0, 2**64 - 1), max_size=4).map(peers.pack_handles)
     # Lengths of index and slab that are not there.
     | st.tuples(st.sampled_from(UNLOADABLE), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)).map(
         lambda parts: parts[0] + struct.pack("<II", *parts[1:])
     )
 )
 REQUEST_IDS = st.sampled_from([0, 1, 2, 2**31, 2**63, 2**64 - 1])
-ASKING = [int(type) for type in (MessageType.CALL, MessageType.BUILD, MessageType.RELEASE, MessageType.CANCEL)]
-TYPES = st.sampled_from(ASKING) | st.sampled_from([int(type) for type in MessageType]) | st.integers(0, 255)
+ASKING = [int(peers.MessageType[name]) for name in ("CALL", "BUILD", "RELEASE", "CANCEL")]
+TYPES = st.sampled_from(ASKING) | st.sampled_from([int(type) for type in peers.MessageType]) | st.integers(0, 255)
 MESSAGES = st.lists(
     st.tuples(TYPES, st.integers(0, 1), REQUEST_IDS, PAYLOADS, st.lists(st.binary(max_size=20), max_size=3)),
     min_size=1,
@@ -225,40 +214,40 @@ MESSAGES = st.lists(
 def channel_to(server, where):
     """The control connection of a new session, or that of its worker; and the process of the session."""
     with contextlib.ExitStack() as stack:
-        channel, welcome = open_as_client(server.address)
+        channel, welcome = peers.open_as_client(server.address)
         stack.callback(channel.transport.close)
         if where == "worker":
-            channel, _welcome = open_as_client(server.address, bytes.fromhex(welcome.session))
+            channel, _welcome = peers.open_as_client(server.address, bytes.fromhex(welcome.session))
             stack.callback(channel.transport.close)
         yield channel, welcome.pid
 
 
 @pytest.mark.parametrize("where", ["control", "worker"])
 def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_served(server, where):
-    types = [MessageType.CALL] + [MessageType.BUILD] * (where == "control")
+    types = [peers.MessageType.CALL] + [peers.MessageType.BUILD] * (where == "control")
     with channel_to(server, where) as (channel, _session):
-        channel.send(MessageType.RELEASE, payload=pack_handles([0, 1, 2**64 - 1]))
-        channel.send(MessageType.CANCEL, 2**64 - 1)
+        channel.send(peers.MessageType.RELEASE, payload=peers.pack_handles([0, 1, 2**64 - 1]))
+        channel.send(peers.MessageType.CANCEL, 2**64 - 1)
         for number, (type, payload) in enumerate(itertools.product(types, UNREADABLE)):
             channel.send(type, 2**63 + number, payload)
             answer = channel.recv()
-            assert (answer.type, answer.request_id) == (MessageType.ERROR, 2**63 + number), payload
-            assert isinstance(loads_exception(answer.payload), Exception)
-        channel.send(MessageType.CALL, 2**64 - 1, *encode_call(os.getpid))
+            assert (answer.type, answer.request_id) == (peers.MessageType.ERROR, 2**63 + number), payload
+            assert isinstance(peers.loads_exception(answer.payload), Exception)
+        channel.send(peers.MessageType.CALL, 2**64 - 1, *peers.encode_call(os.getpid))
         answer = channel.recv()
-        assert (answer.type, answer.request_id) == (MessageType.REPLY, 2**64 - 1)
+        assert (answer.type, answer.request_id) == (peers.MessageType.REPLY, 2**64 - 1)
 
 
 @FEW
 @given(where=st.sampled_from(["control", "worker"]), messages=MESSAGES, cut=st.booleans())
 def test_nonsense_of_a_client_harms_nobody_else(server, where, messages, cut):
-    """Of any type, known or not, and of any content; broken off in the middle of a message, or not."""
+    """Of any type, known or not, and of any content; broken off in the middle of a peers.message, or not."""
     with channel_to(server, where) as (channel, session):
         with contextlib.suppress(RPCError):
             for type, flags, request_id, payload, blocks in messages:
                 channel.send(type, request_id, payload, blocks, flags)
             if cut:
-                channel.transport.send([message(MessageType.CALL, bytes(1000), 1)[:500]])
+                channel.transport.send([peers.message(peers.MessageType.CALL, bytes(1000), 1)[:500]])
         channel.transport.finish()
         # It ends, one way or another, and answers requests with errors until then.
         with contextlib.suppress(RPCError):

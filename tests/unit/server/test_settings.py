@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 
 import pytest
 
-from rpcdataloader.server import settings as module
 from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
-
-
-def test_defaults_listen_on_this_machine_alone_and_cannot_be_changed():
-    settings = ServerSettings()
-    assert (settings.host, settings.advertised_host()) == ("127.0.0.1",) * 2
-    assert list(settings.ports) == [6543]
-    assert (settings.grace, settings.preload) == (30.0, ())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.host = "0.0.0.0"
 
 
 @pytest.mark.parametrize(
@@ -35,12 +24,6 @@ def test_ports(port, ports):
 def test_bad_ports_are_refused_when_the_settings_are_made(port):
     with pytest.raises(ValueError, match="port must be 0 to 65535 or FIRST-LAST"):
         ServerSettings(port=port)
-
-
-def test_number_of_workers_is_that_of_the_cpus_unless_given(monkeypatch):
-    monkeypatch.setattr(module, "available_cpus", lambda: 7)
-    assert ServerSettings().workers == 7
-    assert ServerSettings(num_workers=3).workers == 3
 
 
 @pytest.mark.parametrize(("given", "embedded", "cap"), [(0, False, 12), (5, False, 5), (5, True, None)])
