@@ -81,6 +81,7 @@ def test_every_batch_is_there(device, workers, where, options):
         for number, batch in enumerate(batches):
             check(batch, list(range(4 * number, 4 * number + 4)), device)
     assert loader.device == NAME
+    assert len(iter(loader)) == 5
 
 
 def test_an_image_batch_is_two_copies_for_which_the_consumer_waits_before_it_sees_the_batch(device, workers):
