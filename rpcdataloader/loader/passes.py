@@ -111,7 +111,7 @@ def begin_pass(
 def loader_spec(
     settings: PassSettings, begun: Pass, worker_id: int, num_workers: int, stream: StreamState | None
 ) -> LoaderSpec:
-    """Describe a pass for its workers, but for :func:`functions_of` its loader."""
+    """Describe a pass for its workers; :func:`functions_of` has the rest."""
     progress = begun.progress
     return LoaderSpec(
         auto_collation=settings.auto_collation,

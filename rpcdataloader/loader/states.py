@@ -204,8 +204,8 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
         if type(sampler).__qualname__ == before["kind"] and "set_epoch" in before and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(before["set_epoch"])
     if (resumable := settings.resumable) is not None and (order := start["order"]) is not None:
-        is_other = order["length"] != len(resumable.dataset)  # type: ignore[arg-type]  # it has one
-        if is_midway(saved) or not is_other:  # a beginning, or an end, fits another length
+        is_same = order["length"] == len(resumable.dataset)  # type: ignore[arg-type]  # it has one
+        if is_same or is_midway(saved):  # a beginning, or an end, fits another length
             resumable.load_state_dict(order)
     new = {**start, **_capture_order(settings)}
     if is_midway(saved):
