@@ -33,7 +33,7 @@ class QuickServer:
     """
 
     def __init__(self, zygote: Zygote, options: tuple[str, ...], before: str = "") -> None:
-        if not any(option in ("--host", "--port") for option in options):
+        if "--port" not in options and not any(option.startswith("unix:") for option in options):
             options = ("--port", "0", *options)
         self._script: Script = zygote.start(_LAUNCH.format(before=before), *options)
         self.pid = self._script.pid
