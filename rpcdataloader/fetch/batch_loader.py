@@ -138,7 +138,7 @@ class BatchLoader:
         """Complete the beginning of a pass."""
 
     def go_on(self) -> None:
-        """Go on where a stream was left, which the first batch has no time for: it may be limited."""
+        """Go on where a stream was left, before the first batch, whose time may be limited."""
 
     def load(self, indices: Any, position: int, batch_number: int) -> Loaded:
         """Load one batch.

@@ -30,7 +30,7 @@ class _Failed:
         raise self._error.with_traceback(self._traceback)
 
     def start_epoch(self, *args: Any) -> None:
-        open_loader(self._dataset, self._spec.at_epoch(*args), {}, 0, ())
+        _open(self._dataset, self._spec.at_epoch(*args))
 
 
 # Of this process, a worker.
@@ -54,9 +54,12 @@ def open_loader(
 
     Its exceptions are raised by :func:`load`, so that a loop that goes on comes to its end.
     """
-    global _loader
     catch_up(dataset, key, changes)
-    spec = replace(spec, **functions)
+    return _open(dataset, replace(spec, **functions))
+
+
+def _open(dataset: Any, spec: LoaderSpec) -> float:
+    global _loader
     kind = StreamLoader if spec.iterable else BatchLoader
     _loader, began, seconds = None, time.perf_counter(), 0.0
     try:

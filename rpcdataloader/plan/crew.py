@@ -161,7 +161,7 @@ class Crew(Generic[N]):
             if other.place == place and other.node != worker.node and not self.roster.is_at_home(place, other.node)
         ]
 
-    def has_begun(self, worker: Member[N]) -> None:
+    def worker_began(self, worker: Member[N]) -> None:
         """Note that a worker has answered its first request."""
         self._has_begun = True
         self._num_failed.pop(worker.node, None)

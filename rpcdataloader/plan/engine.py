@@ -148,15 +148,16 @@ class Engine(Generic[N]):
         self._join(worker, now)
 
     def _join(self, worker: Member[N], now: float) -> None:
-        # One that began in an earlier epoch may hang there.
-        self.table.worker_joined(worker.number, now, worker.node, worker.place, is_timed=worker.has_begun)
+        self.table.worker_joined(worker.number, now, worker.node, worker.place)
+        if worker.has_begun:  # in an earlier epoch, and it may hang there
+            self.table.worker_began(worker.number, now)
 
     def worker_at_work(self, number: int, now: float) -> None:
         """Note that a worker has answered the first request of this epoch."""
         worker = self.crew.members.get(number)
         if worker is not None:
             worker.has_begun = worker.is_at_work = True
-            self.crew.has_begun(worker)
+            self.crew.worker_began(worker)
             if worker.has_joined:
                 self.table.worker_began(number, now)
 

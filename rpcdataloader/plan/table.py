@@ -193,26 +193,21 @@ class Table:
 
     # Workers
 
-    def worker_joined(
-        self, worker: int, now: float = 0.0, host: Hashable = None, place: int = 0, *, is_timed: bool = True
-    ) -> None:
-        """Add a worker.
+    def worker_joined(self, worker: int, now: float = 0.0, host: Hashable = None, place: int = 0) -> None:
+        """Add a worker, whose tasks have no limit of time before :meth:`worker_began`.
 
         Args:
             host: Host of the worker, which backup tasks avoid; None if unknown.
             place: Place of the worker: the stream that it serves.
-            is_timed: False if its tasks have no limit of time until :meth:`worker_began`: it makes the dataset, or
-                takes the samples of a stream again.
         """
-        record = WorkerPace(worker, host, self._pace, since=now, is_timed=is_timed)
-        self._workers[worker] = self._roomy[worker] = record
+        record = self._workers[worker] = self._roomy[worker] = WorkerPace(worker, host, self._pace, since=now)
         if self._has_streams:
             self._owners[place] = record
 
     def worker_began(self, worker: int, now: float) -> None:
-        """Let the time of a worker's first task begin."""
+        """Let the time of a worker's first task begin: it has made its dataset, and taken a stream's samples again."""
         record = self._workers[worker]
-        record.is_timed = True
+        record.has_begun = True
         self._head_changed(record, now)
 
     def worker_draining(self, worker: int) -> None:
@@ -301,7 +296,7 @@ class Table:
     def _head_changed(self, record: WorkerPace, now: float) -> None:
         """Note that another task is at the head of a worker's queue, or none."""
         self._deadlines.pop(record.id, None)
-        if record.in_flight and record.is_timed and self._task_timeout is not None:
+        if record.in_flight and record.has_begun and self._task_timeout is not None:
             self._deadlines[record.id] = now + self._task_timeout
 
     # Tasks, to a worker

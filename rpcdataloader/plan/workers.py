@@ -98,7 +98,7 @@ class WorkerPace:
     since: float  # time at which the first task in flight began or, without one, the worker fell idle
     in_flight: dict[int, None] = field(default_factory=dict)  # task numbers as an ordered set; the first one runs
     draining: bool = False
-    is_timed: bool = True
+    has_begun: bool = False
     task_seconds: float | None = None  # average of recent answers; None before the first one
     # Seconds until it would answer one more task. An attribute, since it is compared more often than it changes.
     finish: float = _CLOCK_SECONDS

@@ -20,6 +20,7 @@ import rpcdataloader
 from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.host.resources import available_cpus
 from tests.behaviour.test_server import call
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, occupied
 from tests.support.clocks import in_server
@@ -118,6 +119,7 @@ def test_real_command_line_prints_one_ready_line_and_serves():
 def test_address_of_the_ready_line_leads_there(serve, options, address):
     server = serve("--port", "0", *options)
     assert re.fullmatch(address, server.address)
+    assert server.num_workers == available_cpus()
     assert call(server, os.getpid) > 0
 
 

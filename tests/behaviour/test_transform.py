@@ -213,7 +213,7 @@ def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
     assert numbers([next(batches)]) == [0, 1, 2, 3]
     with pytest.raises(KeyError, match="no label for 5") as caught:
         next(batches)
-    assert "of source worker 0 at position 5, batch 1" in named(caught.value)
+    assert "sample 1 of a batch of source worker 0 at position 5, batch 1" in named(caught.value)
     with pytest.raises(ValueError, match="sample 9 is broken") as caught:
         next(batches)
     assert "position 9 of stream 0, batch 2" in named(caught.value)

@@ -41,11 +41,14 @@ def test_time_of_a_task_begins_after_the_worker_has():
     engine.table.add_task("task")
     engine.act(0.0)
     engine.worker_ready(1, 0.0)
-    for now, ends in ((5.0, []), (6.0, []), (7.5, [End(1, 0)])):
-        engine.tick(now)
-        assert [action for action in engine.act(now) if type(action) is End] == ends
-        if now == 5.0:
-            engine.worker_at_work(1, 6.0)
+    engine.act(0.0)
+    engine.tick(5.0)
+    assert End(1, 0) not in engine.act(5.0)
+    engine.worker_at_work(1, 6.0)
+    engine.tick(6.9)
+    assert End(1, 0) not in engine.act(6.9)
+    engine.tick(7.0)
+    assert End(1, 0) in engine.act(7.0)
 
 
 def test_a_node_that_another_server_answers_for_is_told_once_for_each_reason():
