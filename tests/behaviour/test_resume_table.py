@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, We
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader
 from tests.support.datasets import Failing, Numbers
+from tests.support.differential import seed
 
 SIZE = 32  # all numbers of ranks, times all batch sizes, divide it
 NUMBERS = Counter(range(SIZE))
@@ -136,7 +137,7 @@ def begin(job, num_batches=2, *, tell_end=False, where="inline"):
     seen, states = [], []
     for rank in range(job[1]):
         # Ranks that draw the parts of one order have the same seed.
-        torch.manual_seed(5 + rank if job[0] in WHOLE else 5)
+        seed(5 + rank if job[0] in WHOLE else 5)
         loader = load(job, rank, where)
         iterator = iter(loader)
         seen.append(numbers_in(itertools.islice(iterator, num_batches)))
@@ -148,7 +149,7 @@ def begin(job, num_batches=2, *, tell_end=False, where="inline"):
 
 def go_on(job, states):
     """What each rank has left, and what it has in the next epoch."""
-    torch.manual_seed(99)
+    seed(99)
     loaders = [load(job, rank) for rank in range(job[1])]
     for loader, state in zip(loaders, states, strict=True):
         loader.load_state_dict(state)

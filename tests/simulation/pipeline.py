@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import itertools
 import math
 import random
@@ -62,14 +63,15 @@ class Shared:
         self._pipeline = pipeline
         self._capacity = capacity
         self._most = most  # for one job
-        self._jobs: dict[int, list[Any]] = {}  # what is left, and what is called then
+        self._jobs: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when ``_done`` is this, it is called
         self._ids = itertools.count()
+        self._done = 0.0  # for each job that was there all the time
         self._since = 0.0
         self._version = 0
 
     def run(self, work: float, done: Callable[[], None]) -> None:
         self._advance()
-        self._jobs[next(self._ids)] = [work, done]
+        heapq.heappush(self._jobs, (self._done + work, next(self._ids), done))
         self._plan()
 
     def resize(self, capacity: float) -> None:
@@ -83,22 +85,18 @@ class Shared:
 
     def _advance(self) -> None:
         passed, self._since = self._pipeline.now - self._since, self._pipeline.now
-        if passed and (rate := self._rate):
-            for job in self._jobs.values():
-                job[0] -= passed * rate
+        self._done += passed * self._rate
 
     def _plan(self) -> None:
         self._version += 1
         if rate := self._rate:
-            left = max(0.0, min(job[0] for job in self._jobs.values())) / rate
-            self._pipeline.after(left, self._finish, self._version)
+            self._pipeline.after(max(0.0, self._jobs[0][0] - self._done) / rate, self._finish, self._version)
 
     def _finish(self, version: int) -> None:
         if version != self._version:
             return
         self._advance()
-        done = min(self._jobs, key=lambda job: self._jobs[job][0])
-        _left, call = self._jobs.pop(done)
+        _done, _id, call = heapq.heappop(self._jobs)
         self._plan()
         call()
 
@@ -154,6 +152,7 @@ class Pipeline(Clock):
         self._asked = 0.0
         self._blocked_at: float | None = None
         self._num_drawn = self.num_delivered = 0
+        self._due_at = math.inf
         if scenario.stop_every < math.inf:
             self.after(scenario.stop_every, self._stop, 0)
         self.after(scenario.startup, self._join)
@@ -266,12 +265,13 @@ class Pipeline(Clock):
         for number, task, _payload in self._table.assign(self.now):
             self._sent_at[number, task] = self.now
             self.after(self.scenario.latency / 2, self._request, self.workers[number], task)
-        if (due := self._table.due(self.now)) < math.inf:
-            self.after(max(0.0, due - self.now), self._due)
+        if (due := self._table.due(self.now)) < self._due_at:
+            self._due_at = max(self.now, due)
+            self.at(self._due_at, self._due)
 
     def _due(self) -> None:
-        if self._table.due(self.now) <= self.now:
-            self._pump()
+        self._due_at = math.inf
+        self._pump()
 
     # A worker
 

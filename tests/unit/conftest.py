@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def nothing_left():
-    """Check that the test closes all that it opens."""
+    """Check that the test closes all that it opens; what others had left may go meanwhile."""
     before = set(os.listdir("/proc/self/fd"))
     yield
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
