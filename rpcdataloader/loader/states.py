@@ -96,7 +96,7 @@ def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: It is not a state of such a loader.
     """
-    if state.keys() <= {"version"}:
+    if "start" not in state:  # saved before the first pass
         return
     here = _capture_order(settings)
     saved_kind = _kind_of_dataset(state["start"], is_iterable=bool(state["streams"]))

@@ -261,7 +261,7 @@ def test_dataset_that_changes_its_list_of_indices_can_be_resumed():
 
 def test_state_of_the_beginning_begins_anew_with_persistent_workers(address):
     loader = RPCDataloader(Augmented(SIZE), shuffle=True, workers=address, persistent_workers=True)
-    beginning, epochs = loader.state_dict(), []
+    beginning, epochs = {**loader.state_dict(), "_iterator_finished": False}, []  # as Accelerate keeps states
     for _ in range(2):
         loader.load_state_dict(beginning)
         torch.manual_seed(5)

@@ -46,7 +46,7 @@ def cost_of(costs, batch, padded=True):
     return chosen.max() * len(batch) if padded else chosen.sum()
 
 
-@pytest.mark.parametrize(("num_ranks", "number"), [(2, 40_000), (8, 40_000), (64, 40_000)])
+@pytest.mark.parametrize(("num_ranks", "number"), [(2, 100_000), (8, 100_000), (64, 40_000)])
 @pytest.mark.parametrize("padded", [True, False])
 def test_all_ranks_have_batches_of_equal_cost_at_each_step(num_ranks, number, padded):
     costs = lengths(number)
