@@ -96,23 +96,30 @@ class Probe:
         return next(self._stream)
 
 
-def find_differences(first: Any, second: Any, path: str = "sample") -> Iterator[tuple[str, str]]:
+def find_differences(
+    first: Any, second: Any, path: str = "sample", seen: dict[tuple[int, int], Any] | None = None
+) -> Iterator[tuple[str, str]]:
     """Compare two samples exactly; a NaN equals itself.
+
+    Args:
+        seen: Pairs compared before, by their ids: samples may have cycles.
 
     Yields:
         Path of an innermost differing part (``sample[0]['image']``), and the difference.
     """
-    if len(path) > _MAX_PATH or first is second:
+    seen, pair = {} if seen is None else seen, (id(first), id(second))
+    if len(path) > _MAX_PATH or first is second or pair in seen:
         return
+    seen[pair] = first, second  # no other objects get their ids
     if type(first) is not type(second):
         yield path, f"{kind_of(first)} and {kind_of(second)}"
     elif isinstance(first, dict) and first.keys() == second.keys():
         for key in first:
-            yield from find_differences(first[key], second[key], f"{path}[{key!r}]")
+            yield from find_differences(first[key], second[key], f"{path}[{key!r}]", seen)
     elif isinstance(first, (list, tuple)) and len(first) == len(second):
         names = [f".{name}" for name in getattr(first, "_fields", ())] or [f"[{i}]" for i in range(len(first))]
         for name, mine, other in zip(names, first, second, strict=True):
-            yield from find_differences(mine, other, path + name)
+            yield from find_differences(mine, other, path + name, seen)
     else:
         try:
             torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
@@ -123,7 +130,7 @@ def find_differences(first: Any, second: Any, path: str = "sample") -> Iterator[
         except USER_ERRORS:  # neither tensors nor numbers
             if not _is_equal(first, second):
                 if attributes := getattr(first, "__dict__", None):
-                    yield from find_differences(attributes, vars(second), f"{path}.__dict__")
+                    yield from find_differences(attributes, vars(second), f"{path}.__dict__", seen)
                 else:
                     shown = f"{first!r} and {second!r}"
                     yield path, shown if len(shown) < 120 else f"two {kind_of(first)} that are not the same"

@@ -153,14 +153,19 @@ class Size:
         self.number = least
         self._least, self._most, self._num_workers = least, most, num_workers
         self._needed: deque[tuple[float, int]] = deque()  # with the time
+        self._time = 0.0  # in which it was known what is wanted
+        self._asked, self._is_known = 0.0, False  # last
 
     def decide(self, now: float, wanted: int) -> int:
         """Return the number of node servers for a number of wanted workers; 0 for an unknown one changes nothing."""
-        needed = min(max(math.ceil(wanted / self._num_workers), self._least), self._most) if wanted else self.number
-        self._needed.append((now, needed))
-        while self._needed[0][0] < now - SHRINK_AFTER:
-            self._needed.popleft()
-        self.number = max(number for _time, number in self._needed)
+        if wanted:
+            if self._is_known:
+                self._time += now - self._asked
+            self._needed.append((self._time, min(max(math.ceil(wanted / self._num_workers), self._least), self._most)))
+            while self._needed[0][0] < self._time - SHRINK_AFTER:
+                self._needed.popleft()
+            self.number = max(number for _time, number in self._needed)
+        self._asked, self._is_known = now, bool(wanted)
         return self.number
 
 
@@ -277,7 +282,6 @@ class Pool:
                 if (address := node.poll()) is not None and known is None:
                     del self._nodes[node]
                     self._nodes[node] = address
-                    self._delay = FIRST_DELAY
             except Exception as exc:
                 self._lose(node, exc)
         while not self._is_ending and len(self._nodes) < self._size.number and time.monotonic() >= self._retry_at:
@@ -332,8 +336,10 @@ class Pool:
             with self._changed:
                 self._problem = problem
                 self._changed.notify_all()
-        if time.monotonic() >= self._retry_at:  # several may be lost at once
-            self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
+        now = time.monotonic()
+        if now >= self._retry_at:  # several may be lost at once
+            delay = FIRST_DELAY if now >= self._retry_at + LAST_DELAY else self._delay
+            self._retry_at, self._delay = now + delay, min(2 * delay, LAST_DELAY)
         if node is not None:
             self._release(node)
         logger.warning(
@@ -397,7 +403,7 @@ class NodeActor:
 
 
 class _Server:
-    """The node server of an actor, and two threads: one sends signs of life, and one reads what the server says."""
+    """The node server of an actor, and threads: to send signs of life, to read what it says, to wait for its end."""
 
     def __init__(self, order: ServerOrder) -> None:
         self.address: str | None = None
@@ -418,7 +424,9 @@ class _Server:
             start_new_session=True,  # Ctrl-C in a terminal of the engine
         )
         self._send(order.credentials.secret + b"\n")
-        for name, function in ("beat", self._beat), ("follow", self._follow):
+        self._follower = threading.Thread(target=self._follow, name="rpcdl-pool-follow", daemon=True)
+        self._follower.start()
+        for name, function in ("beat", self._beat), ("wait", self._wait):
             threading.Thread(target=function, name=f"rpcdl-pool-{name}", daemon=True).start()
 
     def _send(self, data: bytes) -> None:
@@ -432,7 +440,7 @@ class _Server:
         self.process.stdin.close()
 
     def _follow(self) -> None:
-        """Pass the log on to where the engine collects it, until the server has ended."""
+        """Pass the log on to where the engine collects it."""
         with self.process.stdout as lines:
             for line in lines:
                 text = line.decode(errors="replace").strip()
@@ -443,6 +451,9 @@ class _Server:
                     with suppress(Exception):  # the engine's stream: a full disk, or anything
                         sys.stderr.write(f"{text}\n")
                         sys.stderr.flush()
+
+    def _wait(self) -> None:
         self.process.wait()
+        self._follower.join(1.0)  # for its last words; what it has started may hold its output open
         self.ended.set()
         self.closing.set()

@@ -89,6 +89,17 @@ def test_good_dataset(check):
     assert output.splitlines()[-1].endswith(":Data works remotely")
 
 
+def test_samples_with_cycles_are_compared(check):
+    status, output = check("""
+        class Data(Base):
+            def __getitem__(self, index):
+                nodes = {"index": index, "edges": []}
+                nodes["edges"] += [{"of": nodes}, {"of": nodes}, {"of": nodes}]
+                return nodes
+    """)
+    assert status == 0, output
+
+
 # --- how it is built
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -55,15 +56,23 @@ def leave_behind():
     return pid
 
 
-def test_server_that_is_killed_is_replaced_while_what_user_code_has_forked_lives_on():
+def find_helper():
+    return sys.modules["starter"].helper.pid
+
+
+def test_server_that_is_killed_is_replaced_while_what_user_code_has_started_lives_on(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    # It holds the output of the server open.
+    (tmp_path / "starter.py").write_text("import subprocess\nhelper = subprocess.Popen(['sleep', '600'])\n")
     engine = Engine()
-    with pool_on(engine, 1) as workers:
-        child = rpc_async(*workers, leave_behind).wait()
+    with pool_on(engine, 1, "--preload", "starter") as workers:
+        children = [rpc_async(*workers, func).wait() for func in (leave_behind, find_helper)]
         os.kill(engine.pids[0], signal.SIGKILL)
         try:
             wait_until(lambda: len(engine.pids) == 2)
         finally:
-            os.kill(child, signal.SIGKILL)
+            for child in children:
+                os.kill(child, signal.SIGKILL)
 
 
 def test_server_drains_when_its_actor_is_dropped():

@@ -25,9 +25,9 @@ def process_of(actor: NodeActor) -> subprocess.Popen[bytes]:
     return actor._server.process
 
 
-def pool_on(engine: Engine, size: int | tuple[int, int]) -> Pool:
+def pool_on(engine: Engine, size: int | tuple[int, int], *launch: str) -> Pool:
     """So many node servers with one worker each."""
-    return Pool(engine, size, ServerOrder(SECRET, 1, (), here), 60 * TIMEOUT_SCALE)
+    return Pool(engine, size, ServerOrder(SECRET, 1, launch, here), 60 * TIMEOUT_SCALE)
 
 
 class Node:

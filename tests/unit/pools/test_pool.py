@@ -149,6 +149,22 @@ def test_nodes_that_are_lost_together_are_replaced_soon_and_though_the_engine_pu
     assert caplog.messages.count("cannot look after the pool") == 1
 
 
+def test_nodes_that_are_lost_as_soon_as_they_have_come_are_replaced_ever_later():
+    engine, started = Engine(), []
+
+    def start(order):
+        started.append(time.monotonic())
+        return Engine.start(engine, order)
+
+    engine.start = start
+    with Pool(engine, 1, ORDER, LIMIT) as workers:
+        for number in range(7):
+            wait_until(lambda number=number: list(workers) == addresses_of(number))
+            engine.nodes[-1].answer = RuntimeError("gone")
+        wait_until(lambda: len(started) == 8)
+    assert started[-1] - started[-2] > 2**5 * pool.FIRST_DELAY
+
+
 def test_size_follows_what_is_wanted_and_shrinks_when_fewer_have_sufficed_for_a_while():
     size = Size(1, 8, 4)
     limit = pool.SHRINK_AFTER
@@ -160,6 +176,11 @@ def test_size_follows_what_is_wanted_and_shrinks_when_fewer_have_sufficed_for_a_
     assert size.decide(3.0 + limit, 0) == 3
     assert size.decide(2.5 + 2 * limit, 4) == 3  # nothing was known in between
     assert size.decide(2.5 + 3 * limit, 4) == 1
+    # Epochs of less than the limit: what is unknown between them does not keep what was needed once.
+    size = Size(1, 8, 4)
+    assert size.decide(0.0, 100) == 8
+    asked = [(number * limit / 4, 0 if number % 4 == 0 else 4) for number in range(1, 16)]
+    assert [size.decide(*each) for each in asked] == [8] * 6 + [1] * 9
 
 
 def test_loops_of_all_clients_count_once_by_their_latest_report():
