@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy.random  # noqa: F401  # before anything is pickled: cloudpickle names the submodules that are loaded
@@ -80,7 +80,7 @@ class RemoteDataset(DatasetRef):
         self.spent = 0.0  # seconds of the longest build on a node in the present pass, with sending
         self._modules = pickled.modules
         self.blocks = pickled.blocks
-        self._copied: Copied | None = None  # for the next session on this machine
+        self._copied: Copied | None = None  # for all sessions on this machine, which have the pages in common
         self._digest_of_blocks = b""
         self._digesting = threading.Lock()
         self._shared = shared
@@ -187,18 +187,12 @@ class RemoteDataset(DatasetRef):
                 wait_until_updated()
                 reply: dict[str, Any] = answer.wait()
             except ConnectionLostError:
-                if found and digest_blocks(self.blocks) != found:  # which the node has seen, too
-                    raise ValueError(
-                        f"the arguments of dataset {self.name} have changed since the first node got them, so others "
-                        "would build another dataset: give it a copy of what the script changes in place"
-                    ) from None
+                if found:
+                    self._check_unchanged(self.blocks)  # which the node has done, too
                 raise
             return reply
 
-        copied = None
-        if session.address.is_unix:
-            self._copy()
-            copied, self._copied = self._copied, None
+        copied = self._copy() if session.address.is_unix else None
         reply = ask(None if copied is None else copied.place)
         return ask(None) if "unmapped" in reply else reply
 
@@ -207,16 +201,30 @@ class RemoteDataset(DatasetRef):
         if not self._sessions:
             self._copy()
 
-    def _copy(self) -> None:
-        if self._copied is None and sum(block.nbytes for block in self.blocks) >= MIN_COPIED_BYTES:
-            with contextlib.suppress(OSError):
-                self._copied = Copied(self.blocks)
+    def _copy(self) -> Copied | None:
+        """Copies of the blocks as the first node got them, if they are large."""
+        with self._digesting:
+            if self._copied is None and sum(block.nbytes for block in self.blocks) >= MIN_COPIED_BYTES:
+                with contextlib.suppress(OSError):
+                    copied = Copied(self.blocks)
+                    if self._digest_of_blocks:
+                        self._check_unchanged(copied.map())
+                    self._copied = copied
+            return self._copied
 
     def _digest(self) -> bytes:
         """The digest of the blocks, once for all nodes: the one thread that sends would compute it for each."""
         with self._digesting:
-            self._digest_of_blocks = self._digest_of_blocks or digest_blocks(self.blocks)
-        return self._digest_of_blocks
+            if not self._digest_of_blocks:
+                self._digest_of_blocks = digest_blocks(self.blocks if self._copied is None else self._copied.map())
+            return self._digest_of_blocks
+
+    def _check_unchanged(self, blocks: Sequence[memoryview]) -> None:
+        if digest_blocks(blocks) != self._digest_of_blocks:
+            raise ValueError(
+                f"the arguments of dataset {self.name} have changed since the first node got them, so others "
+                "would build another dataset: give it a copy of what the script changes in place"
+            ) from None
 
     def _note_length(self, node: str, length: int) -> None:
         """Compare lengths, which may differ after changes.
@@ -433,6 +441,7 @@ def ship(instance: object, name: str) -> RemoteDataset:
         if remote is None:
             remote = RemoteDataset(name, pickled, shared=True)
             _shipped[found] = remote
+        remote.blocks = pickled.blocks  # the script may have changed those of an earlier instance
         return remote
 
 

@@ -122,6 +122,10 @@ class Copied:
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
         self.place = Copies(os.getpid(), descriptor, os.fstat(descriptor).st_ino, sizes)
 
+    def map(self) -> list[memoryview]:
+        """The copies."""
+        return [block.view for block in map_copies(self.place)]
+
 
 def map_copies(copies: Copies) -> list[Block]:
     """Map the copies of another process's buffers; changes stay in this process and its children.

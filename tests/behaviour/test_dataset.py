@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, set_random_seeds
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback
@@ -421,6 +423,24 @@ def test_arguments_that_the_script_has_changed_are_named(shared_server):
     os.kill(witness.session, signal.SIGKILL)
     with pytest.raises(ValueError, match="the arguments of dataset list have changed since the first node"):
         list(RPCDataloader(dataset, batch_size=None))
+
+
+def test_large_arguments_are_the_first_ones_for_all_sessions_of_this_machine(unix_server):
+    table = np.zeros((8, 300_000))  # 19 MB
+    dataset, witness = RPCDataset(unix_server.address, list, table), RPCDataset(unix_server.address, State)
+    assert len(dataset) == 8
+    table += 1
+    os.kill(witness.session, signal.SIGKILL)
+    assert not any(row.any() for row in RPCDataloader(dataset, batch_size=None))
+
+
+def test_dataset_does_not_change_with_an_equal_one_that_the_script_changes(shared_server):
+    address, table, witness = shared_server.address, torch.zeros(8, 3000), RPCDataset(shared_server.address, State)
+    batches = iter(RPCDataloader(TensorDataset(table), workers=address))
+    next(batches)
+    table += 1
+    os.kill(witness.session, signal.SIGKILL)
+    assert not any(row.any() for (row,) in RPCDataloader(TensorDataset(torch.zeros(8, 3000)), workers=address))
 
 
 @pytest.mark.usefixtures("impatient")
