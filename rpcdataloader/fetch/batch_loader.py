@@ -74,6 +74,11 @@ class LoaderSpec:
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a sample is retried
     max_retries: int = 0  # limit on that
 
+    @property
+    def ended_stream(self) -> StreamState:
+        """The state of a stream that cannot be opened."""
+        return (self.stream or StreamState())._replace(ended=True)
+
     def at_epoch(self, epoch: int, first_position: int) -> LoaderSpec:
         """The same loader in another pass, from the beginning."""
         return replace(self, epoch=epoch, first_position=first_position, stream=None, resumes=False)

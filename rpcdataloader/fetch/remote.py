@@ -12,6 +12,7 @@ from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.host.state import Change, catch_up
+from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -21,12 +22,14 @@ class _Failed:
 
     def __init__(self, dataset: Any, spec: LoaderSpec, error: BaseException) -> None:
         self._dataset, self._spec, self._error, self._traceback = dataset, spec, error, error.__traceback__
-        self._ended = False
+        self._ended = spec.stream is not None and spec.stream.ended
 
     def load(self, *_args: Any) -> Loaded:
         if self._ended:
             return (0.0, 0.0), None, None, None
         self._ended = self._spec.iterable
+        if self._ended:
+            add_state(self._error, self._spec.ended_stream)
         raise self._error.with_traceback(self._traceback)
 
     def start_epoch(self, *args: Any) -> None:

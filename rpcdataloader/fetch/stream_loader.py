@@ -51,7 +51,7 @@ class StreamLoader(BatchLoader):
                 raise
             self._samples, self._missing = [], []
             with contextlib.suppress(Exception):  # of the user's state_dict
-                add_state(error, self._state())
+                add_state(error, self._state() or self._spec.ended_stream)
             raise
         self._samples = []
         return loaded

@@ -204,12 +204,18 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
         if type(sampler).__qualname__ == before["kind"] and "set_epoch" in before and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(before["set_epoch"])
     if (resumable := settings.resumable) is not None and (order := start["order"]) is not None:
+        own = resumable.state_dict()
         is_same = order["length"] == len(resumable.dataset)  # type: ignore[arg-type]  # it has one
         if is_same or is_midway(saved):  # a beginning, or an end, fits another length
             resumable.load_state_dict(order)
     new = {**start, **_capture_order(settings)}
     if is_midway(saved):
-        check_order(start, new, in_step=saved["in_step"])
+        try:
+            check_order(start, new, in_step=saved["in_step"])
+        except ValueError:
+            if resumable is not None:  # an epoch that begins anew has all samples
+                resumable.load_state_dict(own)
+            raise
     return new
 
 

@@ -22,12 +22,13 @@ from torch.utils.data import (
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError, RPCError
 from tests.support.comparison import assert_same
-from tests.support.datasets import Augmented, Gated, Numbers, Recorded, augment_batch, notes
+from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, augment_batch, notes
 from tests.support.differential import seed, seeded, steps
 from tests.support.kinds import as_is
 from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
@@ -292,6 +293,32 @@ def test_error_in_place_of_a_batch_of_a_stream_comes_once(address, fifth):
     assert list(second) == list(iterator)
 
 
+def fail_in_first(worker_id):
+    if worker_id == 0:
+        raise OSError("the first part is away")
+
+
+class Away(IterableDataset):
+    def __init__(self, open_part):
+        self.open_part = open_part
+
+    def __iter__(self):
+        self.open_part(get_worker_info().id)
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(("dataset", "init"), [(Away(fail_in_first), None), (Away(abs), fail_in_first)])
+def test_error_in_place_of_a_stream_comes_once(address, dataset, init):
+    options = {"collate_fn": list, "workers": address, "num_workers": 2, "worker_init_fn": init}
+    first, second = (RPCDataloader(dataset, 2, **options) for _ in range(2))
+    iterator = iter(first)
+    with pytest.raises(OSError, match="the first part is away"):
+        next(iterator)
+    assert next(iterator) == [0, 1]
+    second.load_state_dict(first.state_dict())
+    assert list(second) == list(iterator) == [[2, 3]]
+
+
 @pytest.mark.parametrize("where", ["inline", 2])
 def test_pass_of_persistent_workers_goes_on_with_others(address, where):
     def make(persistent):
@@ -403,6 +430,21 @@ def test_state_of_another_rank_goes_on_as_that_of_this_one():
         seen = next(iter(loader))
         state = loader.state_dict()
     assert seen == expected[2]
+
+
+def test_refused_state_takes_nothing_from_the_epoch_that_begins_instead():
+    def make(rank):
+        dataset = Failing(12, {0: (ValueError,), 2: (ValueError,)})
+        sampler = ResumableDistributedSampler(dataset, 2, rank, shuffle=False)
+        return RPCDataloader(dataset, 1, sampler=sampler, workers="inline", on_error="skip", collate_fn=list)
+
+    first, second = make(0), make(1)
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="each rank has delivered batches of other numbers"):
+        list(second)
+    second.load_state_dict(make(1).state_dict())
+    assert list(second) == list(make(1))
 
 
 def test_other_ranks_go_on_with_what_nobody_has_seen_and_with_its_random_numbers(address):
