@@ -302,8 +302,12 @@ def _trainer_restored() -> Iterator[None]:
     with _inline_lock, seeding.generators_restored():
         worker_info = torch_worker._worker_info
         collate_tensors = default_collate_fn_map[torch.Tensor]
+        # Of a worker whose dataset has a loader.
+        batch, sample, fetched = whereabouts.batch[0], whereabouts.sample[0], whereabouts.fetched
+        whereabouts.fetched = None
         try:
             yield
         finally:
+            whereabouts.batch[0], whereabouts.sample[0], whereabouts.fetched = batch, sample, fetched
             torch_worker._worker_info = worker_info
             default_collate_fn_map[torch.Tensor] = collate_tensors

@@ -494,6 +494,23 @@ def test_worker_for_each_batch_is_no_death_and_a_death_is_still_one(serve, tmp_p
     assert "another worker starts there" in message
 
 
+class Nested(datasets.Deadly):
+    """Has a loader of its own, which reads frames, for instance."""
+
+    def __getitem__(self, index):
+        assert len(list(RPCDataloader(range(8), 4, workers="inline"))) == 2
+        return super().__getitem__(index)
+
+
+def test_batch_that_ends_workers_is_named_though_their_dataset_has_loaded_batches_with_a_loader(shared_server):
+    batches = iter(
+        RPCDataloader(Nested(4, {0}, "SIGKILL"), workers=shared_server.address, num_workers=1, max_retries=2)
+    )
+    with pytest.raises(ConnectionLostError, match=r"batch 0 \(indices \[0\]\) has ended 2 workers"):
+        next(batches)
+    assert [int(index) for index in batches] == [1, 2, 3]
+
+
 def test_worker_that_serves_calls_does_not_retire(serve):
     server = serve("--max-tasks-per-worker", "1")
     held = rpc_async(server.address, list, ((1, 2),), rref=True).wait()
