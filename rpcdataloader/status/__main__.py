@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -27,6 +28,9 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?7l", "\x1b[?7h\x1b[?1049l"
 # Cursor to the upper left corner; clear the rest of a line; clear the rest of the screen.
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
+# Of seconds: poll() of any system takes as many milliseconds.
+_MAX_SECONDS = 1e6
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -34,9 +38,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m rpcdataloader.status",
         allow_abbrev=False,
         description="State of node servers: their clients, what these wait for, their workers, and the work done.",
-        epilog="Exit status: 0 if all node servers are ready, 1 if one is unreachable, or if "
-        "none is found, 2 for a wrong command line, secret, certificate or version, or if the output cannot be "
-        "written. Secret and certificates come from the same variables as for a training script: "
+        epilog="Exit status: 0 if all node servers are ready, 1 if one is unreachable, or a "
+        "directory has none registered, 2 for a wrong command line, secret, certificate or version, or if the output "
+        "cannot be written. Secret and certificates come from the same variables as for a training script: "
         "RPCDATALOADER_TOKEN_FILE and so on.",
     )
     parser.add_argument(
@@ -77,16 +81,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(text)) <= threading.TIMEOUT_MAX:
+        if 0 < (seconds := float(text)) <= _MAX_SECONDS:
             return seconds
-    limit = f"below {threading.TIMEOUT_MAX:.3g}"
-    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0 and {limit}, got {text}")
+    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0 and below {_MAX_SECONDS:g}, got {text}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look once or repeatedly; returns the exit status of the last look."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    if sys.stdout is None:
+        parser.error("standard output is closed")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for what datasets say
     try:
         nodes = Nodes(options.places, client_tls(), options.timeout, local=options.local)
     except (ValueError, AuthenticationError) as exc:
@@ -180,7 +187,7 @@ class Nodes:
 
     Attributes:
         document: Result of the last look; None before the first one.
-        nowhere: Directories and names in which the last look found no node server, if none was named by address.
+        nowhere: Directories and names in which the last look found no node server.
 
     Raises:
         ValueError: No node server is named, an address is malformed, or a place has no node server of its own.
@@ -204,18 +211,23 @@ class Nodes:
     def look(self, *, stacks: bool = False) -> Tree:
         """Ask the node servers that are named, and those that are registered now; each once, in this order."""
         found: list[Address] = []
+        nowhere: list[Lookup] = []
         problems: dict[str, str] = {}
         for place in self._places:
             if isinstance(place, Address):
                 found.append(place)
             else:
-                found += place.look()
+                there = place.look()
+                found += there
+                nowhere += [] if there else [place]
                 # The path of a directory stands for the directory itself.
                 folder = place.directory if isinstance(place, Register) else ""
                 problems |= {os.path.join(folder, name): reason for name, reason in place.problems.items()}
-        self.nowhere = [] if found else list(map(str, self._places))
+        # There need be no embedded pool beside others.
+        self.nowhere = [str(place) for place in nowhere if not (found and isinstance(place, LocalPools))]
         answers = self.ask(list(dict.fromkeys(found)), stacks=stacks)
-        self.document = make_document(time.time(), answers, problems, self.document)
+        is_complete = not self.nowhere
+        self.document = make_document(time.time(), answers, problems, self.document, is_complete=is_complete)
         return self.document
 
     def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[NodeAnswer]:

@@ -47,7 +47,12 @@ class NodeAnswer:
 
 
 def make_document(
-    time: float, answers: Sequence[NodeAnswer], ignored: dict[str, str], before: Tree | None = None
+    time: float,
+    answers: Sequence[NodeAnswer],
+    ignored: dict[str, str],
+    before: Tree | None = None,
+    *,
+    is_complete: bool = True,
 ) -> Tree:
     """Return the document of one look.
 
@@ -55,6 +60,7 @@ def make_document(
         time: Seconds since 1970.
         ignored: Unused files of registers, with the reason.
         before: Document of the previous look; None for the first look.
+        is_complete: False if a directory or name has no node server.
     """
     then = {node["address"]: node for node in before["nodes"]} if before else {}
     states = {answer.state for answer in answers}
@@ -62,7 +68,7 @@ def make_document(
     return {
         "schema": SCHEMA,
         "time_unix_seconds": time,
-        "exit_status": 2 if "refused" in states else 0 if states == {"ready"} else 1,
+        "exit_status": 2 if "refused" in states else 0 if states == {"ready"} and is_complete else 1,
         "nodes": nodes,
         "clients": _join_clients(nodes),
         "workers_wanted": count_wanted(answer.status for answer in answers if answer.status is not None),
@@ -138,7 +144,7 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
 
     Args:
         when: Time of the look, in words.
-        nowhere: Places of node servers, if no node server is found and no other one is named.
+        nowhere: Directories and names that have no node server.
         workers: True for a block per node server, with a line for each client and worker.
     """
     nodes = document["nodes"]

@@ -230,6 +230,8 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
     status, document = look(f"@{pool}")
     assert status == 1
     assert [node["state"] for node in document["nodes"]] == ["ready", "unreachable"]
+    status, document = look(server.address, f"@{tmp_path}/none")
+    assert (status, [node["state"] for node in document["nodes"]]) == (1, ["ready"])
     # As clients see it, a file that nobody renews counts for nothing in the end.
     then = path.stat().st_mtime - 200
     os.utime(path, (then, then))
@@ -244,12 +246,12 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
         ([], "name a node server, or set RPCDATALOADER_WORKERS"),
         (["node01"], "node01"),
         (["local:2"], "local:2 belongs to one training process"),
-        (["a:1", "--watch", "soon"], "expected a number of seconds above 0 and below 9.22e+09, got soon"),
-        (["a:1", "--watch", "0"], "expected a number of seconds above 0 and below 9.22e+09, got 0"),
+        (["a:1", "--watch", "soon"], "expected a number of seconds above 0 and below 1e+06, got soon"),
+        (["a:1", "--watch", "0"], "expected a number of seconds above 0 and below 1e+06, got 0"),
         (["a:1", "--serve", "0", "--json"], "leave --workers, --json and --stacks out"),
         (["a:1", "--serve", "here"], "--serve: cannot read the address 'here': write PORT, HOST:PORT or "),
         (["a:1", "--serve", "no-such-host.invalid:1"], "--serve: cannot serve at no-such-host.invalid:1: "),
-        (["a:1", "--timeout", "1e12"], "expected a number of seconds above 0 and below 9.22e+09, got 1e12"),
+        (["a:1", "--timeout", "1e12"], "expected a number of seconds above 0 and below 1e+06, got 1e12"),
     ],
 )
 def test_wrong_usage(arguments, error, capsys):
@@ -257,6 +259,16 @@ def test_wrong_usage(arguments, error, capsys):
         main(["status", *arguments])
     assert caught.value.code == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("output", "status"), [("", 1), (">&-", 2)])
+def test_output_that_takes_not_all(tmp_path, output, status):
+    command = f"{sys.executable} -m rpcdataloader.status @{tmp_path}/é {output}"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == status
+    said = [rf"{tmp_path}/\xe9: no node server found", "error: standard output is closed"]
+    assert said[status - 1] in (ended.stdout, ended.stderr)[status - 1]
 
 
 # --- stacks
