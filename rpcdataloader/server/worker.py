@@ -5,8 +5,8 @@ sends large replies while the next request is computed, and is started for the f
 middle of a task, a drain or the end of the client or session, and writes the stacks of all threads when asked.
 
 No thread only reads: between two tasks the main thread takes in everything that has arrived. So a cancelled request is
-not begun, and a small task costs no change of thread. The worker pauses computing while many bytes wait to be sent, and
-receiving while many large requests wait. So a client that requests more than it reads is the one that waits.
+not begun, and a small task costs no change of thread. A call begins once the reply before it is sent, and the worker
+pauses receiving while many large requests wait. So a client that requests more than it reads is the one that waits.
 """
 
 from __future__ import annotations

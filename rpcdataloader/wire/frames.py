@@ -399,7 +399,9 @@ class Decoder:
             raise EOFError
         digest = table[8 * num_blocks :]
         if digest and not shared and not hmac.compare_digest(digest_blocks(views), digest):
-            raise RemoteProtocolError(f"the blocks of message {message.request_id} were altered on their way")
+            raise RemoteProtocolError(
+                f"the blocks of message {message.request_id} were altered on their way, or by the sender's script"
+            )
         if shared and borrow is not None:
             received = iter(message.blocks)
             message.blocks = [borrow(message.request_id, block) if block else next(received) for block in shared]
