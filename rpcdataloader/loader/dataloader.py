@@ -28,7 +28,7 @@ from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prepare, warn_once
-from rpcdataloader.loader.sampler import Source, skipped_before
+from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools, TimedBatches
@@ -92,7 +92,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             the sample out of its batch, after ``retry_on``, and names it in a warning; empty batches are not delivered.
             A dataset with ``__getitems__`` loads whole batches, so these are left out.
         max_skipped: Number of skipped samples in one pass above which a :class:`~rpcdataloader.errors.BadSamplesError`
-            is raised.
+            is raised; with a ``transform``, of those that it has refused, and of those that the stream has.
         device: Device of a delivered batch's tensors, such as ``"cuda:0"``; ``"cuda"`` is the current one of the thread
             that begins a pass. The next batch is copied while this one is used, in few large pieces, out of pinned
             memory. Arrays, and tensors that are more than a dtype, a shape and strides (sparse and nested ones,
@@ -295,7 +295,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         if self._progress is None:
             return 0
         settings, progress = self._progress
-        return progress.copy().settle().num_skipped + skipped_before(settings.sampler)
+        by_stream = settings.sampler.loader.num_skipped if isinstance(settings.sampler, Source) else 0
+        return progress.copy().settle().num_skipped + by_stream
 
     @property
     def _is_accelerate_prepared(self) -> bool:

@@ -29,7 +29,6 @@ from rpcdataloader.loader.driver import Driver, shown
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import begin_pass, functions_of, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options
-from rpcdataloader.loader.sampler import skipped_before
 from rpcdataloader.loader.seat import Answer, Intake
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
@@ -99,8 +98,7 @@ class PassIterator(ABC):
                     (answer, returned), self._held = self._held[0], self._held[1:]
                     if (lacks := answer.lacks) is None or answer.error is not None:
                         break
-                    before = skipped_before(self._settings.sampler)
-                    answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped, before)
+                    answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
                     if answer.error is not None or not lacks.is_whole:
                         break
                     progress.returned += (returned,)

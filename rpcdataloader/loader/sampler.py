@@ -172,8 +172,3 @@ class Source:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on from a state."""
         self.loader.load_state_dict(state)
-
-
-def skipped_before(sampler: Any) -> int:
-    """Number of samples that the source of a ``transform`` has skipped; 0 for other samplers."""
-    return sampler.loader.num_skipped if isinstance(sampler, Source) else 0

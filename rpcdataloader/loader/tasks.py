@@ -309,17 +309,16 @@ class Progress:
         self.num_batches, self.num_samples, self.digest = num_batches, total, found
         self.sampler, self.ahead, self.turn = sampler, ahead, turn
 
-    def report_skipped(self, skipped: Skipped, where: str, max_skipped: int, before: int) -> BadSamplesError | None:
+    def report_skipped(self, skipped: Skipped, where: str, max_skipped: int) -> BadSamplesError | None:
         """Report what the next batch lacks.
 
         Args:
             where: Process that loaded the batch, in words.
-            before: Number of samples that the source of a ``transform`` has skipped.
 
         Returns:
             The error in place of the batch, if then more than ``max_skipped`` samples are missing in this pass.
         """
-        num_skipped = before + self.num_skipped + skipped.num_samples
+        num_skipped = self.num_skipped + skipped.num_samples
         if skipped.num_samples and num_skipped > max_skipped:
             number = "1 sample was" if num_skipped == 1 else f"{num_skipped} samples were"
             error = BadSamplesError(

@@ -214,17 +214,18 @@ def test_sample_that_was_skipped_before_an_interrupt_is_still_missing():
 
 
 def refuse_large(sample):
-    if sample[0] > 5:
+    if sample[0] > 14:
         raise ValueError(f"{sample[0]} is too large")
     return sample
 
 
-def test_one_limit_is_for_stream_and_transform_together(where):
-    loader = make(BadStream(0, 1), where, transform=refuse_large, max_skipped=3)
-    with pytest.raises(
-        BadSamplesError, match=r"^(\[.*\] )?5 samples were skipped in this pass, more than max_skipped=3"
-    ):
-        list(loader)
+def test_limit_is_for_the_stream_and_for_its_transform(where):
+    loader = make(BadStream(0, 1, 2), where, transform=refuse_large, max_skipped=3)
+    assert sorted(itertools.chain(*numbers(loader))) == [*range(3, 15)]
+    assert loader.num_skipped == 6
+    for bad in [0, 1, 2], []:
+        with pytest.raises(BadSamplesError, match="3 samples were skipped in this pass, more than max_skipped=2"):
+            list(make(BadStream(*bad), where, transform=refuse_large, max_skipped=2))
 
 
 def test_a_generator_that_raises_ends_its_stream(where, caplog):

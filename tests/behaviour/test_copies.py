@@ -58,6 +58,8 @@ def test_instance_arrives_whole_and_each_worker_has_its_own(unix_server, size_by
         # Workers are new in each epoch, and see nothing of what those of the last one wrote.
         assert [sample.tolist() for sample in loader] == [[i] * 3 for i in range(8)]
     assert dataset.array.max() == 7
+    assert len(descriptors_of_memory()) == (size_bytes > 16 * MIB)  # for a session that takes the place of this one
+    del loader
     assert descriptors_of_memory() == []
     assert traffic() - before < 110 * MIB  # written into memory, and no more
 

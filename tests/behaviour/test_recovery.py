@@ -191,6 +191,7 @@ def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog
     lost.signal(signal.SIGKILL)
     lost.wait()
     wait_for_crew(iterator, 2)
+    wait_until(lambda: "going on" in caplog.text)
     (news,) = [message for message in caplog.messages if "going on" in message]
     assert news.startswith("[rank 1 of 3] going on with 2 of 4 workers: ")
     assert news.count(lost.address) == 1
