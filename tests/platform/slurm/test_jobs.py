@@ -19,7 +19,7 @@ NO_SLURM = testbed.why_not()
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(NO_SLURM is not None, reason=f"no Slurm here: {NO_SLURM}")]
 
 DIGITS = f"{ROOT}/examples/digits.py"
-TRAINING = f"python {DIGITS} --epochs 12 --digest --checkpoint digits.pt"
+TRAINING = f"python {DIGITS} --epochs 36 --digest --checkpoint digits.pt"
 # Trainers for what has nothing to do with training.
 WAIT = """
 import os, signal, sys
@@ -100,7 +100,7 @@ def test_told_to_stop_a_job_saves_is_requeued_and_goes_on_with_the_next_batch(be
         wait_until(lambda: all(has_pending(pid, signal.SIGUSR1) for pid in trainers), 20, "the signal for the trainers")
     wait_until(lambda: job.is_requeued, 60, "the job is requeued")
     check_nothing_is_left(job)
-    assert "epoch 12" not in job.output
+    assert "epoch 36" not in job.output
     # Slurm would let it wait for two minutes. Not "now": a node refuses to start a job in the second, as its clock
     # counts them, in which it was told to end it ("Job credential revoked"), and that fails the job.
     bed.run("scontrol", "update", f"JobId={job.id}", "StartTime=now+2")
@@ -118,7 +118,7 @@ def has_pending(pid: int, number: signal.Signals) -> bool:
 def ending(bed: Testbed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """Jobs that are about to end in different ways; they start together, which saves time."""
     folder = tmp_path_factory.mktemp("ending")
-    endless = edit("train.sbatch", TRAINING.replace("--epochs 12", "--epochs 1000"))
+    endless = edit("train.sbatch", TRAINING.replace("--epochs 36", "--epochs 1000"))
     scripts = {"late": edit("train.sbatch", IDLE, nodes=1), "killed": endless, "cancelled": endless}
     return {name: bed.submit(folder / name, script) for name, script in scripts.items()}
 
