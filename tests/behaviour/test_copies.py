@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader
+from tests.conftest import wait_until
 
 MIB = 1 << 20
 
@@ -59,8 +60,8 @@ def test_instance_arrives_whole_and_each_worker_has_its_own(unix_server, size_by
         assert [sample.tolist() for sample in loader] == [[i] * 3 for i in range(8)]
     assert dataset.array.max() == 7
     assert len(descriptors_of_memory()) == (size_bytes > 16 * MIB)  # for a session that takes the place of this one
-    del loader
-    assert descriptors_of_memory() == []
+    del loader  # its copy is needed until the workers' ends are known
+    wait_until(lambda: descriptors_of_memory() == [], what="the copy")
     assert traffic() - before < 110 * MIB  # written into memory, and no more
 
 
