@@ -118,7 +118,7 @@ class Gone:
 
 @pytest.fixture
 def gone(tmp_path: Path) -> Iterator[Gone]:
-    """For ``Holder`` and ``Open`` of tests/support."""
+    """For ``Holder`` of tests/support."""
     with contextlib.closing(Gone(tmp_path / "gone")) as found:
         yield found
 

@@ -32,6 +32,7 @@ from tests.support.datasets import (
     draw,
 )
 from tests.support.differential import New, Raised, Row, attempt, epochs, row, seeded, states, steps
+from tests.support.kinds import as_is
 from tests.support.streams import Parts
 
 # Datasets
@@ -303,10 +304,6 @@ class Reshuffled(data.Sampler[int]):
 
 
 # Functions
-
-
-def as_is(samples: Any) -> Any:
-    return samples
 
 
 def scaled(samples: list[Any]) -> Any:

@@ -34,25 +34,15 @@ Check = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Write a module into the current folder; gives its name, which is new for the sake of ``sys.modules``."""
+def check(tmp_path, monkeypatch, shared_server, capsys) -> Check:
+    """Check what ``source`` defines by a name; gives the exit status and what was printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
-    def module(source):
-        name = f"checked{next(NUMBERS)}"
-        (tmp_path / f"{name}.py").write_text(HEAD + textwrap.dedent(source))
-        return name
-
-    return module
-
-
-@pytest.fixture
-def check(module, shared_server, capsys) -> Check:
-    """Check what ``source`` defines as ``Data``; gives the exit status and what was printed."""
-
-    def check(source, *options, name="Data"):
-        status = main(["check", f"{module(source)}:{name}", "--workers", shared_server.address, *options])
+    def check(source, *options, name="Data", workers=shared_server.address):
+        module = f"checked{next(NUMBERS)}"  # new, for the sake of ``sys.modules``
+        (tmp_path / f"{module}.py").write_text(HEAD + textwrap.dedent(source))
+        status = main(["check", f"{module}:{name}", "--workers", workers, *options])
         return status, capsys.readouterr().out
 
     return check
@@ -133,21 +123,20 @@ def test_open_file_leaves_building_to_workers(check, tmp_path):
     assert "each worker builds its own: it holds files open" in line_of(output, "inherits")
 
 
-def test_dataset_that_only_nodes_can_build(module, serve, capsys):
+def test_dataset_that_only_nodes_can_build(check, serve):
     server = serve("--num-workers", "1", before="os.environ['IS_NODE'] = '1'")
     source = """
         class Data(Base):
             def __init__(self):
                 os.environ["IS_NODE"]
     """
-    name = module(source)
-    assert main(["check", f"{name}:Data", "--workers", server.address]) == 0
-    output = capsys.readouterr().out
+    status, output = check(source, workers=server.address)
+    assert status == 0
     assert "not in this process: KeyError: 'IS_NODE'" in line_of(output, "builds")
     assert line_of(output, "repeats").startswith("ok")
 
 
-def test_nodes_that_disagree(module, serve, shared_server, capsys):
+def test_nodes_that_disagree(check, serve, shared_server):
     server = serve("--num-workers", "1", before="os.environ['NUMBER'] = '7'")
     source = """
         class Data(Base):
@@ -157,13 +146,13 @@ def test_nodes_that_disagree(module, serve, shared_server, capsys):
             def __getitem__(self, index):
                 return os.environ.get("NUMBER", "none")
     """
-    name = module(source)
-    arguments = ["--workers", f"{shared_server.address},{server.address}"]
-    assert main(["check", f"{name}:Data", *arguments]) == 1
-    assert f"{name}.Data of 7 samples on {server.address}" in (output := line_of(capsys.readouterr().out, "builds"))
+    workers = f"{shared_server.address},{server.address}"
+    status, output = check(source, workers=workers)
+    assert status == 1
+    assert re.search(rf"checked\d+\.Data of 7 samples on {server.address}", output := line_of(output, "builds"))
     assert "FAILED  builds    it differs between nodes" in output
-    assert main(["check", f"{name}:Hosts", *arguments]) == 1
-    assert "not the same in another worker:" in line_of(capsys.readouterr().out, "repeats")
+    status, output = check(source, name="Hosts", workers=workers)
+    assert (status, "not the same in another worker:" in line_of(output, "repeats")) == (1, True)
 
 
 # --- what is not the same

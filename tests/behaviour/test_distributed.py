@@ -12,6 +12,7 @@ import re
 import signal
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -38,20 +39,15 @@ def as_rank(monkeypatch):
     return become
 
 
-class NoteServer:
-    """An init function that notes on which node server the worker is."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def __call__(self, _number):
-        datasets.note(self.log, datasets.node_server())
+def note_server(log, _number):
+    """An init function, once it has its log: notes on which node server the worker is."""
+    datasets.note(log, datasets.node_server())
 
 
 def servers_of(dataset, log, num_expected, **options):
     """How many workers of a loader there are on each server."""
     before = len(notes(log))
-    loader = RPCDataloader(dataset, worker_init_fn=NoteServer(log), persistent_workers=True, **options)
+    loader = RPCDataloader(dataset, worker_init_fn=partial(note_server, log), persistent_workers=True, **options)
     list(loader)
     wait_until(lambda: len(notes(log)) - before >= num_expected, what="all workers of the loader")
     found = Counter(int(line) for line in notes(log)[before:])
@@ -110,7 +106,7 @@ def test_groups_share_samples_and_nodes_and_ranks_of_a_group_get_the_same_batche
         sampler = DistributedSampler(dataset, group[1], group[0], seed=5)
         loader = RPCDataloader(
             dataset, 4, sampler=sampler, partition=group, generator=torch.Generator().manual_seed(1),
-            collate_fn=augment_batch, worker_init_fn=NoteServer(log),
+            collate_fn=augment_batch, worker_init_fn=partial(note_server, log),
         )  # fmt: skip
         found.append([])
         for epoch in range(2):

@@ -6,7 +6,6 @@ import dis
 import gc
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from rpcdataloader import (
     CostBatchSampler,
@@ -28,11 +27,13 @@ from rpcdataloader import (
     rpc_async,
 )
 from rpcdataloader.errors import LocalProtocolError
+from tests.behaviour.differential_rows import Sized
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support import datasets
 from tests.support.comparison import assert_same
 from tests.support.datasets import Numbers, notes
 from tests.support.devices import plug_in_pinned
+from tests.support.forks import status_of_fork
 from tests.support.streams import Parts
 
 pytestmark = [
@@ -107,19 +108,10 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers, p
     assert num_checked >= 5
 
 
-class Longer(IterableDataset):
-    """Has more samples than it says."""
-
-    def __len__(self):
-        return 2
-
-    def __iter__(self):
-        return iter(range(5))
-
-
 def test_warning_that_is_an_error_takes_the_place_of_a_batch_as_with_torch():
     ends = []
-    for loader in DataLoader(Longer()), RPCDataloader(Longer(), workers="inline"):
+    stream = Sized(5, 2)  # has more samples than it says
+    for loader in DataLoader(stream), RPCDataloader(stream, workers="inline"):
         assert len(loader) == 2
         batches, found = iter(loader), []
         for _ in range(6):
@@ -252,11 +244,7 @@ def test_iterator_belongs_to_its_process(workers):
         with pytest.raises(LocalProtocolError, match=r"this iterator belongs to process \d+, of which"):
             next(iterator)
 
-    child = multiprocessing.get_context("fork").Process(target=go_on)
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    child.close()
+    assert status_of_fork(go_on) == 0
     assert [int(number) for number in iterator] == list(range(1, 8))
 
 

@@ -21,10 +21,7 @@ from tests.conftest import close_client, descendants, wait_until
 from tests.support import datasets
 from tests.support.clocks import in_server
 
-pytestmark = [
-    pytest.mark.usefixtures("clean_client"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("clean_client")
 
 
 class Servers(IterableDataset):

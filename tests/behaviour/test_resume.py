@@ -704,13 +704,8 @@ def test_state_that_does_not_fit_is_refused(address, saved, here, message):
     for where in "inline", address:
         loader = RPCDataloader(**{"dataset": Numbers(), **here}, workers=where)
         with pytest.raises((TypeError, ValueError)) as caught:
-            load_and_begin(loader, state)
+            loader.load_state_dict(state) or iter(loader)
         assert message in f"{caught.type.__name__}: {caught.value}"
-
-
-def load_and_begin(loader, state):
-    loader.load_state_dict(state)
-    iter(loader)
 
 
 @pytest.mark.parametrize("kind", [Parts, Buffered, Seekable])

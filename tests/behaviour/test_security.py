@@ -18,7 +18,7 @@ import torch
 
 from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
-from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support.clocks import in_server
 from tests.support.peers import NEW_SESSION, STATUS_ID, MessageType, Stranger, message, session_id_of
 from tests.support.quick import quick_server
@@ -41,13 +41,6 @@ def server(zygote):
         wait_until(lambda: not server.processes())
         assert "ERROR" not in server.log
         assert "Traceback" not in server.log
-
-
-@pytest.fixture(autouse=True)
-def server_survives(request):
-    yield
-    if "server" in request.fixturenames:
-        assert is_running(request.getfixturevalue("server").pid)
 
 
 # --- somebody on the path

@@ -318,16 +318,11 @@ def test_warnings_and_log_records_reach_the_client(serve, caplog):
     wait_until(lambda: server.log.count("sample") == 0 or "sample 999" in server.log)
 
 
-def test_standard_input_of_a_worker_is_empty(serve):
-    server = serve()
-    assert call(server, lambda: os.popen("cat").read()) == ""
-    assert call(server, lambda: sys.stdin.read()) == ""
-
-
-def test_full_disk_under_the_log_ends_nobody(serve):
+def test_full_disk_under_the_log_ends_nobody_and_standard_input_is_empty(serve):
     server = serve(before="os.dup2(os.open('/dev/full', os.O_WRONLY), 2)")
     call(server, lambda: print("lost"))  # noqa: T201
-    assert call(server, os.getpid) > 0
+    assert call(server, lambda: os.popen("cat").read()) == ""
+    assert call(server, lambda: sys.stdin.read()) == ""
 
 
 # --- strangers and floods
@@ -342,7 +337,7 @@ def test_log_of_refused_connections_has_a_limit(serve):
     assert server.log.count("] refused 127.0.0.1:") == 20
 
 
-def test_silent_strangers_cost_no_process(serve):
+def test_silent_strangers_cost_no_process_and_a_worker_at_rest_has_two_threads(serve):
     server = serve()
     session = session_of(server.address).wait().pid
     with contextlib.ExitStack() as stack:
@@ -350,12 +345,7 @@ def test_silent_strangers_cost_no_process(serve):
             stack.enter_context(dial(server.address))
         worker = call(server, os.getpid)
         assert set(server.processes()) == {session, worker}
-
-
-def test_worker_at_rest_has_two_threads(serve):
-    server = serve()
-    pid = call(server, os.getpid)
-    assert len(os.listdir(f"/proc/{pid}/task")) == 2
+        assert len(os.listdir(f"/proc/{worker}/task")) == 2
 
 
 def test_server_without_descriptors_waits_and_goes_on(serve):

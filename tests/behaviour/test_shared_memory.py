@@ -358,49 +358,38 @@ def test_without_shared_memory_batches_are_sent(serve, tmp_path):
     assert not any(map(is_shared, batches))
 
 
-DEV_SHM = f"""
+# What a script does with an embedded pool of its own.
+SHARES = f"""
 {FORK_POOLS}
-import ctypes, subprocess, sys
 from rpcdataloader import RPCDataloader
 from tests.behaviour.test_shared_memory import Images, is_shared
 
+batches = list(RPCDataloader(Images(), 4, workers="local:1"))
+print(sum(map(len, batches)), is_shared(batches[-1]))
+"""
+SMALL_DEV_SHM = """
+import ctypes, subprocess, sys
 if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS
     sys.exit(77)
 subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", "/dev/shm"], check=True)
-batches = list(RPCDataloader(Images(), 4, workers="local:1"))
-print(sum(map(len, batches)), is_shared(batches[-1]))
 """
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_size_of_dev_shm_does_not_matter(zygote):
-    ended = zygote.start(DEV_SHM, ends_quickly=True).wait(60)
-    if ended.status == 77:
-        pytest.skip("this system has no mount namespaces")
-    assert (ended.status, ended.output, ended.errors) == (0, "24 True\n", "")
-
-
-def test_python_that_was_built_without_memfd_create_shares_memory(zygote):
-    """As those of conda, for machines with an older C library."""
-    ended = zygote.start(BUILT_FOR_OLD, ends_quickly=True).wait(60)
-    assert (ended.status, ended.output, ended.errors) == (0, "24 True\n", "")
-
-
-BUILT_FOR_OLD = f"""
+# As the Pythons of conda, for machines with an older C library.
+NO_MEMFD = """
 import fcntl, os
-
 del os.memfd_create
 for name in [name for name in dir(fcntl) if "SEAL" in name]:
     delattr(fcntl, name)
-
-{FORK_POOLS}
-from rpcdataloader import RPCDataloader
-from tests.behaviour.test_shared_memory import Images, is_shared
-
-batches = list(RPCDataloader(Images(), 4, workers="local:1"))
-print(sum(map(len, batches)), is_shared(batches[-1]))
 """
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+
+
+@pytest.mark.parametrize("before", [pytest.param(SMALL_DEV_SHM, marks=needs_root), NO_MEMFD], ids=["shm", "memfd"])
+def test_memory_is_shared_whatever_dev_shm_and_python_have(zygote, before):
+    ended = zygote.start(before + SHARES, ends_quickly=True).wait(60)
+    if ended.status == 77:
+        pytest.skip("this system has no mount namespaces")
+    assert (ended.status, ended.output, ended.errors) == (0, "24 True\n", "")
 
 
 # To a device, which reads memory of the workers; they keep it until then

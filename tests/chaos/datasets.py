@@ -26,10 +26,6 @@ class Traps:
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
 
-    def make(self) -> None:
-        """Make the folder."""
-        os.makedirs(self.folder, exist_ok=True)
-
     def set(self, how: str) -> None:
         """``how`` is ``"segfault"`` or ``"hang"``."""
         Path(self.folder, how).touch()

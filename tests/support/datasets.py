@@ -235,12 +235,10 @@ class Deadly(Numbers):
 
 
 def end_here(how: str, seconds: float) -> None:
-    """End this process: by a signal, or with status 7; or hang until it is ended."""
+    """End this process by a signal; or hang until it is ended."""
     time.sleep(seconds)
     while how == "hang":
         signal.pause()
-    if how == "exit":
-        os._exit(7)
     os.kill(os.getpid(), signal.Signals[how])
 
 

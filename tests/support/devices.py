@@ -76,9 +76,7 @@ class FakeDevice(Carrier):
     Attributes:
         pinned: Where batches are received.
         copied: For each copy, the blocks.
-        timed: For each copy, whether it was to be timed.
         waits: For each wait, the number of the copy and the thread.
-        error: Raised by the copies with these numbers.
         computes: Whether it has work left, whenever that is asked.
         seconds: What it says of the time of each copy, and of its stall for it; None if it does not know.
     """
@@ -87,21 +85,16 @@ class FakeDevice(Carrier):
         self.pinned = FakePinned()
         super().__init__(torch.device("cpu"), self.pinned, Mock())
         self.copied: list[list[torch.Tensor]] = []
-        self.timed: list[bool] = []
         self.waits: list[tuple[int, threading.Thread]] = []
-        self.errors: dict[int, Exception] = {}
         self.computes = False
         self.seconds: tuple[float, float] | None = None
         self._memory: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> _LateCopies:
-        self.timed.append(is_timed)
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> _LateCopies:  # noqa: ARG002
         with self._lock:
             number = len(self.copied)
             self.copied.append(list(blocks))
-            if number in self.errors:
-                raise self.errors[number]
             memory = [torch.full_like(block, 0xEE) for block in blocks]
             self._memory += memory
             return _LateCopies(self, number, memory)

@@ -78,18 +78,6 @@ class Boxes(torch.Tensor):
         return result
 
 
-class Pinnable:
-    """A batch type with a method of its own for pinning."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.pinned = False
-
-    def pin_memory(self) -> Pinnable:
-        self.pinned = True
-        return self
-
-
 def make_structures() -> dict[str, Any]:
     image = torch.rand(3, 8, 8)
     leap_day, third = datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc), fractions.Fraction(1, 3)
@@ -233,9 +221,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 class Kinds:
     """Its samples are batches already."""
-
-    def __len__(self) -> int:
-        return len(MAKERS)
 
     def __getitem__(self, name: str) -> Any:
         return make(name)

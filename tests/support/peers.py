@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from rpcdataloader.client.worker import read_welcome
 from rpcdataloader.wire import frames, handshake
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
-from rpcdataloader.wire.credentials import Credentials, load_credentials
+from rpcdataloader.wire.credentials import load_credentials
 from rpcdataloader.wire.exceptions import loads_exception as loads_exception
 from rpcdataloader.wire.frames import HEADER_SIZE as HEADER_SIZE
 from rpcdataloader.wire.frames import MessageType as MessageType
@@ -45,15 +44,10 @@ class Stranger:
     Args:
         session_id: Of the session that a client asks for.
         of_client: The preamble that a client has sent, to be a server.
-        host: What it says of itself.
     """
 
-    def __init__(
-        self, session_id: bytes = NEW_SESSION, *, of_client: bytes | None = None, host: str | None = None
-    ) -> None:
+    def __init__(self, session_id: bytes = NEW_SESSION, *, of_client: bytes | None = None) -> None:
         identity = local_identity("server" if of_client else "client")
-        if host is not None:
-            identity = dataclasses.replace(identity, host=host)
         start = handshake.Preamble.decode(of_client) if of_client else handshake.Preamble(session_id)
         self._handshake = handshake.Handshake(WRONG, identity, start)
 
@@ -76,11 +70,10 @@ def session_id_of(address: str) -> bytes:
     return bytes.fromhex(session_of(address).wait().session)
 
 
-def open_channel_to(address: str, session_id: bytes = NEW_SESSION, secret: bytes | None = None) -> Channel:
-    """A connection that is authenticated, by the secret of the tests if no other is given."""
-    credentials = load_credentials() if secret is None else Credentials(secret, "a test")
+def open_channel_to(address: str, session_id: bytes = NEW_SESSION) -> Channel:
+    """A connection that is authenticated, by the secret of the tests."""
     deadline = Deadline(20 * TIMEOUT_SCALE)
-    return open_channel(Address.parse(address), credentials, local_identity("client"), session_id, deadline)
+    return open_channel(Address.parse(address), load_credentials(), local_identity("client"), session_id, deadline)
 
 
 def open_as_client(address: str, session_id: bytes = NEW_SESSION) -> tuple[Channel, Welcome]:

@@ -74,16 +74,6 @@ class Probe:
         _probes.add(self)
 
 
-class Open:
-    """An object that holds a FIFO open: who reads it sees the end of file when the object, or its process, is gone."""
-
-    def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_WRONLY)
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
-
-
 def num_probes() -> int:
     gc.collect()
     return len(_probes)

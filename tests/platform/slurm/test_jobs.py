@@ -214,7 +214,7 @@ def test_training_goes_on_when_a_node_is_lost(bed, whole, tmp_path):
     bed.kill_node("cpu2")
     assert job.wait() == "COMPLETED 0:0", job.output
     assert result(job) == whole
-    wait_until(lambda: bed.state_of_node("cpu2").startswith("down"), 60, "Slurm gives the node up")
+    wait_until(lambda: bed.run("sinfo", "-hNo", "%T", "-n", "cpu2").startswith("down"), 60, "Slurm gives the node up")
     wait_until(lambda: one_job.is_requeued, 20, "a job is requeued")
     check_nothing_is_left(one_job)
     assert workers.state.startswith("RUNNING")

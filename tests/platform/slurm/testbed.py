@@ -143,10 +143,6 @@ class Testbed:
                     found.append(int(pid))
         return found
 
-    def state_of_node(self, node: str) -> str:
-        """Such as ``idle``, or ``down*`` if it does not answer."""
-        return self.run("sinfo", "--noheader", "--Node", "--nodes", node, "--format", "%T").splitlines()[0]
-
     def close(self) -> None:
         """Take everything down; nothing may be left."""
         assert self._guard.stdin is not None
