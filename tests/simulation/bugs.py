@@ -179,8 +179,8 @@ class Bug(NamedTuple):
 BUGS = [Bug(name, module, tuple(changes)) for module, found in _MISTAKES.items() for name, *changes in found]
 
 
-def replaced(bug: Bug) -> str:
-    """The source of a module with a bug in it.
+def plant(bug: Bug) -> None:
+    """Put a bug into this process.
 
     Raises:
         ValueError: The source has changed, so that the bug is none any more.
@@ -190,12 +190,6 @@ def replaced(bug: Bug) -> str:
         if source.count(old) != 1:
             raise ValueError(f"{bug.name!r} cannot be planted: {old!r} is {source.count(old)} times in {bug.path}")
         source = source.replace(old, new)
-    return source
-
-
-def plant(bug: Bug) -> None:
-    """Put a bug into this process."""
-    source = replaced(bug)
     planted = ("rpcdataloader.plan.", "rpcdataloader.loader.", "tests.simulation.")
     for name in [name for name in sys.modules if name.startswith(planted)]:
         del sys.modules[name]

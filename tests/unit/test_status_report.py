@@ -16,8 +16,8 @@ READY = NodeAnswer("node01:6543", NODE, version="0.1.0")
 GONE = NodeAnswer("node03:6543", error="cannot connect to node03:6543: connection refused")
 
 
-def look(*answers, before=None, ignored=None):
-    return make_document(1000.0, answers, ignored or {}, before)
+def look(*answers, before=None):
+    return make_document(1000.0, answers, {}, before)
 
 
 def compare(now, before=None):
@@ -125,12 +125,6 @@ def test_text_says_what_loops_wait_for():
     line = "client gpu01:2304 rank 3: The loop waits 31 % of its time for workers."
     assert as_text(document, "now").count(line) == 1
     assert as_text(document, "now").splitlines()[5].startswith(line)
-
-
-def test_text_names_empty_registers_and_files_that_were_ignored():
-    text = as_text(look(ignored={"/pool/a.json": "its server is silent"}), "now", nowhere=["@/pool"])
-    assert "@/pool: no node server found\n" in text
-    assert "ignored /pool/a.json: its server is silent\n" in text
 
 
 @pytest.mark.parametrize(

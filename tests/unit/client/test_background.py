@@ -12,14 +12,6 @@ from rpcdataloader.client.background import Printer, Sender
 from tests.conftest import wait_until
 
 
-class Outlet:
-    def fileno(self) -> int:
-        return -1
-
-    def flush(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def many_switches():
     interval = sys.getswitchinterval()
@@ -37,7 +29,7 @@ def test_it_closes_while_others_wake_it():
         begun.set()
         try:
             for _ in range(200):
-                sender.wake(Outlet())
+                sender.wake(object())
         except OSError as error:
             failures.append(error)
 

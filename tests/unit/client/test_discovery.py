@@ -90,9 +90,7 @@ def resolver(monkeypatch):
     def getaddrinfo(host, port, type):
         if isinstance(answers[host], int):
             raise socket.gaierror(answers[host], "what it says")
-        return [
-            (socket.AF_INET6 if ":" in found else socket.AF_INET, type, 6, "", (found, port)) for found in answers[host]
-        ]
+        return [(socket.AF_INET, type, 6, "", (found, port)) for found in answers[host]]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     return answers

@@ -13,9 +13,8 @@ FOUR = dict.fromkeys(range(4), "node07")
 TASK = Stages(fetch=0.019, collate=0.001, cpu=0.02, fetch_cpu=0.019)
 
 
-def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, window=None, **options) -> Setup:
-    window = window or len(workers) * prefetch_factor
-    return Setup(workers, window, prefetch_factor, max_in_flight_bytes, **options)
+def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, **options) -> Setup:
+    return Setup(workers, len(workers) * prefetch_factor, prefetch_factor, max_in_flight_bytes, **options)
 
 
 def make_recorder(now=0.0, **setup) -> Recorder:

@@ -13,41 +13,26 @@ from rpcdataloader.loader.copying import Carrier
 from tests.support.devices import FakePinned
 
 
-class Driver:
-    """What torch has for each type of device; copies are done when their event says so."""
+def test_blocks_are_kept_until_their_copies_are_done():
+    events, waits, freed = [], [], []  # waits: for the end of which copies
 
-    def __init__(self):
-        self.events = []
-        self.waits = []  # for the end of which copies
-
-    def Stream(self, device=None):
-        return device
-
-    def Event(self, enable_timing=False):  # noqa: ARG002
+    def make_event(**_options):
         event = Mock(query=Mock(return_value=False))
-        event.synchronize = functools.partial(self.waits.append, len(self.events))
-        self.events.append(event)
+        event.synchronize = functools.partial(waits.append, len(events))
+        events.append(event)
         return event
 
-    def device(self, _device):
-        return contextlib.nullcontext()
-
-    stream = device
-
-
-def test_blocks_are_kept_until_their_copies_are_done():
-    driver = Driver()
+    driver = Mock(Event=make_event, device=contextlib.nullcontext, stream=contextlib.nullcontext)
     carrier = Carrier(torch.device("cpu"), FakePinned(), driver)
-    freed = []
     for number in range(3):
         block = torch.zeros(100, dtype=torch.uint8)
         weakref.finalize(block, freed.append, number)
         carrier.copy([block])
         del block
-    driver.events[1].query.return_value = True
+    events[1].query.return_value = True
     assert not freed
     carrier.copy([torch.zeros(1, dtype=torch.uint8)])
     assert freed == [1]
     del carrier
     assert sorted(freed) == [0, 1, 2]
-    assert driver.waits == [0, 2, 3]
+    assert waits == [0, 2, 3]

@@ -37,26 +37,16 @@ def scribble(path):
     path.write_text("no certificate\n")
 
 
-def make_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def show(path):
-    path.chmod(0o644)
-
-
 @pytest.mark.parametrize(
     ("harm", "name", "problem"),
     [
         (Path.unlink, "cert", "the TLS certificate {} and the key .* cannot be used: No such file or directory"),
         (Path.unlink, "key", "the TLS key {} cannot be used: No such file or directory"),
         (Path.unlink, "ca", "the TLS CA file {} cannot be used: No such file or directory"),
-        (make_folder, "key", "the TLS key {} is not a regular file"),
         (scribble, "cert", "the TLS certificate {} and the key .* cannot be used: "),
         (scribble, "key", "the TLS certificate .* and the key {} cannot be used: "),
         (scribble, "ca", "the TLS CA file {} cannot be used: "),
-        (show, "key", "the TLS key {} is open to other users .mode 0644."),
+        (lambda path: path.chmod(0o644), "key", "the TLS key {} is open to other users .mode 0644."),
     ],
 )
 def test_file_that_cannot_be_used_is_named(files, harm, name, problem):

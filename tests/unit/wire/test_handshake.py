@@ -59,10 +59,6 @@ def start(client_options=None, server_options=None):
     return one, server(**server_options or {}), decode_one(one.data_to_send())
 
 
-def message(type, **content):
-    return Message(type, payload=json.dumps(content).encode())
-
-
 def refusal(side):
     reply = decode_one(side.data_to_send())
     assert reply.type == MessageType.REFUSED
@@ -70,15 +66,6 @@ def refusal(side):
 
 
 # ---------------------------------------------------------------------------------------------------- agreement
-
-
-def establish(client_options):
-    one, two, hello = start(client_options)
-    two.receive(hello)
-    one.receive(decode_one(two.data_to_send()))
-    two.receive(decode_one(one.data_to_send()))
-    one.receive(decode_one(two.data_to_send()))
-    return one.established, two.established
 
 
 def test_golden_handshake():
@@ -157,9 +144,13 @@ def test_incompatible_versions_are_refused_by_either_side_naming_both(changes, o
     ids=str,
 )
 def test_other_differences_are_listed_on_both_sides(changes, differences):
-    one, two = establish(changes)
-    assert two.differences == [f"{name}: {ours} here, {theirs} on trainer1" for name, ours, theirs in differences]
-    assert one.differences == [f"{name}: {theirs} here, {ours} on node07" for name, ours, theirs in differences]
+    one, two, hello = start(changes)
+    two.receive(hello)
+    for speaker, hearer in (two, one), (one, two), (two, one):
+        hearer.receive(decode_one(speaker.data_to_send()))
+    there, here = two.established.differences, one.established.differences
+    assert there == [f"{name}: {ours} here, {theirs} on trainer1" for name, ours, theirs in differences]
+    assert here == [f"{name}: {theirs} here, {ours} on node07" for name, ours, theirs in differences]
 
 
 # ---------------------------------------------------------------------------------------------------- bad messages
@@ -231,7 +222,7 @@ def test_refusal_becomes_an_error_and_is_not_answered(content, error, text):
     for side, name in ((client(), "node server"), (server(), "client")):
         side.data_to_send()
         with pytest.raises(error, match=f"the {name} .*{text}"):
-            side.receive(message(MessageType.REFUSED, **content))
+            side.receive(Message(MessageType.REFUSED, payload=json.dumps(content).encode()))
         assert side.data_to_send() == b""
 
 

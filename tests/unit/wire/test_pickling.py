@@ -14,6 +14,7 @@ from rpcdataloader.wire.pickling import dumps, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import leased_bytes
 from tests.support.devices import FakePinned
+from tests.support.kinds import Tagged
 
 
 def transfer(obj, encode=dumps_reply, pool=None, **options):
@@ -63,20 +64,16 @@ def test_very_few_bytes_travel_in_the_payload_and_arrive_in_memory_of_the_alloca
     assert all(map(pinned.holds, received.values()))
 
 
-class Boxes(torch.Tensor):
-    pass
-
-
 @pytest.mark.parametrize("encode", [dumps, dumps_reply])
 @pytest.mark.parametrize("wrap", [lambda view: view, KeyError], ids=["sample", "exception"])
 def test_views_of_a_large_tensor_travel_without_the_rest(encode, wrap):
-    view = torch.arange(1e6)[10:20].as_subclass(Boxes).requires_grad_()
+    view = torch.arange(1e6)[10:20].as_subclass(Tagged).requires_grad_()
     view.format = "xyxy"
     encoded = encode(wrap(view))
     assert encoded.size_bytes < 5000
     found = transfer(wrap(view), encode)[0]
     found = found if wrap is not KeyError else found.args[0]
-    assert (type(found), found.format, found.requires_grad) == (Boxes, "xyxy", True)
+    assert (type(found), found.format, found.requires_grad) == (Tagged, "xyxy", True)
     assert found.tolist() == list(range(10, 20))
 
 

@@ -172,14 +172,11 @@ CONTENT = b"""{
 def test_content_of_a_file():
     assert NODE.encode() == CONTENT
     assert ServerEntry.decode(CONTENT) == NODE
+    assert ServerEntry.decode(changed(more=[1, 2])) == NODE  # of a later version
 
 
 def changed(**fields):
     return json.dumps({**json.loads(CONTENT), **fields}).encode()
-
-
-def test_fields_of_later_versions_are_left_alone():
-    assert ServerEntry.decode(changed(more=[1, 2])) == NODE
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import torch
 
@@ -55,28 +56,13 @@ def test_pool_of_a_forked_child_starts_empty_even_if_a_thread_held_its_lock():
     assert status == 0
 
 
-class Accelerator:
-    """Stands for torch.accelerator, and its device module, with two devices; each thread begins on device 0."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._thread = threading.local()
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_accelerator(self) -> torch.device:
-        return torch.device(self._kind)
-
-    def current_device(self) -> int:
-        return getattr(self._thread, "index", 0)
-
-    def set_device(self, index: int) -> None:
-        self._thread.index = index
-
-
 def test_receiver_threads_pin_for_the_device_of_the_trainer(monkeypatch):
-    accelerator = Accelerator("cuda")
+    local = threading.local()  # each thread begins on device 0
+    accelerator = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: getattr(local, "index", 0),
+        set_device=lambda index: setattr(local, "index", index),
+    )
     monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)
     monkeypatch.setattr(torch, "get_device_module", lambda: accelerator)
     devices: list[int] = []

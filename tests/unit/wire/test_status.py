@@ -33,10 +33,6 @@ NODE = status.NodeStatus(
 )  # fmt: skip
 
 
-def fields():
-    return json.loads(NODE.encode())
-
-
 def test_status_arrives_as_it_was_sent():
     assert status.NodeStatus.decode(NODE.encode()) == NODE
     asleep = dataclasses.replace(WORKER, stack="Main thread:\n")
