@@ -128,6 +128,8 @@ def _other_way(saved: Order) -> str:
         return ", because each rank has streams of its own, or begin the epoch anew"
     if saved["order"] is not None:
         return f", or with a {_RESUMABLE}, which takes up this state with any number of ranks and batch size"
+    if saved["samplers"][-1]["kind"] == _RESUMABLE:  # what is over it makes batches of its own
+        return ""
     return f". An epoch that is begun with a {_RESUMABLE} can be continued with any number of ranks and batch size"
 
 

@@ -134,7 +134,8 @@ class PassSettings:
     def distributed(self) -> DistributedSampler[Any] | None:
         """The sampler whose samples all ranks take in turn, torch's own or ours, if batches keep its order."""
         batches, sampler = self.samplers
-        if type(batches).__iter__ is not BatchSampler.__iter__:
+        # Without auto-collation, a batch of its indices counts as one sample.
+        if not self.auto_collation or type(batches).__iter__ is not BatchSampler.__iter__:
             sampler = batches
         is_known = type(sampler) is DistributedSampler or isinstance(sampler, ResumableDistributedSampler)
         return sampler if is_known else None

@@ -212,6 +212,8 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
     if is_midway(saved):
         try:
             check_order(start, new, in_step=saved["in_step"])
+            if saved["ahead"] and start["ranks"] != new["ranks"]:
+                raise ValueError("the state is of in_order=False, with batches missing: go on with the same ranks")
         except ValueError:
             if resumable is not None:  # an epoch that begins anew has all samples
                 resumable.load_state_dict(own)
@@ -239,9 +241,13 @@ def begin_sampler(settings: PassSettings, state: Mapping[str, Any] | None = None
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
     """The progress of a saved pass."""
     digests = iter(saved.get("digest") or itertools.repeat(None)) if saved["streams"] else iter(())
+    is_compared = "digest" in saved  # users remove it
     return Progress(
         **{name: saved[name] for name in _PLAIN},
-        ahead={int(number): (*batch,) for number, batch in saved["ahead"].items()},
+        ahead={
+            int(number): (size, digest if is_compared else None, state)
+            for number, (size, digest, state) in saved["ahead"].items()
+        },
         digest=None if saved["streams"] else saved.get("digest"),
         streams=[StreamState(*stream)._replace(digest=next(digests)) for stream in saved["streams"]],
         in_step=saved["in_step"],

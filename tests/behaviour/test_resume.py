@@ -25,10 +25,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
+from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError, RPCError
 from tests.support.comparison import assert_same
-from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, augment_batch, notes
+from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, Sliced, augment_batch, notes
 from tests.support.differential import seed, seeded, steps
 from tests.support.kinds import as_is
 from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
@@ -516,6 +516,37 @@ def test_what_was_delivered_ahead_is_not_loaded_again_and_must_be_the_same(addre
     other.load_state_dict(state)
     with pytest.raises(ValueError, match="gives other indices now"):
         list(other)
+    other.load_state_dict(without(state, "digest"))
+    assert len(list(other)) == 7
+
+
+def test_planned_batches_that_came_early_need_the_same_ranks(address, fifo):
+    def make(num_ranks, dataset, **options):
+        sampler = CostBatchSampler([1] * SIZE, 2, num_replicas=num_ranks, rank=0)
+        return RPCDataloader(dataset, batch_sampler=sampler, in_order=False, **options)
+
+    third = list(CostBatchSampler([1] * SIZE, 2, num_replicas=1, rank=0))[2]
+    loader = make(1, Gated(SIZE, third[0], fifo), workers=address, num_workers=2)
+    list(itertools.islice(loader, 3))
+    state = loader.state_dict()
+    open(fifo, "w").close()
+    other = make(2, Numbers(SIZE), workers="inline")
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="with batches missing: go on with the same ranks"):
+        iter(other)
+
+
+def test_batches_that_the_dataset_loads_at_once_need_the_same_ranks():
+    def make(num_ranks):
+        sampler = BatchSampler(ResumableDistributedSampler(range(40), num_ranks, 0), 4, False)
+        return RPCDataloader(Sliced(40), None, sampler=sampler, workers="inline")
+
+    loader, rest = make(1), make(1)
+    begun = list(itertools.islice(loader, 3))
+    rest.load_state_dict(loader.state_dict())
+    assert sorted(torch.cat([*begun, *rest]).tolist()) == list(range(0, 400, 10))
+    with pytest.raises(ValueError, match=r"go on with as many ranks as before, 1$"):
+        make(2).load_state_dict(loader.state_dict())
 
 
 def breaking():
