@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from rpcdataloader.fetch.samples import Skipped, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE, end_sample
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import add_state
+from rpcdataloader.wire.pickling import freeze_reply
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -199,8 +201,9 @@ class StreamLoader(BatchLoader):
         if (name := self._owner_of_state(self._iterator)) is None:
             return StreamState(num_samples, num_batches, ended=self._ended, digest=self._digest)
         owner: Any = self._iterator if name == "iterator" else self._dataset
-        # A worker pickles it now; here the dataset may go on changing the same object.
-        state = copy.deepcopy(owner.state_dict()) if self._inline else owner.state_dict()
+        # The dataset may go on changing the same object.
+        freeze = copy.deepcopy if self._inline else functools.partial(freeze_reply, name=f"the state of the {name}")
+        state = freeze(owner.state_dict())
         return StreamState(num_samples, num_batches, name, state, self._ended)
 
     def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:

@@ -30,6 +30,7 @@ from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
+    Frozen,
     PersistentId,
     Pickler,
     ReplyPickler,
@@ -123,6 +124,12 @@ def dumps(
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
     """The same for a worker's object: functions and classes that came from the client go back by name."""
     return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
+
+
+def freeze_reply(obj: Any, *, name: str) -> Frozen:
+    """A worker's object as it is now, for a part of a message that is sent later, and stays on the CPU there."""
+    encoded = _dumps(obj, lambda file, _buffers: ReplyPickler(file, None), name, _REPLY_ADVICE)
+    return Frozen(encoded.payload, encoded.modules)
 
 
 # No deeper than users nest objects on purpose.

@@ -50,6 +50,23 @@ class ImageStream(IterableDataset):
         return map(images.__getitem__, range(len(images)))
 
 
+class Counting(IterableDataset):
+    """Its state is a large tensor, which it goes on changing."""
+
+    taken = torch.zeros(100_000, dtype=torch.int64)
+
+    def __iter__(self):
+        for _ in range(20):
+            self.taken += 1
+            yield 0
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
 def check(batch, indices, device):
     assert [batch[name].tolist() for name in ("label", "index")] == [indices, indices]
     assert batch["image"].shape == (len(indices), 3, 64, 64)
@@ -114,6 +131,15 @@ def test_a_copy_begins_when_the_batch_arrives(device, workers):
     wait_until(lambda: device.copied, what="the first copy")
     assert device.waits == []
     check(next(iterator), [0, 1, 2, 3], device)
+
+
+def test_state_of_a_stream_is_as_it_was_then_and_stays_here(device, workers):
+    loader = RPCDataloader(Counting(), 4, device=NAME, workers=workers, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    taken = loader.state_dict()["streams"][0][3]["taken"]
+    assert not device.holds(taken)
+    assert taken.unique().tolist() == [4]
 
 
 @pytest.mark.parametrize("where", ["workers", "inline"])
