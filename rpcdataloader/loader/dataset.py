@@ -122,10 +122,7 @@ class RPCDataset(Dataset[Any]):
         if name in ("_access", "_where"):
             raise AttributeError(f"this RPCDataset was not initialised: {name}")
         value = self._access.query(_get_attribute, name)
-        if not isinstance(value, _Method):
-            return value
-        # On the nodes, as it may change the dataset: a change of a copy here would be lost unnoticed.
-        return lambda *args, **kwargs: self._access.change(operator.methodcaller(name, *args, **kwargs))
+        return _Method(self, name) if value is _Method else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._access.change(setattr, name, value)
@@ -208,9 +205,19 @@ def _unchanged(sample: Any) -> Any:
 
 
 class _Method:
-    """A method of the dataset, called where the dataset is."""
+    """A method of the dataset, called where the dataset is; in a message to a worker, that of the dataset there."""
+
+    def __init__(self, dataset: RPCDataset, name: str) -> None:
+        self._dataset, self._name = dataset, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # On the nodes, as it may change the dataset: a change of a copy here would be lost unnoticed.
+        return self._dataset._access.change(operator.methodcaller(self._name, *args, **kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._dataset, self._name)
 
 
 def _get_attribute(dataset: Any, name: str) -> Any:
     value = getattr(dataset, name)
-    return _Method() if inspect.ismethod(value) and value.__self__ is dataset else value
+    return _Method if inspect.ismethod(value) and value.__self__ is dataset else value

@@ -93,6 +93,17 @@ def test_instance_crosses_the_wire_once(shared_server, second_server, tmp_path):
     assert len(set(notes(log))) == len(notes(log)) == 2
 
 
+class Scaled(datasets.Numbers):
+    def scale(self, samples):
+        return [self.size * sample for sample in samples]
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_method_of_the_dataset_collates_where_the_dataset_is(shared_server, inline):
+    dataset = RPCDataset("inline" if inline else shared_server.address, Scaled, 4)
+    assert list(RPCDataloader(dataset, 2, collate_fn=dataset.scale)) == [[0, 4], [8, 12]]
+
+
 class Shuffled(datasets.Numbers):
     """Draws random numbers when it is made."""
 
