@@ -155,12 +155,12 @@ class TaskSource:
 
 
 def load_request(task: Task) -> Encoded:
-    """Return the content of a request for a batch."""
+    """Return the content of a request for a batch; of its blocks, which are those of raw samples, it has no digest."""
     content = (task.indices, task.position, task.number)
     large: list[pickle.PickleBuffer] = []
     first = next(iter(task.indices), None) if isinstance(task.indices, (list, tuple)) else task.indices
     if isinstance(first, torch.Tensor):  # of which torch would pickle all the memory that it is a view of
-        return dumps(content, name="indices")
+        return dumps(content, name="indices", in_band=True)
     try:
         pickled = pickle.dumps(content, protocol=5, buffer_callback=large.append)
         if isinstance(task.indices, RawIndices):
@@ -170,7 +170,7 @@ def load_request(task: Task) -> Encoded:
             return Encoded(pickled + NO_TENSORS, [])
     except Exception:
         logger.debug("too complex for the plain pickler: %r", task.indices, exc_info=True)
-    return dumps(content, name="indices")
+    return dumps(content, name="indices", in_band=True)
 
 
 def describe(task: Task) -> str:

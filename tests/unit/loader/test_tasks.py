@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.loader.tasks import Progress, Returned, Task, TaskSource, describe, describe_end
+from rpcdataloader.loader.tasks import Progress, Returned, Task, TaskSource, describe, describe_end, load_request
 from rpcdataloader.wire.digests import digest
 
 
@@ -25,6 +26,13 @@ def test_progress_does_not_depend_on_the_order(order):
     deliver(progress, order)
     deliver(expected, range(4))
     assert progress == expected
+
+
+@pytest.mark.parametrize(
+    "indices", [torch.arange(5000), np.arange(50_000), list(torch.arange(300))], ids=["tensor", "array", "tensors"]
+)
+def test_large_indices_are_in_the_part_of_a_request_that_has_a_digest(indices):
+    assert load_request(Task(indices, 3, 40, 1)).buffers == []
 
 
 class Unspeakable:
