@@ -162,6 +162,8 @@ class Worker:
                     for handle in unpack_handles(message.payload):  # destructors run here
                         self._held.pop(handle, None)
                 else:
+                    if message.type == MessageType.CALL:
+                        self._look()  # the client may have given it up
                     self._call(message)
                     if message.type == MessageType.CALL and self._outbox.num_waiting:
                         # The next one may change what the result refers to, or be cancelled meanwhile.

@@ -156,7 +156,8 @@ def test_fractional_timeout_bounds_the_call(shared_server, call, fifo):
     assert call(tasks.whereabouts)[0] == worker
 
 
-def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, fifo):
+@pytest.mark.parametrize("argument", ["late", "late" * 10_000], ids=len)  # one is received with the call before it
+def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, fifo, argument):
     sent = []
 
     def note(direction, _connection, _number, frame):
@@ -166,7 +167,7 @@ def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, fifo):
     with Proxy(shared_server.address, note) as proxy:
         rpc_async(proxy.address, tasks.whereabouts).wait()  # what is given up before is never sent
         first = rpc_async(proxy.address, tasks.read_all, (fifo,))
-        fails_after(0.3, lambda: rpc_async(proxy.address, tasks.append, ("late",), timeout=0.3))
+        fails_after(0.3, lambda: rpc_async(proxy.address, tasks.append, (argument,), timeout=0.3))
         wait_until(lambda: MessageType.CANCEL in sent)
         open_gate(fifo)
         assert first.wait() == b""
