@@ -41,13 +41,14 @@ class Outbox:
         self.num_waiting = 0
 
     def put(self, message: Outgoing) -> None:
-        """Queue a message; never blocks."""
+        """Queue a message; never blocks. Raises ``RuntimeError`` if the thread that sends it cannot be started."""
         with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="rpcdl-send", daemon=True)
+                thread.start()
+                self._thread = thread
             self.num_waiting += 1
             self._messages.put(message)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rpcdl-send", daemon=True)
-                self._thread.start()
 
     def join(self) -> None:
         """Wait until all messages are sent."""
