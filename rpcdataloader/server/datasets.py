@@ -207,6 +207,8 @@ def open_files() -> Counter[tuple[int, int]]:
 def open_connections() -> dict[int, str]:
     """Peers of this process's connected sockets, by inode: forked workers would share them."""
     found = {}
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # a socket made with one is non-blocking, and so is the one that it is a copy of
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             status = os.stat(f"/proc/self/fd/{name}")
@@ -218,4 +220,5 @@ def open_connections() -> dict[int, str]:
             # Socket pairs have no name. Proxies of a multiprocessing.Manager connect anew in each worker.
             if text and "/pymp-" not in text:
                 found[status.st_ino] = text
+    socket.setdefaulttimeout(timeout)
     return found

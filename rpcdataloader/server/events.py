@@ -171,6 +171,7 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        sock.settimeout(None)  # user code may have set a default timeout
         self.unsent: deque[bytes] = deque()
 
     @classmethod

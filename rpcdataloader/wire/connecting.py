@@ -265,6 +265,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, str, str] | None:
         if exc.errno in _EXHAUSTED:
             raise ConnectError(exc.strerror) from exc
         return None
+    sock.settimeout(None)  # user code that was preloaded may have set a default timeout
     try:
         tune(sock)
         if sock.family == socket.AF_UNIX:

@@ -16,6 +16,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -323,6 +324,23 @@ def test_full_disk_under_the_log_ends_nobody_and_standard_input_is_empty(serve):
     call(server, lambda: print("lost"))  # noqa: T201
     assert call(server, lambda: os.popen("cat").read()) == ""
     assert call(server, lambda: sys.stdin.read()) == ""
+
+
+class Impatient(Numbers):
+    """Sets what all sockets that Python code makes later in its process have from the beginning."""
+
+    def __init__(self, size, _content):
+        super().__init__(size)
+        socket.setdefaulttimeout(0.5)
+
+
+@pytest.mark.parametrize("before", ["", "import socket; socket.setdefaulttimeout(0.5)"], ids=["dataset", "preloaded"])
+def test_default_timeout_of_user_code_is_not_for_connections_of_the_server(serve, before):
+    server = serve(before=before)
+    for size_bytes in 0, 16 << 20:
+        dataset = RPCDataset(server.address, Impatient, 3, np.zeros(size_bytes, np.uint8))
+        assert [int(sample) for sample in RPCDataloader(dataset, None)] == [0, 1, 2]
+    assert server.log.count("Resource temporarily unavailable") == server.log.count("timed out") == 0
 
 
 # --- strangers and floods
