@@ -228,8 +228,7 @@ def _serve_to_the_end(zygote: Zygote, *options: str) -> Iterator[QuickServer]:
 
     with quick_server(zygote, "--num-workers", "2", "--max-connections", "64", *options) as server:
         yield server
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0, server.log
+        assert server.end(signal.SIGTERM) == 0, server.log
 
 
 def close_client() -> None:

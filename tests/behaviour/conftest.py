@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from rpcdataloader import rpc_async
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.quick import QuickServer, quick_server
+from tests.support.training import Points, collate
 from tests.support.zygote import Script, Zygote
 
 
@@ -147,3 +148,16 @@ def other_secret(tmp_path: Path) -> Path:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node servers that are not there are waited for only shortly."""
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(TIMEOUT_SCALE))
+
+
+@pytest.fixture(params=["RPCDataset", "ordinary dataset"])
+def make_loader(request: pytest.FixtureRequest, shared_server: QuickServer) -> Callable[..., Any]:
+    """Make loaders of ten samples that say where they come from, of a kind of dataset."""
+
+    def make(**options: Any) -> Any:
+        options = {"batch_size": 3, "collate_fn": collate, **options}
+        if request.param == "RPCDataset":
+            return RPCDataloader(RPCDataset(shared_server.address, Points, 10), **options)
+        return RPCDataloader(Points(10), workers=shared_server.address, **options)
+
+    return make

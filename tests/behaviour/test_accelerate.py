@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 
@@ -15,7 +14,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.integrations import gather_states, prepare, skip_first_batches
 from tests.support.library import Library
 from tests.support.origins import run_ranks
-from tests.support.training import KINDS, Points, PointStream, Seen, collate, flat, make_loader_of
+from tests.support.training import Points, PointStream, Seen, collate, flat
 
 accelerate = Library("accelerate")
 
@@ -33,11 +32,6 @@ def accelerator():
 @pytest.fixture
 def seen(shared_server):
     return Seen(shared_server.pid)
-
-
-@pytest.fixture(params=KINDS)
-def make_loader(request, shared_server):
-    return functools.partial(make_loader_of, request.param, shared_server.address)
 
 
 @pytest.mark.parametrize(

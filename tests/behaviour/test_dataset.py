@@ -459,8 +459,7 @@ def test_dataset_whose_nodes_have_gone_says_so(serve):
     server = serve()
     dataset = RPCDataset(server.address, State)
     used = session_of(server.address)
-    server.signal(signal.SIGKILL)
-    assert server.wait() == -signal.SIGKILL
+    assert server.end(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: not used.is_usable, what="news of the end of the session")
     for use in (lambda: dataset[0], lambda: setattr(dataset, "epoch", 1)):
         with pytest.raises(ConnectionLostError, match=f"State is lost with its nodes: {server.address}: .*refused"):

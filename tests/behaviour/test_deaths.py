@@ -291,8 +291,7 @@ def test_trainer_ends_at_once_while_a_node_is_sought(serve, zygote, tmp_path, ho
     script = zygote.start(SOUGHT + end, ",".join(server.address for server in servers), tmp_path / "marker")
     wait_until(lambda: "\n" in script.output, 30, lambda: script.errors)
     with contextlib.ExitStack() as stack:
-        lost.signal(signal.SIGKILL)
-        lost.wait()
+        lost.end(signal.SIGKILL)
         if how == "is silent":
             port = int(lost.address.rpartition(":")[2])
             stack.enter_context(socket.create_server(("127.0.0.1", port)))

@@ -74,8 +74,7 @@ def test_resumed_stream_goes_on_where_another_server_registers(register):
     iterator = iter(resumed)
     assert next(iterator) == 1
     register()
-    first.signal(signal.SIGTERM)
-    assert first.wait() == 0
+    assert first.end(signal.SIGTERM) == 0
     assert list(iterator) == list(range(2, 40))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 
@@ -14,7 +13,7 @@ from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
 from tests.support.library import Library
 from tests.support.origins import run_ranks
-from tests.support.training import KINDS, Points, collate, flat, make_loader_of
+from tests.support.training import Points, collate, flat
 
 lightning = Library("pytorch_lightning")
 models = Library("tests.support.lightning_models", needs="pytorch_lightning")
@@ -33,11 +32,6 @@ def make_trainer(**options):
     names = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
     quiet = dict.fromkeys(names, False)
     return lightning.Trainer(accelerator="cpu", log_every_n_steps=1, **{**quiet, "max_epochs": 2, **options})
-
-
-@pytest.fixture(params=KINDS)
-def make_loader(request, shared_server):
-    return functools.partial(make_loader_of, request.param, shared_server.address)
 
 
 ORDERED = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]

@@ -92,8 +92,7 @@ class Scene:
 
     def start_node_again(self):
         for server in self.first, self.second:
-            server.signal(signal.SIGKILL)
-            server.wait()
+            server.end(signal.SIGKILL)
         self.serve("--num-workers", "2", "--port", port_of(self.first))
 
     def freeze_node(self):
@@ -188,8 +187,7 @@ def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog
     iterator = iter(loader)
     wait_for_crew(iterator, 4)
     next(iterator)
-    lost.signal(signal.SIGKILL)
-    lost.wait()
+    lost.end(signal.SIGKILL)
     wait_for_crew(iterator, 2)
     wait_until(lambda: "going on" in caplog.text)
     (news,) = [message for message in caplog.messages if "going on" in message]
@@ -212,8 +210,7 @@ def test_datasets_are_made_and_answer_where_a_node_is_while_another_stays_away(s
     dataset = RPCDataset(addresses, datasets.Numbers, 4)
     sessions = list(map(session_of, addresses))
     for server in servers:
-        server.signal(signal.SIGKILL)
-        server.wait()
+        server.end(signal.SIGKILL)
     wait_until(lambda: not any(session.is_usable for session in sessions))
     serve("--port", port_of(servers[1]))
     assert len(RPCDataset(addresses, datasets.Numbers, 5)) == 5

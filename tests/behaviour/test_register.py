@@ -90,8 +90,7 @@ def test_server_whose_file_server_hangs_serves_and_drains(register):
     server, _path = register(before=hangs + in_server("renewal"))
     wait_until(lambda: len(descendants(server.pid)) == 1)
     assert rpc_async(server.address, os.getpid).wait() > 0
-    server.signal(signal.SIGTERM)
-    assert server.wait() == 0
+    assert server.end(signal.SIGTERM) == 0
 
 
 # --- clients
@@ -131,8 +130,7 @@ def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplo
     alive, _path = register()
     loader = RPCDataloader(RPCDataset(where, Servers))
     assert servers_of(loader) == {dead.pid, alive.pid}
-    dead.signal(signal.SIGKILL)
-    dead.wait()
+    dead.end(signal.SIGKILL)
     assert path.exists()
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
     assert servers_of(loader) == {alive.pid}
@@ -144,8 +142,7 @@ def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplo
 
 def test_file_of_a_server_that_was_killed_is_no_reason_not_to_wait_for_the_next(register, where, caplog):
     dead, path = register()
-    dead.signal(signal.SIGKILL)
-    dead.wait()
+    dead.end(signal.SIGKILL)
     assert path.exists()
     with ThreadPoolExecutor(1) as pool:
         servers = pool.submit(lambda: servers_of(RPCDataloader(RPCDataset(where, Servers))))
@@ -157,8 +154,7 @@ def test_file_of_a_server_that_was_killed_is_no_reason_not_to_wait_for_the_next(
 def test_server_that_was_killed_counts_for_min_workers_when_it_is_there_again(register, where):
     register()
     dead, _path = register()
-    dead.signal(signal.SIGKILL)
-    dead.wait()
+    dead.end(signal.SIGKILL)
     with ThreadPoolExecutor(1) as pool:
         dataset = pool.submit(RPCDataset, where, Servers, min_workers=4)
         register("--port", dead.address.rpartition(":")[2])
@@ -168,8 +164,7 @@ def test_server_that_was_killed_counts_for_min_workers_when_it_is_there_again(re
 def test_dataset_whose_servers_were_replaced_by_others_can_be_asked_and_changed(register, where):
     before, _path = register()
     dataset = RPCDataset(where, datasets.State)
-    before.signal(signal.SIGTERM)
-    before.wait()
+    before.end(signal.SIGTERM)
     register()
     dataset.epoch = 5
     assert {int(epoch) for _index, epoch, _changes, _pid in RPCDataloader(dataset)} == {5}

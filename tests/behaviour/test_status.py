@@ -225,8 +225,7 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
     server = serve("--register", str(pool))
     killed = serve("--register", str(pool))
     (path,) = (path for path in pool.iterdir() if f"-{killed.pid}-" in path.name)
-    killed.signal(signal.SIGKILL)
-    killed.wait()
+    killed.end(signal.SIGKILL)
     status, document = look(f"@{pool}")
     assert status == 1
     assert [node["state"] for node in document["nodes"]] == ["ready", "unreachable"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
 from .claims import CLAIMS, add_options, conclude, format_claims, measure_claims, plan
-from .loaders import LOADERS, NUM_WORKERS, make_environment, serve
+from .loaders import LOADERS, NUM_WORKERS, environment, serve
 from .processes import ask_trainer, describe_machine, measure_rounds, stop_by_signals
 from .report import make_table
 from .trainer import Figures, Phase, count_loops
@@ -20,19 +18,16 @@ _STEP_SECONDS = 0.010
 
 def _measure(workload: str, loader: str, seconds: float, step_loops: int) -> Figures:
     """Start servers and trainer, wait for the figures, stop both."""
-    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
-        folder = Path(name)
-        env = make_environment(folder, loader)
-        with serve(loader, workload, NUM_WORKERS, env, folder) as addresses:
-            arguments = {
-                "loader": loader,
-                "workload": workload,
-                "addresses": addresses,
-                "seconds": seconds,
-                "step_loops": step_loops,
-            }
-            # Two warm-ups and two phases; slow loaders take longer, because they wait for a number of batches.
-            found = ask_trainer("trainer.measure", arguments, env, folder, 120 + 10 * seconds)
+    with environment(loader) as (folder, env), serve(loader, workload, NUM_WORKERS, env, folder) as addresses:
+        arguments = {
+            "loader": loader,
+            "workload": workload,
+            "addresses": addresses,
+            "seconds": seconds,
+            "step_loops": step_loops,
+        }
+        # Two warm-ups and two phases; slow loaders take longer, because they wait for a number of batches.
+        found = ask_trainer("trainer.measure", arguments, env, folder, 120 + 10 * seconds)
     return Figures(found["first_batch_seconds"], Phase(**found["idle"]), Phase(**found["busy"]))
 
 

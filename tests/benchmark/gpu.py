@@ -28,11 +28,9 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,10 +41,10 @@ from torch.utils.data import DataLoader
 from . import datasets
 from .bare import receive
 from .claims import Found, median_ratio
-from .loaders import make_environment, serve
+from .loaders import environment, serve
 from .processes import ChildError, ask_trainer, describe_machine, measure_rounds, stop_by_signals
 from .table import format_number, format_ratio, format_spread, format_table
-from .trainer import count_bytes, get_cpu_seconds
+from .trainer import Phase, count_bytes, take
 from .workloads import WORKLOADS
 
 # No measurement begins later than this, so that the whole takes less than 10 minutes.
@@ -100,20 +98,6 @@ class Task:
     num_workers: int
     batch_size: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Batches taken in a row, in how many seconds, for how much CPU time of the trainer."""
-
-    num_batches: int
-    seconds: float
-    cpu_seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Batches per second."""
-        return self.num_batches / self.seconds
 
 
 def _count_bytes(subject: str, batch_size: int) -> int:
@@ -231,17 +215,7 @@ def _check(task: Task, batch: Any, device: torch.device) -> None:
         raise ValueError(f"a batch that is not {'on the device' if on_device else 'pinned'}")
 
 
-def _take(batches: Iterator[Any], step: Callable[[Any], None], seconds: float, finish: Callable[[], None]) -> Figures:
-    num_batches = 0
-    cpu_start, start = get_cpu_seconds(), time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        step(next(batches))
-        num_batches += 1
-    finish()
-    return Figures(num_batches, time.perf_counter() - start, get_cpu_seconds() - cpu_start)
-
-
-def measure(**fields: Any) -> Figures:
+def measure(**fields: Any) -> Phase:
     """Take batches, first to warm up."""
     task = Task(**fields)
     device = torch.device(task.device)
@@ -251,8 +225,8 @@ def measure(**fields: Any) -> Figures:
     _check(task, first, device)
     step(first)
     del first
-    _take(batches, step, task.seconds / 2, finish)
-    return _take(batches, step, task.seconds, finish)
+    take(map(step, batches), task.seconds / 2, finish=finish)
+    return take(map(step, batches), task.seconds, finish=finish)
 
 
 # --- the harness
@@ -272,14 +246,12 @@ def _parse_args() -> argparse.Namespace:
     return args
 
 
-def _ask(args: argparse.Namespace, subject: str, contestant: str, batch_size: int) -> Figures:
+def _ask(args: argparse.Namespace, subject: str, contestant: str, batch_size: int) -> Phase:
     """Start servers and trainer, wait for the figures, stop both."""
-    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
-        folder = Path(name)
-        env = make_environment(folder)
-        with serve(contestant, SUBJECTS[subject].workload, args.num_workers, env, folder) as addresses:
-            task = Task(subject, contestant, addresses, args.device, args.num_workers, batch_size, args.seconds)
-            return Figures(**ask_trainer("gpu.measure", asdict(task), env, folder, 120 + 10 * args.seconds))
+    workload = SUBJECTS[subject].workload
+    with environment() as (folder, env), serve(contestant, workload, args.num_workers, env, folder) as addresses:
+        task = Task(subject, contestant, addresses, args.device, args.num_workers, batch_size, args.seconds)
+        return Phase(**ask_trainer("gpu.measure", asdict(task), env, folder, 120 + 10 * args.seconds))
 
 
 def make_table(found: Found, batch_sizes: dict[str, int]) -> str:
@@ -290,7 +262,7 @@ def make_table(found: Found, batch_sizes: dict[str, int]) -> str:
         if rounds:
             rates = [figures.rate for figures in rounds.values()]
             size = statistics.median(rates) * _count_bytes(subject, batch_sizes[subject]) / 1e9
-            cpu = statistics.median(figures.cpu_seconds / figures.num_batches for figures in rounds.values())
+            cpu = statistics.median(figures.cpu for figures in rounds.values())
             cells = [format_spread(rates), "-" if contestant == "resident" else format_number(size)]
             cells.append(format_number(cpu * 1e3))
             for reference in ("torch", SUBJECTS[subject].limit):
@@ -310,7 +282,7 @@ def main() -> int:
     start = time.monotonic()
     batch_sizes = {name: SUBJECTS[name].batch_size[0 if has_device else 1] for name in args.subjects}
 
-    def measure_in_time(subject: str, contestant: str) -> Figures:
+    def measure_in_time(subject: str, contestant: str) -> Phase:
         if time.monotonic() - start > _LAST_START_SECONDS:
             raise ChildError("there is no time left")
         return _ask(args, subject, contestant, batch_sizes[subject])

@@ -16,13 +16,12 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.benchmark import datasets
-from tests.benchmark.loaders import NUM_WORKERS, make_environment, node_server
+from tests.benchmark.loaders import NUM_WORKERS, environment, node_server
 from tests.benchmark.trainer import take
 from tests.support.network import Cable, Host, Network, why_not
 
@@ -35,8 +34,7 @@ PORT = "29500"  # nothing else is in these namespaces
 def fill(trainer: Host, host: Host, cable: Cable, gigabits: float) -> None:
     """Load images over the link, and tell how many came."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpcdl-link-")))
-        env = make_environment(folder)
+        folder, env = stack.enter_context(environment())
         os.environ["RPCDATALOADER_TOKEN_FILE"] = env["RPCDATALOADER_TOKEN_FILE"]
         where = ("--host", cable.address, "--port", "0")
         with host.entered():

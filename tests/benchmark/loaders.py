@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import secrets
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,23 @@ LOADERS = {
 }
 
 
-def make_environment(folder: Path, loader: str = "") -> dict[str, str]:
-    """Return the environment of a loader's servers and trainer; ``folder`` holds the secret."""
+@contextlib.contextmanager
+def environment(loader: str = "") -> Iterator[tuple[Path, dict[str, str]]]:
+    """A folder with a secret while it lasts, and the environment of a loader's servers and trainer."""
     package = install(_REPOSITORY / ".bench") if loader == "original" else _REPOSITORY
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_urlsafe(32))
-    return {
-        **{name: value for name, value in os.environ.items() if not name.startswith("RPCDATALOADER_")},
-        "PYTHONPATH": f"{package}{os.pathsep}{_TESTS}",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "RPCDATALOADER_TOKEN_FILE": str(token),
-    }
+    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as folder:
+        token = Path(folder, "token")
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_urlsafe(32))
+        yield (
+            Path(folder),
+            {
+                **{name: value for name, value in os.environ.items() if not name.startswith("RPCDATALOADER_")},
+                "PYTHONPATH": f"{package}{os.pathsep}{_TESTS}",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "RPCDATALOADER_TOKEN_FILE": str(token),
+            },
+        )
 
 
 @contextlib.contextmanager

@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
-from .loaders import make_environment, node_server
+from .loaders import environment, node_server
 from .processes import ask_trainer, describe_machine, stop_by_signals
 from .table import format_number, format_table
 from .trainer import Phase, take, wait_for_workers
@@ -54,12 +52,9 @@ def measure(address: str, num_workers: int, batch_size: int, seconds: float) -> 
 def _ask(num_workers: int, batch_size: int, seconds: float) -> list[str]:
     """Run a trainer with a node server of its own; returns a row of the table."""
     print(f"{num_workers} workers, batches of {batch_size}", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
-        folder = Path(name)
-        env = make_environment(folder)
-        with node_server(num_workers, env, folder) as (address, _pid):
-            arguments = {"address": address, "num_workers": num_workers, "batch_size": batch_size, "seconds": seconds}
-            found = ask_trainer("scale.measure", arguments, env, folder, 600.0)
+    with environment() as (folder, env), node_server(num_workers, env, folder) as (address, _pid):
+        arguments = {"address": address, "num_workers": num_workers, "batch_size": batch_size, "seconds": seconds}
+        found = ask_trainer("scale.measure", arguments, env, folder, 600.0)
     phase = Phase(**found["phase"])
     ideal = num_workers / (batch_size * _NAP_SECONDS)
     cells = [format_number(phase.rate), f"{phase.rate / ideal:.3f}", format_number(phase.cpu * 1e6)]

@@ -31,7 +31,6 @@ import importlib
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from .claims import Claim, Found, add_options, conclude, format_claims, measure_claims
-from .loaders import make_environment, node_server
+from .loaders import environment, node_server
 from .processes import ask_trainer, describe_machine, measure_rounds, stop_by_signals
 from .table import format_number, format_table
 from .trainer import wait_for_workers
@@ -167,9 +166,7 @@ def _ask(row: str, loader: str, divisor: int) -> Start:
     """Start a server for ours, and a trainer; wait for the figures, stop both."""
     _title, num_workers, num_paths, _loaders = ROWS[row]
     num_workers = max(2, num_workers // divisor)
-    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        env = make_environment(folder)
+    with environment() as (folder, env), contextlib.ExitStack() as stack:
         servers = [stack.enter_context(node_server(num_workers, env, folder))] if loader.startswith("ours") else []
         arguments = {
             "loader": loader,

@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader
 
-from .loaders import make_environment, node_server
+from .loaders import environment, node_server
 from .processes import describe_machine
 from .table import format_number, format_table
 from .trainer import Phase, take
@@ -68,11 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.streams", description="Measure what relays cost.")
     parser.add_argument("--quick", action="store_true", help="a short round: does it work?")
     rounds, seconds = (1, 0.5) if parser.parse_args().quick else (5, 4.0)
-    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
-        env = make_environment(Path(name))
+    with environment() as (folder, env), node_server(2, env, folder) as (address, _pid):
         os.environ["RPCDATALOADER_TOKEN_FILE"] = env["RPCDATALOADER_TOKEN_FILE"]
-        with node_server(2, env, Path(name)) as (address, _pid):
-            found = [{way: measure(address, way, seconds) for way in WAYS} for _ in range(rounds)]
+        found = [{way: measure(address, way, seconds) for way in WAYS} for _ in range(rounds)]
     gigabytes = _BATCH_SIZE * _SAMPLE_BYTES / 1e9
     rows = []
     for way in WAYS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import resource
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ def take(
     min_batches: int = 1,
     round_length: int = 1,
     step: Callable[[], None] | None = None,
+    finish: Callable[[], None] = lambda: None,
 ) -> Phase:
     """Take batches for that long.
 
@@ -80,6 +82,7 @@ def take(
         min_batches: As many as this at least.
         round_length: Their number is a multiple of this.
         step: Called after each batch.
+        finish: Called at the end, before the clocks are read.
     """
     num_batches = 0
     elapsed = spent = 0.0  # spent in steps
@@ -92,8 +95,9 @@ def take(
             spent += time.thread_time() - step_start
         num_batches += 1
         elapsed = time.perf_counter() - start
+    finish()
     cpu_seconds = max(0.0, get_cpu_seconds() - cpu_start - spent)
-    return Phase(num_batches, elapsed, cpu_seconds, time.thread_time() - thread_start)
+    return Phase(num_batches, time.perf_counter() - start, cpu_seconds, time.thread_time() - thread_start)
 
 
 def wait_for_workers(batches: Iterator[Any], num_workers: int, get_ids: Callable[[Any], Any]) -> None:
@@ -128,14 +132,8 @@ def spin(loops: int) -> None:
 def count_loops(seconds: float) -> int:
     """Return how many loops of :func:`spin` take so much CPU time here and now, at best."""
     loops = 100_000
-    best = min(_time_loops(loops) for _ in range(10))
+    best = min(timeit.repeat(lambda: spin(loops), timer=time.thread_time, number=1, repeat=10))
     return max(1, round(loops * seconds / best))
-
-
-def _time_loops(loops: int) -> float:
-    start = time.thread_time()
-    spin(loops)
-    return time.thread_time() - start
 
 
 def count_bytes(batch: Any) -> int:

@@ -68,6 +68,11 @@ class QuickServer:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def end(self, number: int) -> int:
+        """Send it a signal, and wait for its end; gives the exit status."""
+        self.signal(number)
+        return self.wait()
+
     def wait(self, seconds: float = 30.0) -> int:
         """Wait for its end; gives the exit status."""
         if self._ended is None:

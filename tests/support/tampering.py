@@ -8,18 +8,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import TIMEOUT_SCALE
+from tests.support.datasets import note
 from tests.support.peers import HEADER_SIZE, PREAMBLE_SIZE, MessageType
-
-
-def leave_trace(path: str) -> None:
-    """Write a line."""
-    with open(path, "a") as file:
-        file.write("loaded\n")
 
 
 class Bomb:
@@ -29,7 +24,7 @@ class Bomb:
         self.path = str(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return leave_trace, (self.path,)
+        return note, (self.path, "loaded")
 
 
 def num_loaded(path: Path) -> int:
@@ -48,12 +43,6 @@ class Frame:
     @property
     def type(self) -> int:
         return self.header[4]
-
-    def flip(self, part: str, offset: int) -> Frame:
-        """The same with one bit changed."""
-        data = bytearray(getattr(self, part))
-        data[offset] ^= 0x04
-        return replace(self, **{part: bytes(data)})
 
     def encode(self) -> bytes:
         return self.header + self.body + self.blocks

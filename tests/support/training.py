@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rpcdataloader import RPCDataloader, RPCDataset
 from tests.support.datasets import Numbers, node_server
 from tests.support.origins import own_processes
 
@@ -46,17 +45,6 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         **{name: torch.tensor([sample[name] for sample in samples]) for name in ("index", "fetched")},
         **{name: torch.tensor([value] * len(samples)) for name, value in here.items()},
     }
-
-
-KINDS = "RPCDataset", "ordinary dataset"
-
-
-def make_loader_of(kind: str, address: str, **options: Any) -> RPCDataloader:
-    """A loader of ten samples of a kind of dataset."""
-    options = {"batch_size": 3, "collate_fn": collate, **options}
-    if kind == "RPCDataset":
-        return RPCDataloader(RPCDataset(address, Points, 10), **options)
-    return RPCDataloader(Points(10), workers=address, **options)
 
 
 def flat(batches: Iterable[list[int]]) -> list[int]:

@@ -34,12 +34,6 @@ def test_host_file_that_is_not_understood_is_refused(text, problem):
         parse_hosts(text)
 
 
-def options_of(command):
-    """What the server gets: the words behind the name of the module."""
-    (script,) = [shlex.split(command)]
-    return script[script.index("rpcdataloader.launch") + 1 :]
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -52,7 +46,8 @@ def options_of(command):
     ],
 )
 def test_server_listens_everywhere_with_our_secret_unless_options_say_otherwise(options, expected):
-    assert options_of(remote_command("python", "/", options)) == ["--exit-with-stdin", *expected]
+    words = shlex.split(remote_command("python", "/", options))
+    assert words[words.index("rpcdataloader.launch") + 1 :] == ["--exit-with-stdin", *expected]
     assert uses_own_secret(options) == (expected.count("-") == 0)
 
 

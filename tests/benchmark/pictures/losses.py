@@ -12,7 +12,6 @@ import contextlib
 import os
 import random
 import signal
-import tempfile
 import time
 from collections import Counter
 from itertools import islice
@@ -23,7 +22,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
-from tests.benchmark.loaders import make_environment, node_server
+from tests.benchmark.loaders import environment, node_server
 from tests.benchmark.processes import describe_machine, running
 
 from .svg import BLUE, GREEN, RED, Picture, Scale
@@ -62,9 +61,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 def record() -> dict[str, Any]:
     """Both runs, one after the other: a minute."""
-    with tempfile.TemporaryDirectory(prefix="rpcdl-pictures-") as name:
-        folder = Path(name)
-        env = make_environment(folder)
+    with environment() as (folder, env):
         os.environ["RPCDATALOADER_TOKEN_FILE"] = env["RPCDATALOADER_TOKEN_FILE"]
         return {
             "machine": describe_machine(),

@@ -6,12 +6,10 @@ import contextlib
 import math
 import os
 import re
-import tempfile
 import textwrap
-from pathlib import Path
 from typing import Any
 
-from tests.benchmark.loaders import make_environment
+from tests.benchmark.loaders import environment
 from tests.support.waits import CAUSES, run
 from tests.support.zygote import Zygote
 
@@ -30,9 +28,9 @@ _ROW = 34
 def record() -> dict[str, Any]:
     """What the diagnosis has said of each pass."""
     found = {}
-    with tempfile.TemporaryDirectory(prefix="rpcdl-waiting-") as folder, contextlib.ExitStack() as stack:
-        os.environ["RPCDATALOADER_TOKEN_FILE"] = make_environment(Path(folder))["RPCDATALOADER_TOKEN_FILE"]
-        zygote = stack.enter_context(contextlib.closing(Zygote(Path(folder))))
+    with environment() as (folder, env), contextlib.ExitStack() as stack:
+        os.environ["RPCDATALOADER_TOKEN_FILE"] = env["RPCDATALOADER_TOKEN_FILE"]
+        zygote = stack.enter_context(contextlib.closing(Zygote(folder)))
         for name in NAMES:
             with CAUSES[name].pool(zygote) as addresses:
                 diagnosis, _loader = run(CAUSES[name], addresses)

@@ -19,6 +19,8 @@ from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.batch_loader import BatchLoader, LoaderSpec
 from rpcdataloader.wire.slabs import Block
 from tests.support.comparison import assert_same
+from tests.support.datasets import Augmented, Failing
+from tests.support.kinds import Tagged
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +41,6 @@ class CountingAllocator:
     def allocate(self, size_bytes: int) -> Block:
         self.sizes.append(size_bytes)
         return Block(torch.full((size_bytes,), 0xA5, dtype=torch.uint8))
-
-
-class Augmented:
-    """Draws from everything that there is."""
-
-    def __getitem__(self, index):
-        return index, torch.rand(3), np.random.rand(3), random.random(), torch.tensor(seeding.get_sample_seed())
 
 
 SPEC = LoaderSpec(
@@ -69,16 +64,6 @@ def make_loader(dataset, allocator=None, inline=False, **changes: Any) -> BatchL
 
 def load(dataset, indices=(0, 1, 2), position=0, batch_number=0, **options: Any):
     return make_loader(dataset, **options).load(list(indices), position, batch_number)[1]
-
-
-class Bad:
-    """Raises what it was made with."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __getitem__(self, index):
-        raise self.error
 
 
 def floats(*shape, dtype=torch.float32):
@@ -109,9 +94,9 @@ def test_position_over_all_ranks_seeds_a_sample_its_first_one_samples_at_once_an
         def __getitems__(self, indices):
             return [seeding.get_sample_seed() for _ in indices]
 
-    *_, seeds = load(Augmented(), position=10, rank=1, world_size=4)
+    seeds = load(Augmented(), position=10, rank=1, world_size=4)["seed"]
     assert seeds.tolist() == [seed_at(41), seed_at(45), seed_at(49)]
-    assert make_loader(Augmented(), auto_collation=False).load(3, 17, 17)[1][4] == seed_at(17)
+    assert make_loader(Augmented(), auto_collation=False).load(3, 17, 17)[1]["seed"] == seed_at(17)
     assert set(load(Batched(), position=10).tolist()) == {seed_at(10)}
     of_batch = load(
         [0, 1], (0, 1), collate_fn=lambda _samples: seeding.get_sample_seed(), batch_number=5, rank=1, world_size=4
@@ -120,10 +105,6 @@ def test_position_over_all_ranks_seeds_a_sample_its_first_one_samples_at_once_an
 
 
 # The default collate
-
-
-class Tagged(torch.Tensor):
-    pass
 
 
 def test_large_batches_are_contiguous_as_from_torchs_workers():
@@ -218,7 +199,7 @@ def test_function_that_the_user_registered_for_tensors_stays(monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, RPCError, ConnectionLostError])
 def test_what_is_no_fault_of_a_sample_is_raised(error):
     with pytest.raises(error):
-        load(Bad(error("x")), skips=True)
+        load(Failing(3, {0: (error, "x")}), skips=True)
 
 
 class Drawing:
