@@ -347,7 +347,9 @@ class RemoteDataset(DatasetRef):
                 with self._lock:
                     self._length = None
             with self._lock:
-                self._pending = without_overwritten((*self._pending, change))
+                self._pending = (*self._pending, change)
+                if attribute is not None:
+                    self._pending = without_overwritten(self._pending)
             return result
 
     def _worker(self) -> RemoteWorker:

@@ -206,10 +206,10 @@ def open_files() -> Counter[tuple[int, int]]:
 
 def open_connections() -> dict[int, str]:
     """Peers of this process's connected sockets, by inode: forked workers would share them."""
-    found = {}
+    found, names = {}, os.listdir("/proc/self/fd")
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)  # a socket made with one is non-blocking, and so is the one that it is a copy of
-    for name in os.listdir("/proc/self/fd"):
+    for name in names:
         with contextlib.suppress(OSError):
             status = os.stat(f"/proc/self/fd/{name}")
             if status.st_mode & 0o170000 != 0o140000:

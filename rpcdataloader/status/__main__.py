@@ -198,6 +198,7 @@ class Nodes:
     ) -> None:
         self.document: Tree | None = None
         self.nowhere: list[str] = []
+        self._answered: dict[str, Tree] = {}  # each node server at its last answer, by address
         self._tls = tls
         self._timeout = timeout
         self._places: list[Address | Lookup] = [LocalPools()] if local else []
@@ -227,7 +228,8 @@ class Nodes:
         self.nowhere = [str(place) for place in nowhere if not (found and isinstance(place, LocalPools))]
         answers = self.ask(list(dict.fromkeys(found)), stacks=stacks)
         is_complete = not self.nowhere
-        self.document = make_document(time.time(), answers, problems, self.document, is_complete=is_complete)
+        self.document = make_document(time.time(), answers, problems, self._answered, is_complete=is_complete)
+        self._answered |= {node["address"]: node for node in self.document["nodes"] if "pid" in node}
         return self.document
 
     def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[NodeAnswer]:

@@ -1,6 +1,6 @@
 """The result of a look at node servers: the JSON document of ``docs/status-reference.md``, as text, as metrics. Pure.
 
-Rates are differences to the document of the previous look. Text has columns for a terminal of 100 characters. Metrics
+Rates are differences to the previous answer. Text has columns for a terminal of 100 characters. Metrics
 are in the text format of Prometheus, version 0.0.4. Their labels name node servers, and clients by host and rank only:
 with process ids, each restart would add series that Prometheus keeps for weeks. Clients with the same labels count as
 one.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def make_document(
     time: float,
     answers: Sequence[NodeAnswer],
     ignored: dict[str, str],
-    before: Tree | None = None,
+    before: Mapping[str, Tree] | None = None,
     *,
     is_complete: bool = True,
 ) -> Tree:
@@ -59,12 +59,11 @@ def make_document(
     Args:
         time: Seconds since 1970.
         ignored: Unused files of registers, with the reason.
-        before: Document of the previous look; None for the first look.
+        before: Nodes of earlier documents, each at its last answer, by address.
         is_complete: False if a directory or name has no node server.
     """
-    then = {node["address"]: node for node in before["nodes"]} if before else {}
     states = {answer.state for answer in answers}
-    nodes = [_describe(answer, then.get(answer.address, {})) for answer in answers]
+    nodes = [_describe(answer, (before or {}).get(answer.address, {})) for answer in answers]
     return {
         "schema": SCHEMA,
         "time_unix_seconds": time,

@@ -527,7 +527,8 @@ def test_planned_batches_that_came_early_need_the_same_ranks(address, fifo):
 
     third = list(CostBatchSampler([1] * SIZE, 2, num_replicas=1, rank=0))[2]
     loader = make(1, Gated(SIZE, third[0], fifo), workers=address, num_workers=2)
-    list(itertools.islice(loader, 3))
+    iterator = iter(loader)
+    list(itertools.islice(iterator, 3))
     state = loader.state_dict()
     open(fifo, "w").close()
     other = make(2, Numbers(SIZE), workers="inline")

@@ -169,9 +169,10 @@ def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, fifo, a
         first = rpc_async(proxy.address, tasks.read_all, (fifo,))
         fails_after(0.3, lambda: rpc_async(proxy.address, tasks.append, (argument,), timeout=0.3))
         wait_until(lambda: MessageType.CANCEL in sent)
+        log = rpc_async(proxy.address, tasks.read_log)
+        wait_until(lambda: sent[-1] != MessageType.CANCEL)  # which was passed on
         open_gate(fifo)
-        assert first.wait() == b""
-        assert rpc_async(proxy.address, tasks.read_log).wait() == []
+        assert (first.wait(), log.wait()) == (b"", [])
         close_client()
 
 

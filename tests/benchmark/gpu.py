@@ -232,20 +232,6 @@ def measure(**fields: Any) -> Phase:
 # --- the harness
 
 
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmark.gpu", description="Measure what a GPU gets.")
-    parser.add_argument("--device", help="cuda, or cpu to see that it works (default: cuda)", default="cuda")
-    parser.add_argument("--num-workers", type=int, default=16, help="of every loader (default: 16)")
-    parser.add_argument("--rounds", type=int, default=2, help="measurements of each, interleaved (default: 2)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each, after a warm-up (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="one round of 0.2 s with two workers: does it work?")
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="some of them")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.seconds, args.num_workers = 1, 0.2, 2
-    return args
-
-
 def _ask(args: argparse.Namespace, subject: str, contestant: str, batch_size: int) -> Phase:
     """Start servers and trainer, wait for the figures, stop both."""
     workload = SUBJECTS[subject].workload
@@ -273,7 +259,16 @@ def make_table(found: Found, batch_sizes: dict[str, int]) -> str:
 
 def main() -> int:
     """Run as the harness; returns the exit status."""
-    args = _parse_args()
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmark.gpu", description="Measure what a GPU gets.")
+    parser.add_argument("--device", help="cuda, or cpu to see that it works (default: cuda)", default="cuda")
+    parser.add_argument("--num-workers", type=int, default=16, help="of every loader (default: 16)")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each, interleaved (default: 2)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each, after a warm-up (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="one round of 0.2 s with two workers: does it work?")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="some of them")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.seconds, args.num_workers = 1, 0.2, 2
     stop_by_signals()
     has_device = args.device != "cpu"
     if has_device and not torch.cuda.is_available():

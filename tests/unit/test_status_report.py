@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from rpcdataloader.status.__main__ import Nodes
 from rpcdataloader.status.report import METRICS, STATES, NodeAnswer, as_metrics, as_text, in_time, make_document
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
@@ -22,7 +23,7 @@ def look(*answers, before=None):
 
 def compare(now, before=None):
     """The node of the document, of two looks or one."""
-    then = None if before is None else look(NodeAnswer("a:1", before))
+    then = None if before is None else {"a:1": compare(before)}
     return look(NodeAnswer("a:1", now), before=then)["nodes"][0]
 
 
@@ -51,6 +52,18 @@ def test_rates_of_two_looks_are_over_what_is_between_them():
     assert node["tasks_per_second"] == client["tasks_per_second"] == 5
     assert [worker[f"{name}_per_second"] for name in ("tasks", "sent_bytes", "received_bytes")] == [3, 500, 2]
     assert worker["cpu_percent"] == 50
+
+
+class Fake(Nodes):
+    def ask(self, addresses, *, stacks):  # noqa: ARG002
+        return [NodeAnswer("a:1", self.status)]
+
+
+def test_rates_after_a_look_without_answer_are_over_the_time_since_the_last_answer():
+    nodes = Fake(["a:1"], None, 1.0)
+    for nodes.status in NODE, None, dataclasses.replace(NODE, uptime_seconds=104.0, tasks=NODE.tasks + 8):
+        (node,) = nodes.look()["nodes"]
+    assert (node["interval_seconds"], node["tasks_per_second"]) == (4, 2)
 
 
 @pytest.mark.parametrize("changed", [{"pid": 101}, {"host": "node02"}, {"uptime_seconds": 99.0}])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from tests.benchmark.loaders import environment, node_server
@@ -47,16 +47,6 @@ class Waits(Dataset[torch.Tensor]):
         if self.waits:
             time.sleep(seconds)
         return index + torch.rand(16)
-
-
-class Numbers(Dataset[torch.Tensor]):
-    """Each index, and a random number of its own."""
-
-    def __len__(self) -> int:
-        return _NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.stack([torch.tensor(float(index)), torch.rand(())])
 
 
 def record() -> dict[str, Any]:
@@ -111,7 +101,7 @@ def record_resume(env: dict[str, str], folder: Path) -> dict[str, Any]:
 
         def epoch_of(rank: int, num_ranks: int, where: str, batch_size: int, **options: Any) -> RPCDataloader:
             torch.manual_seed(0)
-            dataset = RPCDataset(where, Numbers)
+            dataset = RPCDataset(where, Subset, Waits(False), range(_NUM_SAMPLES))
             sampler = ResumableDistributedSampler(dataset, num_ranks, rank)
             return RPCDataloader(dataset, batch_size, sampler=sampler, **options)
 
