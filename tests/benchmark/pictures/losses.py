@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from tests.benchmark.loaders import environment, node_server
@@ -36,11 +36,11 @@ _NUM_SAMPLES = 10_000
 class Waits(Dataset[torch.Tensor]):
     """Random numbers, each after a wait of 10 to 30 ms as for storage, or at once."""
 
-    def __init__(self, waits: bool) -> None:
-        self.waits = waits
+    def __init__(self, waits: bool, size: int = _BATCH_SIZE * _NUM_BATCHES) -> None:
+        self.waits, self.size = waits, size
 
     def __len__(self) -> int:
-        return _BATCH_SIZE * _NUM_BATCHES
+        return self.size
 
     def __getitem__(self, index: int) -> torch.Tensor:
         seconds = random.uniform(0.010, 0.030)
@@ -101,7 +101,7 @@ def record_resume(env: dict[str, str], folder: Path) -> dict[str, Any]:
 
         def epoch_of(rank: int, num_ranks: int, where: str, batch_size: int, **options: Any) -> RPCDataloader:
             torch.manual_seed(0)
-            dataset = RPCDataset(where, Subset, Waits(False), range(_NUM_SAMPLES))
+            dataset = RPCDataset(where, Waits, False, _NUM_SAMPLES)
             sampler = ResumableDistributedSampler(dataset, num_ranks, rank)
             return RPCDataloader(dataset, batch_size, sampler=sampler, **options)
 
