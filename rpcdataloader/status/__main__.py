@@ -198,7 +198,7 @@ class Nodes:
     ) -> None:
         self.document: Tree | None = None
         self.nowhere: list[str] = []
-        self._answered: dict[str, Tree] = {}  # each node server at its last answer, by address
+        self._answered: dict[str, Tree] = {}  # the nodes of the last look, each at its last answer, by address
         self._tls = tls
         self._timeout = timeout
         self._places: list[Address | Lookup] = [LocalPools()] if local else []
@@ -229,7 +229,10 @@ class Nodes:
         answers = self.ask(list(dict.fromkeys(found)), stacks=stacks)
         is_complete = not self.nowhere
         self.document = make_document(time.time(), answers, problems, self._answered, is_complete=is_complete)
-        self._answered |= {node["address"]: node for node in self.document["nodes"] if "pid" in node}
+        self._answered = {
+            node["address"]: node if "pid" in node else self._answered.get(node["address"], node)
+            for node in self.document["nodes"]
+        }
         return self.document
 
     def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[NodeAnswer]:
