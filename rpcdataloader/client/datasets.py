@@ -347,9 +347,8 @@ class RemoteDataset(DatasetRef):
                 with self._lock:
                     self._length = None
             with self._lock:
-                self._pending = (*self._pending, change)
-                if attribute is not None:
-                    self._pending = without_overwritten(self._pending)
+                pending = (*self._pending, change)
+                self._pending = pending if attribute is None else without_overwritten(pending)
             return result
 
     def _worker(self) -> RemoteWorker:

@@ -1,9 +1,8 @@
 """The result of a look at node servers: the JSON document of ``docs/status-reference.md``, as text, as metrics. Pure.
 
-Rates are differences to the previous answer. Text has columns for a terminal of 100 characters. Metrics
-are in the text format of Prometheus, version 0.0.4. Their labels name node servers, and clients by host and rank only:
-with process ids, each restart would add series that Prometheus keeps for weeks. Clients with the same labels count as
-one.
+Rates are differences to the previous answer. Text has columns for a terminal of 100 characters. Metrics are in the text
+format of Prometheus, version 0.0.4. Their labels name node servers, and clients by host and rank only: with process
+ids, each restart would add series that Prometheus keeps for weeks. Clients with the same labels count as one.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def make_document(
     time: float,
     answers: Sequence[NodeAnswer],
     ignored: dict[str, str],
-    before: Mapping[str, Tree] | None = None,
+    before: Mapping[str, Tree],
     *,
     is_complete: bool = True,
 ) -> Tree:
@@ -63,7 +62,7 @@ def make_document(
         is_complete: False if a directory or name has no node server.
     """
     states = {answer.state for answer in answers}
-    nodes = [_describe(answer, (before or {}).get(answer.address, {})) for answer in answers]
+    nodes = [_describe(answer, before.get(answer.address, {})) for answer in answers]
     return {
         "schema": SCHEMA,
         "time_unix_seconds": time,

@@ -18,13 +18,12 @@ GONE = NodeAnswer("node03:6543", error="cannot connect to node03:6543: connectio
 
 
 def look(*answers, before=None):
-    return make_document(1000.0, answers, {}, before)
+    return make_document(1000.0, answers, {}, before or {})
 
 
 def compare(now, before=None):
     """The node of the document, of two looks or one."""
-    then = None if before is None else {"a:1": compare(before)}
-    return look(NodeAnswer("a:1", now), before=then)["nodes"][0]
+    return look(NodeAnswer("a:1", now), before=before and {"a:1": compare(before)})["nodes"][0]
 
 
 def with_worker(node=NODE, client=None, **worker):
@@ -254,7 +253,7 @@ def test_every_metric_is_named_and_explained_and_told():
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
 def test_promtool_finds_nothing_wrong():
-    for document in look_at(WAITING, IDLE), make_document(1000.0, [], {}):
+    for document in look_at(WAITING, IDLE), make_document(1000.0, [], {}, {}):
         checked = subprocess.run(
             ["promtool", "check", "metrics"], input=as_metrics(document, 0), capture_output=True, text=True, check=False
         )

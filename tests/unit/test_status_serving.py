@@ -41,7 +41,7 @@ class Looks:
         self.count += 1
         if self.error is not None:
             raise self.error
-        return make_document(1000.0 + self.count, [NodeAnswer("node01:6543", NODE)], {})
+        return make_document(1000.0 + self.count, [NodeAnswer("node01:6543", NODE)], {}, {})
 
 
 @contextlib.contextmanager
