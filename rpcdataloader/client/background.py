@@ -298,7 +298,7 @@ def _run_all(following: Callable[[], Callable[[], None] | None], failure: str) -
 MAX_WAITING = 1000
 
 # Workers' output for the last batch comes after it. At the end, the client waits until no line has come for this long.
-QUIET_SECONDS = 0.1
+QUIET_SECONDS = 0.3
 LINGER_SECONDS = 1.0
 
 
