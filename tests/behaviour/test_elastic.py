@@ -13,6 +13,7 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import AuthenticationError, ConnectError, RemoteProtocolError
 from tests.behaviour.test_recovery import take
+from tests.conftest import close_client
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
 from tests.support.datasets import Hosted
@@ -104,7 +105,6 @@ def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, re
 def test_servers_behind_a_name_are_followed(serve, monkeypatch, capsys):
     """The answers of the resolver are made up."""
     shorten(monkeypatch, "names")
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
     first = serve("--num-workers", "1", "--host", "127.0.0.2", "--port", "0")
     port = first.address.rpartition(":")[2]
     second = serve("--num-workers", "1", "--host", "127.0.0.3", "--port", port)
@@ -137,6 +137,8 @@ def test_servers_behind_a_name_are_followed(serve, monkeypatch, capsys):
     hosts.clear()
     main(["status", pool])
     assert f"{pool}: no node server found\nignored pool: Name or service not known\n" in capsys.readouterr().out
+    close_client()
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
     with pytest.raises(
         ConnectError, match=r"behind the name pool, and none came within 1 s .pool: Name or service not"
     ):

@@ -46,7 +46,7 @@ def test_log_has_the_lines_of_clients_and_on_request_those_of_workers(serve, lev
 
 
 def test_clients_that_leave_early_or_find_no_worker_are_not_refused(serve, monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "2")
     server = serve("--max-connections", "1", "--log-level", "debug")
     assert rpc_async(server.address, os.getpid).wait() > 0
     known = session_id_of(server.address)

@@ -265,7 +265,7 @@ def test_full_server_is_waited_for(serve, start_client, caplog):
 
 
 def test_error_of_a_full_server_tells_what_this_process_holds(serve, monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "3")
     server = serve("--num-workers", "1", "--max-connections", "2")
     options = {"num_workers": 1, "workers": server.address, "persistent_workers": True}
     under_way = [iter(RPCDataloader(Numbers(30), **options)) for _ in range(2)]
