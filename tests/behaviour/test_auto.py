@@ -84,6 +84,7 @@ def test_batches_are_the_same_while_workers_come_and_go(workers, persistent_work
     caplog.set_level(logging.INFO, "rpcdataloader.loader")
     loader = loader_of(Sleepy(SIZE), workers, persistent_workers=persistent_workers)
     iterator = iter(loader)
+    wait_for_crew(iterator, NUM_OFFERED)
     batches = slow_down(iterator) + speed_up(iterator)
     slow_down(iterator)
     changes = re.findall(r"^wants (\d+) workers for Sleepy, after (\d+)$", "\n".join(caplog.messages), re.MULTILINE)

@@ -136,8 +136,8 @@ def test_random_constructor_gives_the_same_dataset_everywhere(two_nodes, build):
 
 
 def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_path, fifo, monkeypatch, caplog):
-    shorten(monkeypatch, "slow build")
     assert len(RPCDataset(two_nodes, datasets.Numbers)) == 20  # the sessions
+    shorten(monkeypatch, "slow build")
     with ThreadPoolExecutor(1) as thread:
         building = thread.submit(RPCDataset, two_nodes, datasets.build_slowly_once, str(tmp_path / "marker"), fifo)
         wait_until(lambda: "is being built" in caplog.text)

@@ -275,7 +275,7 @@ def test_exit_ends_the_embedded_pool(zygote, tmp_path):
     begin = f"import os; os.environ['TMPDIR'] = {str(tmp_path)!r}\n"
     children = "print(open(f'/proc/self/task/{os.getpid()}/children').read())"
     script = zygote.start(FORK_POOLS + begin + CLOCK + IN_AN_EPOCH + children + END, "local:2")
-    assert_ends_at_once(script, silent=True, limit=3 * TIMEOUT_SCALE)  # it is not waited for in vain
+    assert_ends_at_once(script, silent=True, limit=4.5)  # it is not waited for in vain
     assert not os.path.exists(f"/proc/{script.output.split()[0]}")
     assert not os.listdir(tmp_path)
 

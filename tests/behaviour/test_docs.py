@@ -124,8 +124,9 @@ def as_pattern(expected: str) -> str:
 
 
 def quicker(source: str) -> str:
-    """Where a page waits, for a slow disk or a training step, a fifth of that."""
-    return re.sub(r"(?<=time\.sleep\()[\d.]+(?=\))", lambda seconds: str(float(seconds[0]) / 5), source)
+    """Where a page waits, for a slow disk or a training step, a fifth of that, unless it asks what is waited for."""
+    sleeps = r"(?<=time\.sleep\()[\d.]+(?=\))"
+    return source if "diagnosis" in source else re.sub(sleeps, lambda seconds: str(float(seconds[0]) / 5), source)
 
 
 class Desk:

@@ -76,8 +76,8 @@ import signal
 loader = RPCDataloader(Variables(), num_workers=1)
 early = pools()
 signal.signal(signal.SIGALRM, signal.default_int_handler)
-signal.setitimer(signal.ITIMER_REAL, 0.3)
 try:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
     list(loader)
 except KeyboardInterrupt:
     print("interrupted", len(early), pools() == early)

@@ -22,7 +22,7 @@ from tests.support.streams import Parts
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch, clean_client):  # noqa: ARG001  # ends after
-    shorten(monkeypatch, "patience", "register")
+    shorten(monkeypatch, "register")
 
 
 @pytest.fixture
@@ -43,8 +43,9 @@ def first(serve):
 
 
 @pytest.fixture
-def absent(tmp_path):
+def absent(tmp_path, monkeypatch):
     """An address at which a server may come."""
+    shorten(monkeypatch, "patience")
     return f"unix:{tmp_path}/socket"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rpcdataloader import rpc_async
 from rpcdataloader.errors import ConnectionLostError, RemoteError, RPCTimeoutError, SerializationError
+from tests.conftest import stat_of, wait_until
 from tests.support import tasks
 from tests.support.tasks import Fault, Trap
 
@@ -59,6 +60,7 @@ def test_fault_is_a_clear_error_and_the_next_call_works(shared_server, when, how
         rpc_async(address, func, (argument,), **limit).wait()
     assert type(caught.value) is error
     if how == "peer_stalls":
+        wait_until(lambda: stat_of(worker)[0] == "T")
         os.kill(worker, signal.SIGCONT)
     next_worker, _session = rpc_async(address, tasks.whereabouts).wait()
     assert (next_worker == worker) == (how not in DEADLY)

@@ -73,8 +73,8 @@ MISTAKES = {
         "object made no dataset: it has no __getitem__, and is no IterableDataset"),
     "function without return": (lambda a: list(RPCDataloader(RPCDataset(a, nothing, build="worker"))), TypeError,
         "nothing made no dataset"),
-    "hang": (lambda a: load(a, Deadly(8, {0}, "hang"), task_timeout=0.2, max_retries=1), RPCTimeoutError,
-        r"took longer than 0\.2 s while it loaded sample 0(.|\n)*in __getitem__"),
+    "hang": (lambda a: load(a, Deadly(8, {0}, "hang"), task_timeout=1.0, max_retries=1), RPCTimeoutError,
+        r"took longer than 1 s while it loaded sample 0(.|\n)*in __getitem__"),
     "init function that fails": (lambda a: load(a, worker_init_fn=no_scratch), OSError,
         r"no scratch disk.*worker_init_fn\(\d\), worker"),
 }

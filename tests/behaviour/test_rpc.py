@@ -148,11 +148,10 @@ def fails_after(seconds, call):
     return str(caught.value)
 
 
-def test_fractional_timeout_bounds_the_call(shared_server, call, fifo):
+def test_fractional_timeout_bounds_the_call(shared_server, call):
     worker, _session = call(tasks.whereabouts)
-    text = fails_after(0.25, lambda: rpc_async(shared_server.address, tasks.read_all, (fifo,), timeout=0.25))
-    assert text.startswith(f"read_all on worker 1 (pid {worker}) on {shared_server.address}")
-    open_gate(fifo)
+    text = fails_after(0.25, lambda: rpc_async(shared_server.address, time.sleep, (0.5,), timeout=0.25))
+    assert text.startswith(f"sleep on worker 1 (pid {worker}) on {shared_server.address}")
     assert call(tasks.whereabouts)[0] == worker
 
 

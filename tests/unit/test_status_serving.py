@@ -83,7 +83,7 @@ def test_answers():
         assert b'rpcdataloader_batches_total{node="node01:6543"} 8\n' in body
         document = json.loads(get(server, "/json?x=1")[2])
         assert (document["schema"], document["nodes"][0]["tasks"]) == (1, 8)
-        assert len(json.loads(get(server, "/history")[2])["time"]) >= 2
+        wait_until(lambda: len(json.loads(get(server, "/history")[2])["time"]) >= 2)
         count = looks.count
         wait_until(lambda: looks.count > count + 1)
         assert json.loads(get(server, "/json")[2])["time_unix_seconds"] > document["time_unix_seconds"]

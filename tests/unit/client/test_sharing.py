@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch.distributed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.client.sharing import Partition, current_partition, rank_of_step, share_of
@@ -25,6 +25,7 @@ def test_one_rank_has_every_worker_of_every_node():
     assert share_of([2, 1, 3], Partition()) == [0, 1, 2, 0, 2, 2]
 
 
+@settings(deadline=None)
 @given(num_workers=NODES, data=st.data())
 def test_shares_are_disjoint_complete_and_equal(num_workers, data):
     world_size = data.draw(st.integers(1, sum(num_workers)))
@@ -34,6 +35,7 @@ def test_shares_are_disjoint_complete_and_equal(num_workers, data):
     assert max(sizes) - min(sizes) <= 1
 
 
+@settings(deadline=None)
 @given(num_workers=NODES, excess=st.integers(1, 20))
 def test_more_ranks_than_workers_double_up_evenly(num_workers, excess):
     total = sum(num_workers)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.wire.address import Address
@@ -46,6 +46,7 @@ def test_malformed_address_is_refused_with_what_to_write(text):
     assert "write host:port (1 to 65535), [IPv6 address]:port or unix:/path" in message
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30) | st.from_regex(r"(unix:|tcp://|\[)?[a-z0-9:.\]/]{0,20}:?[0-9]{0,6}"))
 def test_every_text_is_an_address_that_round_trips_or_a_value_error(text):
     try:

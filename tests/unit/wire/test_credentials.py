@@ -93,11 +93,6 @@ def make_pipe(path):
     os.mkfifo(path, 0o600)
 
 
-def make_folder(path):
-    path.unlink()
-    path.mkdir(0o700)
-
-
 # Files of TLS and registers of node servers are read by the same function.
 @pytest.mark.parametrize(
     ("spoil", "problem"),
@@ -106,7 +101,6 @@ def make_folder(path):
           for mode in (0o640, 0o604, 0o620, 0o602, 0o610, 0o601)),
         (give_away, "belongs to user 12345, or set RPCDATALOADER_TOKEN_FILE to another"),
         (make_pipe, "is not a regular file, or set RPCDATALOADER_TOKEN_FILE to"),
-        (make_folder, "is not a regular file"),
         (Path.unlink, "does not exist; create it with"),
     ],
 )  # fmt: skip
