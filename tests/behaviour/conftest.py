@@ -147,7 +147,7 @@ def other_secret(tmp_path: Path) -> Path:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node servers that are not there are waited for only shortly."""
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(TIMEOUT_SCALE))
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(3 * TIMEOUT_SCALE))
 
 
 @pytest.fixture(params=["RPCDataset", "ordinary dataset"])

@@ -66,7 +66,7 @@ def test_instance_arrives_whole_and_each_worker_has_its_own(unix_server, size_by
 
 
 IN_ANOTHER_CONTAINER = """
-import ctypes, logging, os, subprocess, sys
+import ctypes, os, subprocess, sys
 from rpcdataloader import RPCDataloader
 from tests.behaviour.test_copies import MIB, Large
 CLONE_NEWNS, CLONE_NEWPID = 0x20000, 0x20000000
@@ -74,7 +74,6 @@ assert ctypes.CDLL(None).unshare(CLONE_NEWNS | CLONE_NEWPID) == 0
 if child := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 subprocess.run("mount --make-rprivate / && mount -t proc proc /proc", shell=True, check=True)
-logging.getLogger("rpcdataloader.diagnosis").setLevel("ERROR")  # on a busy machine it advises against sending
 print(float(sum(RPCDataloader(Large(48 * MIB), None, workers=sys.argv[1], num_workers=1))[0]))
 """
 

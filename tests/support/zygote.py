@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import select
 import signal
@@ -254,5 +255,6 @@ if __name__ == "__main__":
         importlib.import_module(module)
     gc.freeze()  # or every end would visit and copy all that torch has made
     use_huge_pages()
+    logging.getLogger("rpcdataloader.diagnosis").setLevel("ERROR")  # every pass waits on a busy machine
     if request := serve():
         become(request[0], request[1], request[2:])
