@@ -10,7 +10,6 @@ Everything else goes to the log, on standard error.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import logging
 import os
@@ -122,26 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_embedded() -> None:
-    """Run a trainer's own node server, at the path on standard input, until that ends: the trainer has gone."""
-    _begin()
-    log = _begin_log("warning", "%(levelname)s %(name)s: %(message)s")
-    path = os.fsdecode(sys.stdin.buffer.readline()).rstrip("\n")
-    if not path:
-        return
-    preload = _names(os.environ.get("RPCDATALOADER_PRELOAD", ""))
-    settings = ServerSettings(host=f"unix:{path}", grace=0.0, preload=preload)
-    lifeline = os.dup(sys.stdin.fileno())  # sessions and workers get an empty standard input
-    try:
-        run_server(settings, INSECURE, log=log, embedded=True, ready=_tell_trainer, lifeline=lifeline)
-    finally:
-        # The trainer removes it too, unless it was killed.
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(settings.unix_path))
-    # The trainer waits for this process at its own end, and tearing torch down takes a third of a second.
-    os._exit(0)
-
-
 def _begin() -> None:
     # A thread that starts this process passes on its mask, and the client's threads block all signals.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -149,12 +128,6 @@ def _begin() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-
-
-def _tell_trainer(line: str) -> None:
-    # A trainer that has gone meanwhile has closed the lifeline as well, so the server ends.
-    with contextlib.suppress(BrokenPipeError):
-        print(line, flush=True)
 
 
 def _begin_log(level: str, form: str) -> Output:

@@ -11,18 +11,20 @@ import dataclasses
 import logging
 import multiprocessing
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.context import BaseContext
 
 from rpcdataloader.client.background import Alarm, Callers, Janitor
-from rpcdataloader.client.discovery import ASK_TIMEOUT, Local, Remote, ask_all
-from rpcdataloader.client.node import LocalServer, Node
+from rpcdataloader.client.discovery import ASK_TIMEOUT, Remote, ask_all
+from rpcdataloader.client.local import LocalNode
+from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.messages import printable
@@ -71,7 +73,7 @@ class Client:
         self._janitor: Janitor | None = None
         self._nodes: dict[Address, Node] = {}
         self._lookups: dict[Lookup, Lookup] = {}
-        self._local: LocalServer | None = None
+        self._local: list[LocalNode] = []
         self._threads: dict[threading.Thread, tuple[threading.Event, float | None]] = {}
         self.is_closed = False
 
@@ -91,17 +93,30 @@ class Client:
             self._janitor = self._janitor or Janitor()
             return self._janitor
 
-    def nodes(self, where: Local | Remote) -> list[Node]:
-        """The nodes that ``where`` names; begins the embedded server if need be, and opens no connection yet.
+    def nodes(self, where: Remote, local: LocalNode | None = None) -> list[Node]:
+        """The nodes that ``where`` names, after that of this machine; opens no connection yet.
 
         Raises:
             ConnectError: ``where`` has lookups alone, and no server came before the connect timeout.
         """
-        if isinstance(where, Local):
-            return [self.node(self.begin_local())]
-        here = [] if where.local is None else [self.node(self.begin_local())]
+        here: list[Node] = [] if local is None else [local]
         found = self.look(where) if here else self._find(where)
         return here + [self.node(address, is_registered=address not in where.addresses) for address in found]
+
+    def local_node(self, context: BaseContext | None, inherited: Inherited) -> LocalNode:
+        """A place for sessions of this machine, begun when it is asked for one.
+
+        Args:
+            context: Context of multiprocessing; None for the default one of this process.
+
+        Raises:
+            ConnectionLostError: This process ends, and has closed its connections.
+        """
+        with self._lock:
+            self._check_open("workers of this machine")
+            node = LocalNode(self._settings, context or multiprocessing.get_context(), inherited)
+            self._local = [*(other for other in self._local if not other.has_ended), node]
+            return node
 
     def look(self, where: Remote) -> dict[Address, str]:
         """The node servers of the moment, as :meth:`Lookup.look` tells them; those at addresses are always there."""
@@ -147,18 +162,20 @@ class Client:
             ConnectionLostError: This process ends, and has closed its connections.
         """
         with self._lock:
-            if self.is_closed:
-                raise ConnectionLostError(
-                    f"{address} can no longer be used: this process ends (exit functions run in the reverse order of "
-                    "their registration; register yours after the first use)"
-                )
+            self._check_open(address)
             if address not in self._nodes:
                 settings = dataclasses.replace(self._settings, waits_for_servers=not is_registered)
-                local = self._local if self._local is not None and address == self._local.address else None
-                self._nodes[address] = Node(address, settings, local)
+                self._nodes[address] = Node(address, settings)
             elif not is_registered:  # it is named, too
                 self._nodes[address].settings = self._settings
             return self._nodes[address]
+
+    def _check_open(self, what: object) -> None:
+        if self.is_closed:
+            raise ConnectionLostError(
+                f"{what} can no longer be used: this process ends (exit functions run in the reverse order of "
+                "their registration; register yours after the first use)"
+            )
 
     def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float | None = None) -> None:
         """Wait until one of ``sessions``, all connecting, is ready or lost; at most ``timeout`` seconds."""
@@ -197,7 +214,7 @@ class Client:
         Returns:
             False if there is no node server that several ranks use; then ``then`` is not called.
         """
-        addresses = [node.address for node in list(self._nodes.values()) if node.current and not node.local]
+        addresses = [node.address for node in list(self._nodes.values()) if node.current]
 
         def ask() -> None:
             node = next(ask_all(addresses), None)  # all ranks report to each
@@ -205,20 +222,13 @@ class Client:
 
         return bool(addresses) and self.start_thread("rpcdl-ranks", ask, threading.Event(), ASK_TIMEOUT)
 
-    def begin_local(self) -> Address:
-        """Begin the embedded server, unless it runs; a node waits for it when asked for its session."""
-        with self._lock:
-            if self._local is None:
-                self._local = LocalServer()
-            return self._local.address
-
     def close(self) -> None:
-        """End every session, join every thread, stop the embedded server; idempotent."""
+        """End every session, and join every thread; idempotent."""
         with self._lock:
             if self.is_closed:
                 return
             self.is_closed = True
-            nodes = list(self._nodes.values())
+            nodes = [*self._nodes.values(), *self._local]
         if self.additions.current.forward_output:
             self._settings.printer.linger()
         self.alarm.close()
@@ -241,8 +251,6 @@ class Client:
             node.close()
         self._settings.sender.close()
         self.callers.close(CALLBACK_TIMEOUT)
-        if self._local is not None:
-            self._local.stop()
         self._settings.printer.close()
 
     def forget_in_child(self) -> None:
@@ -280,16 +288,6 @@ def get_client() -> Client:
             # torch's daemon threads abort an interpreter that finalises; this joins them before.
             atexit.register(_client.close)
         return _client
-
-
-def begin_local_early() -> None:
-    """Begin the embedded server beside the rest of the script; starts no thread, as a pass may never come.
-
-    Does nothing if a session, or a child of multiprocessing, imports a module that makes a loader.
-    """
-    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
-    if not is_importing and "rpcdataloader.server.node" not in sys.modules:
-        get_client().begin_local()
 
 
 def close_client() -> None:

@@ -185,6 +185,11 @@ class Connection:
         """Whether the server has answered; before that, the receiver's wait cannot be ended early."""
         return self._channel is not None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._receiver.is_alive()
+
     def is_cut_off(self) -> bool:
         """Whether the server's host has vanished; see :func:`~rpcdataloader.wire.transport.is_cut_off`."""
         return self._channel is not None and self._channel.transport.is_cut_off()

@@ -6,14 +6,14 @@ is made at once in the worker that answers questions, and in all other processes
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy.random  # noqa: F401  # before anything is pickled: cloudpickle names the submodules that are loaded
@@ -21,6 +21,9 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.local import ADDRESS as LOCAL
+from rpcdataloader.client.local import LocalNode
+from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import (
     DatasetRef,
@@ -33,7 +36,7 @@ from rpcdataloader.client.worker import (
 )
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
-from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
+from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks
 from rpcdataloader.wire.messages import Call
@@ -56,19 +59,20 @@ class RemoteDataset(DatasetRef):
     """One dataset; thread-safe. In a call to a session or worker that has it, it stands for the dataset itself.
 
     Args:
-        pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``.
+        pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; None without node servers.
         shared: Build once per session, or else in every worker.
         is_iterable: True for an iterable-style dataset, False for a map-style one; None to ask a node.
         where: Where to look for nodes once those that had it are lost; None to give up then.
 
     Attributes:
         blocks: ``pickled`` and its buffers, as bytes.
+        local: Place of its sessions on this machine, if it has some of its own; closed with the dataset.
     """
 
     def __init__(
         self,
         name: str,
-        pickled: Encoded,
+        pickled: Encoded | None,
         *,
         shared: bool,
         is_iterable: bool | None = None,
@@ -78,9 +82,9 @@ class RemoteDataset(DatasetRef):
         self._where = where
         self.name = name
         self.spent = 0.0  # seconds of the longest build on a node in the present pass, with sending
-        self._modules = pickled.modules
-        self.blocks = pickled.blocks
-        self._copied: Copied | None = None  # for all sessions on this machine, which have the pages in common
+        self._modules: Set[str] = frozenset() if pickled is None else pickled.modules
+        self.blocks = [] if pickled is None else pickled.blocks
+        self.local: LocalNode | None = None
         self._digest_of_blocks = b""
         self._digesting = threading.Lock()
         self._shared = shared
@@ -107,6 +111,11 @@ class RemoteDataset(DatasetRef):
         # workers are forked from there; those of later passes make the others themselves.
         self._of_passes: weakref.WeakKeyDictionary[object, tuple[Change, ...]] = weakref.WeakKeyDictionary()
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
+
+    def begin_here(self, context: BaseContext | None, inherited: Inherited) -> None:
+        """Have a session on this machine, which is born with the parts of the dataset, from now on."""
+        self.local = get_client().local_node(context, inherited)
+        weakref.finalize(self, get_client().janitor.leave, self.local.close).atexit = False
 
     def build_on(self, session: RemoteSession) -> None:
         """Build it in a session that lacks it, and make the settled changes there.
@@ -138,6 +147,10 @@ class RemoteDataset(DatasetRef):
         return session in self._sessions
 
     def _build(self, session: RemoteSession) -> None:
+        if session.is_born_with(self.key):
+            with self._lock:
+                self._sessions[session] = 0
+            return
         began, name = time.monotonic(), self.name
 
         def warn() -> None:
@@ -178,45 +191,23 @@ class RemoteDataset(DatasetRef):
         self, session: RemoteSession, shared: bool, wait_until_updated: Callable[[], None]
     ) -> dict[str, Any]:
         """Send the recipe, and wait for the answer."""
-
-        def ask(copies: Copies | None) -> dict[str, Any]:
-            payload = Build(self.key, self.name, shared, self._generators, copies).encode()
-            blocks, found = ([], b"") if copies else (self.blocks, self._digest())
-            answer = session.submit(MessageType.BUILD, Encoded(payload, blocks), found)
-            try:
-                wait_until_updated()
-                reply: dict[str, Any] = answer.wait()
-            except ConnectionLostError:
-                if found:
-                    self._check_unchanged(self.blocks)  # which the node has done, too
-                raise
-            return reply
-
-        copied = self._copy() if session.address.is_unix else None
-        reply = ask(None if copied is None else copied.place)
-        return ask(None) if "unmapped" in reply else reply
-
-    def copy_early(self) -> None:
-        """Copy large blocks to where workers of this machine can map them, before there is a session that does."""
-        if not self._sessions:
-            self._copy()
-
-    def _copy(self) -> Copied | None:
-        """Copies of the blocks as the first node got them, if they are large."""
-        with self._digesting:
-            if self._copied is None and sum(block.nbytes for block in self.blocks) >= MIN_COPIED_BYTES:
-                with contextlib.suppress(OSError):
-                    copied = Copied(self.blocks)
-                    if self._digest_of_blocks:
-                        self._check_unchanged(copied.map())
-                    self._copied = copied
-            return self._copied
+        payload = Build(self.key, self.name, shared, self._generators).encode()
+        blocks, found = ([], b"") if session.knows(self.key) else (self.blocks, self._digest())
+        answer = session.submit(MessageType.BUILD, Encoded(payload, blocks), found)
+        try:
+            wait_until_updated()
+            reply: dict[str, Any] = answer.wait()
+        except ConnectionLostError:
+            if found:
+                self._check_unchanged(self.blocks)  # which the node has done, too
+            raise
+        return reply
 
     def _digest(self) -> bytes:
         """The digest of the blocks, once for all nodes: the one thread that sends would compute it for each."""
         with self._digesting:
             if not self._digest_of_blocks:
-                self._digest_of_blocks = digest_blocks(self.blocks if self._copied is None else self._copied.map())
+                self._digest_of_blocks = digest_blocks(self.blocks)
             return self._digest_of_blocks
 
     def _check_unchanged(self, blocks: Sequence[memoryview]) -> None:
@@ -338,7 +329,8 @@ class RemoteDataset(DatasetRef):
             worker = self._worker()
             number = self._last_change + 1
             attribute = args[0] if func is setattr else None
-            call = freeze({"function": func, "args": args}, persistent_id=reference_of)
+            names_main = isinstance(self._where, Local) and worker.session.names_main
+            call = freeze({"function": func, "args": args}, persistent_id=reference_of, names_main=names_main)
             change = Change(number, attribute, call, derive_seed(number))
             self._last_change = change.number  # never again: a change that failed may have been made in part
             try:
@@ -378,13 +370,15 @@ class RemoteDataset(DatasetRef):
             ConnectionLostError: All of them are unreachable.
         """
         client, reasons = get_client(), []
+        known: list[Node] = [] if self.local is None else [self.local]
         addresses = dict.fromkeys(session.address for session in list(self._sessions))
-        known = [client.node(address, is_registered=True) for address in addresses]
+        known += [client.node(each, is_registered=True) for each in addresses if each != LOCAL]
 
         def sessions() -> Iterator[RemoteSession]:
             yield from client.in_order_of_coming([node.session() for node in known])
             try:
-                others = [] if self._where is None else client.nodes(self._where)  # which may have taken their place
+                # Which may have taken their place.
+                others = client.nodes(self._where, self.local) if isinstance(self._where, Remote) else []
             except ConnectError as exc:
                 reasons.append(str(exc))
             else:
@@ -424,6 +418,11 @@ class RemoteDataset(DatasetRef):
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer.wait
+
+
+def make_key() -> int:
+    """A new key, for an object to which requests refer."""
+    return next(_keys)
 
 
 def ship(instance: object, name: str) -> RemoteDataset:

@@ -6,21 +6,18 @@ Starts nothing, and imports no torch.
 from __future__ import annotations
 
 import contextlib
-import glob
 import ipaddress
 import logging
 import os
 import re
 import socket
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity, open_channel
-from rpcdataloader.wire.connecting import is_listening
-from rpcdataloader.wire.credentials import INSECURE, Credentials, client_credentials, remember_credentials
+from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.handshake import STATUS_ID
 from rpcdataloader.wire.register import Lookup, Register
@@ -38,9 +35,6 @@ _FORMS = (
 )
 
 _DNS = "dns://"
-
-# Beginning of the names of embedded pools' folders.
-POOL_PREFIX = "rpcdataloader-local-"
 
 # The name does not exist, or has no address. Other errors are the resolver's.
 _NOTHING = (socket.EAI_NONAME, socket.EAI_NODATA)
@@ -77,30 +71,6 @@ class Names(Lookup):
         return {Address(each, port): "" for each in sorted(hosts, key=ipaddress.ip_address)}, {}
 
 
-class LocalPools(Lookup):
-    """The embedded pools of this user's training processes on this machine."""
-
-    condition = "under way"
-    advice = "does the training process have the same TMPDIR?"
-
-    def __init__(self) -> None:
-        super().__init__("embedded pools")
-
-    def __str__(self) -> str:
-        return self._name
-
-    def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
-        """Those that take connections: a pool may still start, or have been killed together with its trainer."""
-        found = {}
-        for folder in sorted(glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{POOL_PREFIX}*"))):
-            address = Address(path=os.path.join(folder, "socket"), name=folder)
-            with contextlib.suppress(OSError):
-                if os.lstat(folder).st_uid == os.geteuid() and is_listening(address.path):
-                    remember_credentials(address, INSECURE)
-                    found[address] = ""
-        return found, {}
-
-
 @dataclass(frozen=True, slots=True)
 class Inline:
     """No workers: everything runs in the caller's process, so that a debugger works."""
@@ -111,9 +81,9 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The embedded pool of this process."""
+    """Processes of this machine, which this one starts."""
 
-    num_workers: int | None = None  # number of its workers to use; None for one per CPU
+    num_workers: int | None = None  # None for one per CPU
 
     def __str__(self) -> str:
         return "local" if self.num_workers is None else f"local:{self.num_workers}"
@@ -121,7 +91,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Node servers at addresses, those that lookups find, and beside them the embedded pool."""
+    """Node servers at addresses, those that lookups find, and beside them processes of this machine."""
 
     addresses: tuple[Address, ...] = ()
     lookups: tuple[Lookup, ...] = ()
@@ -184,7 +154,9 @@ def _join(parts: list[Address | Lookup | Local | Inline]) -> Where:
         raise ValueError("'inline' cannot be one of several: it stands alone")
     pools = [part for part in parts if isinstance(part, Local)]
     if len(pools) > 1:
-        raise ValueError(f"there is one embedded pool, but workers names {' and '.join(map(str, pools))}")
+        raise ValueError(
+            f"there is one number of workers on this machine, but workers names {' and '.join(map(str, pools))}"
+        )
     return Remote(
         tuple(part for part in parts if isinstance(part, Address)),
         tuple(part for part in parts if isinstance(part, Lookup)),

@@ -62,7 +62,11 @@ class RemoteSession:
         is_quiet: True if waiting for it needs no log message.
         num_exited: Number of its workers that were reported as exited, whose places are free.
         workers: Its workers that have not ended.
+        names_main: Whether it has the same ``__main__`` as this process.
     """
+
+    names_main = False
+    _kind: type[RemoteWorker] = RemoteWorker
 
     def __init__(self, address: Address, settings: ClientSettings, *, is_quiet: bool = False) -> None:
         self.address = address
@@ -161,7 +165,16 @@ class RemoteSession:
 
     def call(self, func: Callable[..., Any], *args: Any) -> PendingReply:
         """Run ``func(*args)`` in the session."""
-        return self.submit(MessageType.CALL, dumps(tuple(Call(func, args, {})), persistent_id=reference_of))
+        call = tuple(Call(func, args, {}))
+        return self.submit(MessageType.CALL, dumps(call, persistent_id=reference_of, names_main=self.names_main))
+
+    def is_born_with(self, key: int) -> bool:  # noqa: ARG002
+        """Whether it has had the object of this key since its beginning."""
+        return False
+
+    def knows(self, key: int) -> bool:  # noqa: ARG002
+        """Whether it has had the parts of this dataset since its beginning."""
+        return False
 
     def submit(self, type: MessageType, content: Encoded, digest_of_blocks: bytes = b"") -> PendingReply:
         """Send a request to the session itself; if that has ended, its end is the answer."""
@@ -246,7 +259,7 @@ class RemoteSession:
             numbers = {worker.number for worker in list(self.workers)}
             if 0 not in numbers:  # a worker that connects has no number yet, and may have ended
                 self._exited = {number: each for number, each in self._exited.items() if number in numbers}
-        worker = RemoteWorker(self, owner, keep_waiting, self._settings)
+        worker = self._kind(self, owner, keep_waiting, self._settings)
         self.workers.add(worker)
         try:
             worker.connection.start()

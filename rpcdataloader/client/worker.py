@@ -135,7 +135,10 @@ class RRef:
 
 
 class DatasetRef:
-    """Stands for a dataset in a request to a session or worker that has it; the key is the same on every node."""
+    """Stands for a dataset in a request to a session or worker that has it; the key is the same on every node.
+
+    Also for what else a session of this machine is born with.
+    """
 
     __slots__ = ("key",)
 
@@ -152,7 +155,12 @@ def reference_of(value: Any) -> tuple[str, int] | None:
 
 
 def dumps_named(
-    content: Any, parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None, in_band: bool = False
+    content: Any,
+    parts: Mapping[str, Any],
+    *,
+    persistent_id: PersistentId | None = None,
+    in_band: bool = False,
+    names_main: bool = False,
 ) -> Encoded:
     """Pickle ``content``.
 
@@ -163,16 +171,16 @@ def dumps_named(
         SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
     """
     try:
-        return dumps(content, persistent_id=persistent_id, in_band=in_band)
+        return dumps(content, persistent_id=persistent_id, in_band=in_band, names_main=names_main)
     except SerializationError:
         for name, part in parts.items():
-            dumps(part, persistent_id=persistent_id, name=name)
+            dumps(part, persistent_id=persistent_id, name=name, names_main=names_main)
         raise
 
 
-def freeze(parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None) -> Frozen:
+def freeze(parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None, names_main: bool = False) -> Frozen:
     """Pickle ``parts`` as they are now, for messages that are sent later; raises as :func:`dumps_named`."""
-    encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True)
+    encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True, names_main=names_main)
     return Frozen(encoded.payload, encoded.modules)
 
 
@@ -269,7 +277,8 @@ class RemoteWorker:
             ConnectionLostError: The worker has ended, or the one that held an object of the call.
         """
         parts = {"func": call.func, "args": call.args, "kwargs": call.kwargs}
-        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of)
+        names_main = self.session.names_main
+        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of, names_main=names_main)
         return self.submit(encoded, complete, allocator)
 
     def submit(
@@ -330,11 +339,14 @@ class RemoteWorker:
                 if limit.remaining() or not self.session.is_busy or self.connection.has_ended:
                     raise
             else:
-                self.number, self.pid, self.machine = answer.worker, answer.pid, answer.node
-                self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
-                self.connection.rename(f"{self.session.name}/{answer.worker}")
-                self.session.admitted(self)
+                self._admitted(answer)
                 return channel
+
+    def _admitted(self, answer: Welcome) -> None:
+        self.number, self.pid, self.machine = answer.worker, answer.pid, answer.node
+        self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
+        self.connection.rename(f"{self.session.name}/{answer.worker}")
+        self.session.admitted(self)
 
     def ready(self) -> None:
         self._owner.worker_ready(self)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from rpcdataloader.errors import RemoteTraceback, RPCError
 from rpcdataloader.fetch.samples import stopped
-from rpcdataloader.wire.copies import end_of, split
+from rpcdataloader.wire.memory import end_of, split
 from rpcdataloader.wire.pickling import dumps, loads
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES

@@ -216,8 +216,13 @@ def update(additions: Additions, rank: int, world_size: int) -> None:
     set_variables({"RANK": str(rank), "WORLD_SIZE": str(world_size), **additions.variables})
     if additions.forward_output:
         _forward_output()
-    hashes = {name: hash(frozenset(module.files.items())) for name, module in additions.modules.items()}
-    wanted = [module for name, module in additions.modules.items() if _installed.get(name) != hashes[name]]
+    install_modules(additions.modules)
+
+
+def install_modules(modules: Mapping[str, Module]) -> None:
+    """Write modules where they come before all others of the same name; raises as :func:`update`."""
+    hashes = {name: hash(frozenset(module.files.items())) for name, module in modules.items()}
+    wanted = [module for name, module in modules.items() if _installed.get(name) != hashes[name]]
     new = [module for module in wanted if module.name not in sys.modules and module.name not in _installed]
     if new and not _folder:
         raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")

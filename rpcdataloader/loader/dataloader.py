@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -17,22 +18,28 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from rpcdataloader.client.client import begin_local_early, get_client
-from rpcdataloader.client.datasets import RemoteDataset, ship
+from rpcdataloader.client.client import get_client
+from rpcdataloader.client.datasets import RemoteDataset, make_key, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
+from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.sharing import Partition, of_rank
+from rpcdataloader.client.worker import DatasetRef
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.raw import RawBatch, pack
 from rpcdataloader.host.environment import Additions, set_variables
+from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
+from rpcdataloader.loader.executor import Here
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
-from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prepare, warn_once
+from rpcdataloader.loader.passes import functions_of
+from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, has_local, warn_once
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools, TimedBatches
 from rpcdataloader.loader.waits import Auto, Wants
+from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -69,7 +76,8 @@ class RPCDataloader(LoaderTools[_T_co]):
             Otherwise as in torch: worker processes on this machine, 0 to load in this process. ``"auto"`` uses as many
             of the share (without ``workers``, of one per CPU) as the loop needs, and gives the others back. An
             iterable-style dataset needs a number.
-        multiprocessing_context: Checked as by torch, without effect: node servers fork their workers.
+        multiprocessing_context: As in torch, for workers of this machine; node servers fork theirs. An ``RPCDataset``
+            uses the default one.
         prefetch_factor: Batches in flight per worker; 2 if left out.
         workers: Places of the workers, as for :class:`~rpcdataloader.RPCDataset`; by default those in the environment
             variable ``RPCDATALOADER_WORKERS``.
@@ -220,8 +228,6 @@ class RPCDataloader(LoaderTools[_T_co]):
         for name in ("env", "py_modules"):
             if arguments[name] is not None:
                 setattr(self, name, getattr(settings, name))
-        if isinstance(where, Local) or (isinstance(where, Remote) and where.local is not None):
-            begin_local_early()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         check_transform(self, self._where)
@@ -331,38 +337,69 @@ class RPCDataloader(LoaderTools[_T_co]):
         assert self._where is not None
         assert not isinstance(self._where, Inline)
         recorder, pickling = self._make_recorder(), 0.0
-        if isinstance(settings.dataset, RPCDataset):
-            dataset: RemoteDataset = access_of(settings.dataset)
-        else:
-            # Kept until the next one: an unchanged dataset is on its nodes already.
-            dataset = self._shipped = ship(settings.dataset, name_of(settings.dataset))
-            if isinstance(self._where, Local):
-                dataset.copy_early()  # while its pool starts
-            recorder.start.is_instance, pickling = True, time.monotonic() - recorder.start.begun
-        dataset.spent, recorder.start.dataset = 0.0, lambda: pickling + dataset.spent
+        with contextlib.ExitStack() as failed:
+            here: Here | None = None
+            if isinstance(settings.dataset, RPCDataset):
+                dataset: RemoteDataset = access_of(settings.dataset)
+                local = dataset.local
+            else:
+                name = name_of(settings.dataset)
+                if isinstance(self._where, Local):
+                    dataset = RemoteDataset(name, None, shared=True)
+                else:
+                    # Kept until the next one: an unchanged dataset is on its nodes already.
+                    dataset = self._shipped = ship(settings.dataset, name)
+                if has_local(self._where):
+                    here = self._begin_here(settings, dataset)
+                    failed.callback(here.node.close)
+                local = None if here is None else here.node
+                recorder.start.is_instance, pickling = True, time.monotonic() - recorder.start.begun
+            dataset.spent, recorder.start.dataset = 0.0, lambda: pickling + dataset.spent
+            placement = self._choose_nodes(local, 0 if saved is None or saved["finished"] else len(saved["streams"]))
+            if self._wants is None or self._wants.num_workers is not self.num_workers:
+                self._wants = Wants(self.num_workers, self.min_workers)
+            self._memory = get_client().allocator
+            iterator = RemoteIterator(
+                settings, dataset, placement, recorder, saved, self._IterableDataset_len_called, self._wants, here
+            )
+            failed.pop_all()
+        recorder.start.in_iter = time.monotonic() - recorder.start.begun
+        self._last, self._recorder = weakref.ref(iterator), recorder
+        return iterator
+
+    def _begin_here(self, settings: PassSettings, dataset: RemoteDataset) -> Here:
+        """A place on this machine for the workers of one pass."""
+        functions = DatasetRef(make_key())
+        objects = {dataset.key: settings.dataset, functions.key: functions_of(settings)}
+        additions = Additions.of(settings.env, settings.py_modules, settings.forward_output)
+        inherited = Inherited(available_cpus(), objects, additions=additions)
+        return Here(get_client().local_node(self.multiprocessing_context, inherited), functions)
+
+    def _choose_nodes(self, local: LocalNode | None, num_streams: int) -> Placement:
+        """Choose the nodes of a pass.
+
+        Args:
+            num_streams: Number of streams that go on; 0 if none does.
+        """
+        assert isinstance(self._where, (Local, Remote))
         share = Partition() if self.partition is None else make_partition(self.partition)
-        num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
-        num_workers = num_streams or self.num_workers
-        placement = choose_nodes(self._where, partition=share, num_workers=num_workers, min_workers=self.min_workers)
+        placement = choose_nodes(
+            self._where,
+            local,
+            partition=share,
+            num_workers=num_streams or self.num_workers,
+            min_workers=self.min_workers,
+        )
         if num_streams:
             # Each stream of an iterable-style dataset continues, on the present nodes.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
-            placement = dataclasses.replace(placement, homes=tuple(homes))
-        elif placement.followed is None and self.num_workers > len(placement.homes):
+            return dataclasses.replace(placement, homes=tuple(homes))
+        if placement.followed is None and self.num_workers > len(placement.homes):
             warn_once(
                 f"num_workers is {self.num_workers}, but this process's share of the workers of {self._where} is "
                 f"{len(placement.homes)}: start them with more --num-workers"
             )
-        if self._wants is None or self._wants.num_workers is not self.num_workers:
-            self._wants = Wants(self.num_workers, self.min_workers)
-        prepare(dataset, placement.homes[: self._wants.most], wait=False)
-        self._memory = get_client().allocator
-        iterator = RemoteIterator(
-            settings, dataset, placement, recorder, saved, self._IterableDataset_len_called, self._wants
-        )
-        recorder.start.in_iter = time.monotonic() - recorder.start.begun
-        self._last, self._recorder = weakref.ref(iterator), recorder
-        return iterator
+        return placement
 
 
 def check_transform(loader: RPCDataloader[Any], where: Where | None) -> None:

@@ -16,15 +16,17 @@ from torch.utils.data import Dataset, IterableDataset
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
+from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.worker import dumps_named
 from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Additions, set_variables
+from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader.iterator import InlineIterator, RemoteIterator
-from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prepare
+from rpcdataloader.loader.placement import check_min_workers, choose_nodes, has_local, prepare
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.server.local import Inherited
 
 
 class RPCDataset(Dataset[Any]):
@@ -97,11 +99,15 @@ class RPCDataset(Dataset[Any]):
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
             parts = {"dataset": dataset, "args": args, "kwargs": kwargs}
-            pickled = dumps_named(tuple(parts.values()), parts)
+            # Workers of this machine get the parts as multiprocessing passes them on.
+            pickled = dumps_named(tuple(parts.values()), parts) if isinstance(where, Remote) else None
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable, where=where)
+            if has_local(where):
+                recipes = {access.key: tuple(parts.values())}
+                access.begin_here(None, Inherited(available_cpus(), recipes=recipes, additions=additions))
             with get_client().additions.adding(additions):
-                prepare(access, choose_nodes(where, min_workers=min_workers).homes)
+                prepare(access, choose_nodes(where, access.local, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access
@@ -169,8 +175,7 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
             inline = InlineIterator(settings, access_of(self))
             inline.recorder = recorder
             return inline
-        placement = choose_nodes(where, num_workers=1)
-        prepare(access, placement.homes)
+        placement = choose_nodes(where, access.local, num_workers=1)
         return RemoteIterator(settings, access, placement, recorder)
 
 

@@ -133,8 +133,8 @@ class Driver:
             todo = self.act(self.now())
         if todo is not None:
             # Before any is sent, so that pickling errors come early.
-            places = [action.place for action in todo.actions if isinstance(action, Open)]
-            self._openings = {place: self._opening(place) for place in places}
+            opens = [action for action in todo.actions if isinstance(action, Open)]
+            self._openings = {action.place: self._opening(action) for action in opens}
             self.carry_out(todo)
 
     def begin_epoch(self, begun: Pass) -> None:
@@ -411,9 +411,10 @@ class Driver:
         for seat in todo.seats:
             seat.send()
 
-    def _opening(self, place: int) -> Opening:
+    def _opening(self, action: Open) -> Opening:
         """Make the first request to a worker, for the present epoch."""
-        return self.executor.opening(self.begun, place, self.streams[place] if self.streams else None)
+        stream = self.streams[action.place] if self.streams else None
+        return self.executor.opening(self.begun, action.place, stream, action.node)
 
     def _open(self, action: Open) -> None:
         """Request a worker, if its node is still up."""
@@ -421,7 +422,7 @@ class Driver:
         reason = ConnectionLostError("it is gone")
         while True:
             try:
-                opening = opening or self._opening(action.place)
+                opening = opening or self._opening(action)
             except BaseException as exc:
                 self.fail(exc)
                 return

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
+from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.client.worker import RemoteWorker, WorkerOwner, freeze, reference_of
+from rpcdataloader.client.worker import DatasetRef, RemoteWorker, WorkerOwner, freeze, reference_of
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
@@ -45,6 +46,13 @@ _NO_THREAD_PAUSE = 1.0
 EngineEvent = Callable[[Engine[Node], float], None]
 
 
+class Here(NamedTuple):
+    """A place on this machine for one pass, whose sessions are born with its dataset and functions."""
+
+    node: LocalNode
+    functions: DatasetRef  # stands for them in requests
+
+
 class Opening(NamedTuple):
     """The first request to a worker, and its epoch."""
 
@@ -57,6 +65,7 @@ class Executor:
 
     Args:
         dataset: The dataset; held as long as workers exist.
+        here: The place of this pass's own workers on this machine, which end with it.
 
     Attributes:
         condition: Lock of the pass, on which its consumer waits.
@@ -67,7 +76,9 @@ class Executor:
 
     now = staticmethod(time.monotonic)
 
-    def __init__(self, settings: PassSettings, dataset: RemoteDataset, placement: Placement) -> None:
+    def __init__(
+        self, settings: PassSettings, dataset: RemoteDataset, placement: Placement, here: Here | None = None
+    ) -> None:
         self.condition = Condition()
         self._client = get_client()
         self.name = dataset.name
@@ -76,13 +87,15 @@ class Executor:
         self._dataset = dataset
         dataset.begin_pass(self)
         self._num_workers = len(placement.homes)
-        self._functions: Frozen | None = None  # as they are when the first worker is requested
+        self._here = here
+        # As they are when the first worker is requested, for those that are not born with them; by ``names_main``.
+        self._functions: dict[bool, Frozen] = {}
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
         self._closed = Event()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)
-        self._known = [node.address for node in nodes if node.local is None]
+        self._known = [node.address for node in nodes if not node.is_local]
 
     @property
     def is_over(self) -> bool:
@@ -97,6 +110,8 @@ class Executor:
             worker.close()
         for node in list(self._sought):
             node.wake()
+        if self._here is not None:
+            self._here.node.close()
 
     # Nodes
 
@@ -170,19 +185,28 @@ class Executor:
         session.import_early(opening.request.modules)
         return session.open_worker(owner, keep_waiting)
 
-    def opening(self, begun: Pass, place: int, stream: StreamState | None) -> Opening:
-        """Make the first request to a worker, which contains the user's pickled objects.
+    def opening(self, begun: Pass, place: int, stream: StreamState | None, node: Node) -> Opening:
+        """Make the first request to a worker on a node, which contains the user's pickled objects.
 
         Raises:
             SerializationError: They cannot be pickled.
         """
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
-        if self._functions is None:
-            self._functions = freeze(functions_of(self._settings), persistent_id=self._reference_of)
+        session = node.current
+        names_main = session is not None and session.names_main
+        functions: DatasetRef | Frozen
+        if self._here is not None and node is self._here.node:
+            functions = self._here.functions
+        else:
+            if names_main not in self._functions:
+                parts = functions_of(self._settings)
+                frozen = freeze(parts, persistent_id=self._reference_of, names_main=names_main)
+                self._functions[names_main] = frozen
+            functions = self._functions[names_main]
         changes = self._dataset.changes_of_workers(self)
-        call = Call(remote.open_loader, (self._dataset, spec, self._functions, self._dataset.key, changes), {})
-        return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
+        call = Call(remote.open_loader, (self._dataset, spec, functions, self._dataset.key, changes), {})
+        return Opening(begun, dumps(tuple(call), persistent_id=reference_of, names_main=names_main))
 
     def settle(self, workers: Sequence[RemoteWorker]) -> None:
         """Make the changes to the dataset in the sessions of the workers, and find those that the workers lack."""

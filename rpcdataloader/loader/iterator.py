@@ -26,9 +26,9 @@ from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import DeviceCopies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver, shown
-from rpcdataloader.loader.executor import Executor
+from rpcdataloader.loader.executor import Executor, Here
 from rpcdataloader.loader.passes import begin_pass, functions_of, loader_spec, undone_afterwards
-from rpcdataloader.loader.placement import Placement, plan_options
+from rpcdataloader.loader.placement import Placement, plan_options, prepare
 from rpcdataloader.loader.seat import Answer, Intake
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
@@ -152,6 +152,7 @@ class RemoteIterator(PassIterator):
     Args:
         placement: Nodes of the workers; for an iterable-style dataset, of the streams.
         wants: The number of workers that the loader wants.
+        here: The place of workers on this machine that are this pass's own.
 
     Attributes:
         driver: State of the pass, to which its workers refer.
@@ -166,6 +167,7 @@ class RemoteIterator(PassIterator):
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
         wants: Wants | None = None,
+        here: Here | None = None,
     ) -> None:
         super().__init__(settings, dataset.name, reported_length)
         self._ready = 0.0  # seconds asleep while a later batch was here
@@ -180,13 +182,15 @@ class RemoteIterator(PassIterator):
                 describe=describe,
                 turn=begun.progress.turn,
             )
-            executor = Executor(settings, dataset, placement)
+            executor = Executor(settings, dataset, placement, here)
             self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
             if wants is not None:
                 driver.wants = wants
                 engine.crew.use(wants.most)
             weakref.finalize(self, get_client().janitor.leave, driver.close).atexit = False
             try:
+                # After the sampler has begun, which may change the dataset: workers of this machine see that.
+                prepare(dataset, placement.homes[: None if wants is None else wants.most], wait=False)
                 driver.start(
                     dict.fromkeys(placement.homes), placement.missing, expects_more=placement.followed is not None
                 )

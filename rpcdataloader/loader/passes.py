@@ -127,11 +127,14 @@ def loader_spec(
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
         skips=settings.skips,
-        retry_on=settings.retry_on,
         max_retries=settings.max_retries,
     )
 
 
 def functions_of(settings: PassSettings) -> dict[str, Any]:
-    """The user's functions in a ``LoaderSpec``."""
-    return {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
+    """The user's functions and classes in a ``LoaderSpec``."""
+    return {
+        "collate_fn": settings.collate_fn,
+        "worker_init_fn": settings.worker_init_fn,
+        "retry_on": settings.retry_on,
+    }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from rpcdataloader.client.client import connect_timeout, get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Local, Remote, Where
+from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
@@ -62,15 +63,21 @@ class Placement:
 
 
 def choose_nodes(
-    where: Local | Remote, *, partition: Partition | None = None, num_workers: int = 0, min_workers: int = 0
+    where: Local | Remote,
+    local: LocalNode | None = None,
+    *,
+    partition: Partition | None = None,
+    num_workers: int = 0,
+    min_workers: int = 0,
 ) -> Placement:
     """Choose the nodes of this process's workers.
 
     Args:
-        partition: Rank and size of this process among those that share the workers; None to find it out. The embedded
-            pool is not shared.
-        num_workers: Number of workers; 0 for all of this process's share (in the embedded pool: one per CPU, divided
-            among the ranks on this machine). In a remote pool, never more than the share.
+        local: The place of workers on this machine, if ``where`` has some.
+        partition: Rank and size of this process among those that share the workers; None to find it out. Workers of
+            this machine are not shared.
+        num_workers: Number of workers; 0 for all of this process's share (on this machine: one per CPU, divided among
+            its ranks). Of node servers, never more than the share.
         min_workers: Number of workers in this process's share to wait for.
 
     Raises:
@@ -82,7 +89,7 @@ def choose_nodes(
     pool, is_followed = (where, False) if isinstance(where, Local) else (where.local, bool(where.lookups))
 
     def choose(nodes: Sequence[Node]) -> list[Node]:
-        own = [node for node in nodes if pool is not None and node.local is not None]
+        own = [node for node in nodes if node.is_local]
         homes = [node for node in own for _ in range(num_local(node))]
         if remote := [node for node in nodes if node not in own]:
             # Servers come and go in a register. The order of coming keeps the shares of earlier ones.
@@ -95,12 +102,12 @@ def choose_nodes(
         return chosen or (pool and pool.num_workers) or _num_local_workers(node.num_workers())
 
     least = min(min_workers, num_workers or min_workers)  # resumed streams may be fewer
-    nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), least)
-    _update([session for session in (node.session() for node in nodes) if session.is_ready])
+    nodes, missing = _find_nodes(where, local, lambda nodes: len(choose(nodes)), least)
+    _update([session for session in (node.session() for node in nodes if not node.is_local) if session.is_ready])
     homes = choose(nodes)
     if isinstance(where, Local):
         return Placement(tuple(homes))
-    num_offered = sum(node.num_workers() for node in nodes if node.local is None)
+    num_offered = sum(node.num_workers() for node in nodes if not node.is_local)
     if 0 < num_offered < partition.world_size:
         ranks = f"{partition.world_size} ranks share {num_offered} workers"
         warn_once(f"{ranks}: some are used by more than one rank")
@@ -120,7 +127,7 @@ def choose_nodes(
 
 
 def _num_local_workers(num_cpus: int) -> int:
-    """The number of workers of an embedded pool whose number the user did not choose; each rank has a pool."""
+    """The number of workers of this machine whose number the user did not choose; each rank has its own."""
     partition = current_partition()
     share = cpus_of_rank(num_cpus, partition.world_size)
     if share < num_cpus:
@@ -141,6 +148,11 @@ def _update(sessions: Sequence[RemoteSession]) -> None:
             wait(limit.remaining())
 
 
+def has_local(where: Where | None) -> bool:
+    """Whether there are workers of this machine, beside others or alone."""
+    return isinstance(where, Local) or (isinstance(where, Remote) and where.local is not None)
+
+
 def check_min_workers(min_workers: int, num_workers: int, where: Where | None) -> None:
     """Raise a ``ValueError`` if the user's choice is negative, or contradicts others."""
     if min_workers < 0:
@@ -152,7 +164,7 @@ def check_min_workers(min_workers: int, num_workers: int, where: Where | None) -
 
 
 def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = True) -> None:
-    """Build a dataset on those of ``nodes`` that can be reached.
+    """Build a dataset on those of ``nodes`` that can be reached, and begin the sessions of this machine.
 
     Args:
         wait: True to wait for one node if none can be reached.
@@ -162,7 +174,12 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
         ConnectionLostError: All nodes have gone meanwhile.
         Exception: An exception from building the dataset.
     """
-    sessions = [node.session() for node in dict.fromkeys(nodes)]
+    sessions = []
+    for node in dict.fromkeys(nodes):
+        sessions.append(node.session())
+        if node.is_local:
+            with contextlib.suppress(RPCError):
+                sessions[-1].wait()
     ready = [session for session in sessions if session.is_ready]
     if wait and not ready:
         ready = [_wait_for_one(sessions)]
@@ -243,7 +260,7 @@ def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
 
 
 def _find_nodes(
-    where: Local | Remote, count: Callable[[Sequence[Node]], int], min_workers: int
+    where: Local | Remote, local: LocalNode | None, count: Callable[[Sequence[Node]], int], min_workers: int
 ) -> tuple[list[Node], list[Node]]:
     """Return the nodes that are or were connected, and those that may still come; ``count`` is this process's share.
 
@@ -255,12 +272,12 @@ def _find_nodes(
     sessions: dict[Node, RemoteSession] = {}
     again = time.monotonic() + _ASK_PAUSE
     while True:
-        nodes = get_client().nodes(where)
+        nodes = get_client().nodes(where, local) if isinstance(where, Remote) else [node for node in [local] if node]
         if is_followed and time.monotonic() >= again:  # one that was killed may have begun again
             again = time.monotonic() + _ASK_PAUSE
             refused = [node for node in sessions if isinstance(sessions[node].connection.error, _REFUSALS)]
             sessions = {node: each for node, each in sessions.items() if each.is_usable or node in refused}
-        sessions |= {node: node.session() for node in nodes if node not in sessions}
+        sessions |= {node: node.session() for node in nodes if node not in sessions and not node.is_local}
         there = [node for node in nodes if node.offered is not None]
         missing = [node for node in nodes if node.offered is None]
         connecting = [node for node in missing if sessions[node].is_usable]

@@ -150,9 +150,6 @@ class Clients:
         def take(line: str) -> None:
             if client.forwarding is not None:
                 client.forwarding.take(line, name)
-                # The log of an embedded pool is its client's terminal, which would show the line twice.
-                if self._context.embedded:
-                    return
             self._context.log.write(f"{prefix} {line}\n")
 
         reader = OutputReader(descriptor, take)
@@ -209,7 +206,7 @@ class Clients:
             if each is not client
             for row in each.workers.values()
         )
-        if limit is None or own + others < limit:
+        if own + others < limit:
             return None
         text = f"all {limit} connections are in use (--max-connections)"
         return f"{text}, {others} of them by other clients" if others else text
@@ -221,10 +218,7 @@ class Clients:
         if not row.pid[0]:
             return
         received, sent = row.traffic  # also of a worker that was killed
-        # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
-        level = logging.INFO if self._context.embedded else logging.WARNING
-        if event.reason == "exited with status 0":
-            level = logging.DEBUG
+        level = logging.DEBUG if event.reason == "exited with status 0" else logging.WARNING
         text = "worker %d of %s %s; it received %d bytes and sent %d"
         logger.log(level, text, event.worker, client.name, event.reason, received, sent)
 

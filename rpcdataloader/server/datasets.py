@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -41,17 +41,28 @@ SLOW_BUILD_SECONDS = 60.0
 WORTH_COLLECTING_BYTES = 16 << 20
 
 
+#: Returns the parts of a dataset, from which it is built.
+Parts = Callable[[], "tuple[Any, ...]"]
+
+
 class DatasetTable:
     """Datasets by key; keys are chosen by the client and are the same on all of its nodes."""
 
     def __init__(self) -> None:
-        self._recipes: dict[int, tuple[Build, Sequence[Block]]] = {}
+        self._recipes: dict[int, tuple[Build, Parts]] = {}
         self._built: dict[int, Any] = {}
         # The least memory of this process since its last full collection.
         self._kept_bytes = memory_of_its_own()
 
-    def add(self, recipe: Build, blocks: Sequence[Block]) -> dict[str, Any]:
+    def inherit(self, objects: Mapping[int, Any]) -> None:
+        """Add what this process is born with: datasets, and other objects that a client refers to by a key."""
+        self._built.update(objects)
+
+    def add(self, recipe: Build, parts: Parts) -> dict[str, Any]:
         """Add a dataset; builds it here if it is to be shared with workers, which are forked later.
+
+        Args:
+            parts: Function that returns ``(instance,)`` or ``(callable, args, kwargs)``.
 
         Returns:
             The reply to the client: what the dataset is; or for one that cannot be shared, and was not added, why.
@@ -59,11 +70,11 @@ class DatasetTable:
         if not recipe.shared:
             self._built.pop(recipe.key, None)
             forget_changes(recipe.key)
-            self._recipes[recipe.key] = recipe, blocks
+            self._recipes[recipe.key] = recipe, parts
             return {"shared": False}
         threads, files, connections = num_threads(), open_files(), open_connections()
         with _told_if_slow(recipe.name):
-            dataset = build(recipe, blocks)
+            dataset = build(recipe, parts)
             length = length_of(dataset)  # which may open files, too
         if (reason := why_not_shared(threads, files)) is not None:
             del dataset
@@ -133,7 +144,13 @@ def _told_if_slow(name: str) -> Iterator[None]:
         watcher.join()
 
 
-def build(recipe: Build, blocks: Sequence[Block]) -> Any:
+def parts_of(blocks: Sequence[Block]) -> tuple[Any, ...]:
+    """The parts of a dataset in the blocks of a message."""
+    parts: tuple[Any, ...] = loads(blocks[0].view, blocks[1:], adopt_main=True)
+    return parts
+
+
+def build(recipe: Build, parts: Parts) -> Any:
     """Build a dataset.
 
     Raises:
@@ -143,7 +160,7 @@ def build(recipe: Build, blocks: Sequence[Block]) -> Any:
     """
     # Changes that the constructor makes stay, as if the client had called it.
     set_states(recipe.generators)
-    made = loads(blocks[0].view, blocks[1:], adopt_main=True)
+    made = parts()
     dataset = made[0] if len(made) == 1 else made[0](*made[1], **made[2])
     if not style_of(dataset):
         raise TypeError(f"{recipe.name} made no dataset: it has no __getitem__, and is no IterableDataset")

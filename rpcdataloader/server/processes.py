@@ -221,7 +221,7 @@ def fork(run: Callable[[], None]) -> Process:
         pid = os.fork()
         if pid == 0:
             os.close(end)
-            _be_child(run, parent)
+            _run_child(run, parent)
     except OSError:
         os.close(end)
         raise
@@ -229,7 +229,7 @@ def fork(run: Callable[[], None]) -> Process:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(held)
     try:
-        descriptor = _pidfd_open(pid)
+        descriptor = open_pidfd(pid)
     except OSError:
         # Linux 5.3 has them, but not the 4.18 of RHEL 8. The pipe is worse: an orphan of the child keeps it open, and
         # hides the child's end.
@@ -265,23 +265,10 @@ def _hear_again() -> None:
 os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_hear_again)
 
 
-def _be_child(run: Callable[[], None], parent: int) -> None:
+def _run_child(run: Callable[[], None], parent: int) -> None:
     status = 1
     try:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-        for number in _QUIET_SIGNALS:
-            # Not SIG_IGN, which programs and forks of user code would inherit: they could not be terminated, and a
-            # multiprocessing.Pool would wait for that without limit.
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
-                signal.signal(number, _do_nothing)
-                signal.siginterrupt(number, False)
-        signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        _empty_stdin()
-        torch.set_num_threads(1)
-        _seed_afresh()
+        be_child(parent)
         # Proxies of a Manager, for example, open a connection of their own.
         multiprocessing.util._run_after_forkers()  # type: ignore[attr-defined]
         run()
@@ -290,8 +277,37 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
         # A child never returns into its parent's code.
         logger.exception("a forked process ended by an error")
     finally:
-        _flush_output()
-        os._exit(status)
+        leave(status)
+
+
+def be_child(parent: int | None) -> None:
+    """Be a child as :func:`fork` says.
+
+    Args:
+        parent: Process whose death ends this one, strictly speaking the death of the thread that has forked it; None
+            for a child that is told otherwise.
+    """
+    if parent is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+    for number in _QUIET_SIGNALS:
+        # Not SIG_IGN, which programs and forks of user code would inherit: they could not be terminated, and a
+        # multiprocessing.Pool would wait for that without limit.
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
+            signal.signal(number, _do_nothing)
+            signal.siginterrupt(number, False)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _empty_stdin()
+    torch.set_num_threads(1)
+    _seed_afresh()
+
+
+def leave(status: int) -> None:
+    """End this process, without exit functions."""
+    _flush_output()
+    os._exit(status)
 
 
 def name_process(name: str) -> None:
@@ -299,7 +315,7 @@ def name_process(name: str) -> None:
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def _pidfd_open(pid: int) -> int:
+def open_pidfd(pid: int) -> int:
     # The Pythons of conda and uv lack it: they are built against headers older than the running kernels.
     descriptor: int = _libc.syscall(_SYS_PIDFD_OPEN, pid, 0)
     if descriptor < 0:

@@ -1,4 +1,4 @@
-"""Starting a node server and serving with it: shared by ``launch``, ``run_worker`` and the embedded pool."""
+"""Starting a node server and serving with it: shared by ``launch`` and ``run_worker``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def run_server(
     settings: ServerSettings,
     credentials: Credentials,
     *,
-    embedded: bool = False,
     ready: Callable[[str], None] = lambda _line: None,
     log: Output,
     lifeline: int | None = None,
@@ -62,7 +61,6 @@ def run_server(
     """Serve until told to stop, by SIGTERM, SIGINT or SIGHUP; they are ignored from then on.
 
     Args:
-        embedded: See :class:`ServerContext`.
         ready: Function that takes the ready line once clients can connect.
         log: Log of the node server, which also gets the lines that workers print.
         lifeline: See :class:`NodeServer`.
@@ -88,7 +86,7 @@ def run_server(
     gc.collect()
     gc.freeze()
     try:
-        context = ServerContext(settings, credentials, settings.workers, log, embedded, tls)
+        context = ServerContext(settings, credentials, settings.workers, log, tls=tls)
         server = NodeServer(listener, context, lifeline)
         with server.signals.heard(), contextlib.ExitStack() as failed:
             if settings.register:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import logging
 import multiprocessing.process
 import multiprocessing.util
@@ -23,7 +24,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCEr
 from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.host.state import catch_up
 from rpcdataloader.server import events
-from rpcdataloader.server.datasets import DatasetTable, open_files, why_not_shared
+from rpcdataloader.server.datasets import DatasetTable, Parts, open_files, parts_of, why_not_shared
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, Loop, ended_after, name_process, name_threads, num_threads
@@ -41,7 +42,6 @@ from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, ForkedWorker, StackFi
 from rpcdataloader.server.status import serve_status
 from rpcdataloader.server.worker import Worker, admit
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
-from rpcdataloader.wire.copies import Copies, map_copies
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
@@ -156,7 +156,7 @@ class Session:
 
     def serve(self) -> None:
         """Run until the client has gone, or a drain is over; raises the error of a connection that ends otherwise."""
-        if not self._context.embedded:
+        if not self._context.is_local:
             forward_warnings(self._tell_client)
         self._loop.watch(self._channel.fileno(), self._on_control)
         self._loop.watch(self._node.fileno(), self._on_node)
@@ -246,13 +246,11 @@ class Session:
             self._row.since[0], self._row.running[0] = time.monotonic_ns(), 0
 
     def _build(self, message: Message) -> dict[str, Any]:
-        build, blocks = Build.decode(message.payload), message.blocks
-        if build.copies is not None:
-            try:
-                blocks = map_copies(Copies(*build.copies))
-            except OSError as exc:
-                return {"unmapped": str(exc)}
-        return self._datasets.add(build, blocks)
+        build = Build.decode(message.payload)
+        return self._datasets.add(build, self._parts_of(build, message.blocks))
+
+    def _parts_of(self, build: Build, blocks: Sequence[Block]) -> Parts:  # noqa: ARG002
+        return functools.partial(parts_of, blocks)
 
     def _call(self, message: Message) -> Any:
         func, args, kwargs, _keep = loads(
@@ -281,8 +279,8 @@ class Session:
         event, descriptors = received
         match event:
             case events.WorkerConnection():
-                if (problem := self._fork_worker(event, descriptors)) is not None and event.row:
-                    self._node.send(events.WorkerEnded(event.worker, problem))
+                if (problem := self._fork_worker(event, descriptors)) is not None:
+                    self._not_forked(event, problem)
             case events.Printed():
                 self._logs.append(Log(0, "", event.text, event.printed_by))  # sent in the loop's next round
             case events.WantsStacks():
@@ -315,8 +313,8 @@ class Session:
                 # Session ids travel in the clear: strangers' connections must not cost a fork each.
                 return "its client has gone"
             self._make_room()
-            row = self._context.counters.row(event.row)
             try:
+                row = self._row_of(event)
                 self._warn_of_threads()
                 stacks = stack_file("rpcdl-stacks")
                 failed.callback(os.close, stacks)
@@ -324,10 +322,7 @@ class Session:
                 def run(link: Link) -> None:
                     self._forget_in_child()
                     transport = Transport(sock, event.peer)
-                    # The kernel ends the process if it takes longer: this one may be busy.
-                    with ended_after(HANDSHAKE_TIMEOUT):
-                        channel = admit(transport, descriptors[1:], self._node, self._context, event, row)
-                    if channel is not None:
+                    if (channel := self._admit(transport, descriptors[1:], event, row)) is not None:
                         Worker(channel, link, self._datasets, event.worker, self._context, row, stacks).run()
 
                 process, link = fork_linked(run)
@@ -339,6 +334,26 @@ class Session:
         self._workers[event.worker] = worker
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
         return None
+
+    def _row_of(self, event: events.WorkerConnection) -> Row:
+        return self._context.counters.row(event.row)
+
+    def _admit(
+        self, transport: Transport, output: Sequence[int], event: events.WorkerConnection, row: Row
+    ) -> Channel | None:
+        """Begin a worker's conversation, in its process; None if its client gets none."""
+        # The kernel ends the process if it takes longer: the session may be busy.
+        with ended_after(HANDSHAKE_TIMEOUT):
+            return admit(transport, output, self._node, self._context, event, row)
+
+    def _not_forked(self, event: events.WorkerConnection, problem: str) -> None:
+        if event.row:
+            self._node.send(events.WorkerEnded(event.worker, problem))
+
+    def _free_row(self, worker: ForkedWorker, reason: str) -> None:
+        """Let another worker have the row and the place of one that has ended."""
+        if worker.row.number:
+            self._node.send(events.WorkerEnded(worker.number, reason))
 
     def _make_room(self) -> None:
         """End the oldest worker whose client is not authenticated, if there are too many of these."""
@@ -381,9 +396,7 @@ class Session:
         row = worker.row
         has_begun = bool(row.pid[0])
         exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
-        # First, as the client may ask for the place at once. It frees the row.
-        if row.number:
-            self._node.send(events.WorkerEnded(worker.number, reason))
+        self._free_row(worker, reason)  # first, as the client may ask for the place at once
         if has_begun:
             self._channel.send(MessageType.EXITED, payload=exited.encode())
         elif reason.startswith("was killed by SIGALRM"):

@@ -148,19 +148,19 @@ class ServerContext:
     settings: ServerSettings
     credentials: Credentials
     num_workers: int
-    log: Output  # of the node server, which also gets the lines that workers print; sessions close it
-    # True for the pool of one trainer: workers are not capped, and warnings only go to the log, which is the trainer's
-    # terminal.
-    embedded: bool = False
+    # Of the node server, which also gets the lines that workers print; sessions close it. None without a node server.
+    log: Output = None  # type: ignore[assignment]
+    # True for a session that a trainer has started itself, whose output goes where the trainer's goes.
+    is_local: bool = False
     # Files for TLS, with absolute paths: sessions change the working directory, and workers the environment.
     tls: TlsFiles | None = None
     node: str = field(default_factory=socket.gethostname)
     counters: CounterTable = field(default_factory=CounterTable)
 
     @property
-    def max_connections(self) -> int | None:
-        """Cap on the workers of all clients together; None for no cap."""
-        return None if self.embedded else self.settings.max_connections or 4 * self.num_workers
+    def max_connections(self) -> int:
+        """Cap on the workers of all clients together."""
+        return self.settings.max_connections or 4 * self.num_workers
 
     def refusal(self, peer: str, error: RPCError) -> Refused:
         """The refusal of a peer that failed authentication, TLS or the protocol, for the node server's log."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from rpcdataloader.host.resources import process_use, read
 from rpcdataloader.server.events import Link, Row, WantsStacks
 from rpcdataloader.server.processes import Process
-from rpcdataloader.wire.copies import memory_file
+from rpcdataloader.wire.memory import memory_file
 
 # A worker writes its stacks in less than a millisecond of its own time.
 STACK_TIMEOUT = 1.0

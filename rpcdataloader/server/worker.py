@@ -149,7 +149,7 @@ class Worker:
 
     def run(self) -> None:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
-        if not self._context.embedded:
+        if not self._context.is_local:
             forward_warnings(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
         threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True).start()
         try:

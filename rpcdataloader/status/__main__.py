@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from rpcdataloader.client.discovery import Inline, Local, LocalPools, ask_status, find_workers
+from rpcdataloader.client.discovery import Inline, Local, ask_status, find_workers
 from rpcdataloader.errors import AuthenticationError, RemoteProtocolError, RPCError
 from rpcdataloader.status.report import NodeAnswer, Tree, as_text, make_document
 from rpcdataloader.wire.address import Address
@@ -50,7 +50,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="host:port, [v6]:port, unix:/path, several separated by commas, or the @DIRECTORY where they "
         "register (default: RPCDATALOADER_WORKERS)",
     )
-    parser.add_argument("--local", action="store_true", help="also this user's embedded pools on this machine")
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -95,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for what datasets say
     try:
-        nodes = Nodes(options.places, client_tls(), options.timeout, local=options.local)
+        nodes = Nodes(options.places, client_tls(), options.timeout)
     except (ValueError, AuthenticationError) as exc:
         parser.error(str(exc))
     if options.serve is None:
@@ -183,7 +182,6 @@ class Nodes:
     Args:
         places: Places as in ``workers=``; empty for those of the environment.
         timeout: Seconds that each answer may take.
-        local: True for this user's embedded pools, too.
 
     Attributes:
         document: Result of the last look; None before the first one.
@@ -193,20 +191,18 @@ class Nodes:
         ValueError: No node server is named, an address is malformed, or a place has no node server of its own.
     """
 
-    def __init__(
-        self, places: Sequence[str], tls: TlsCredentials | None, timeout: float, *, local: bool = False
-    ) -> None:
+    def __init__(self, places: Sequence[str], tls: TlsCredentials | None, timeout: float) -> None:
         self.document: Tree | None = None
         self.nowhere: list[str] = []
         self._answered: dict[str, Tree] = {}  # the nodes of the last look, each at its last answer, by address
         self._tls = tls
         self._timeout = timeout
-        self._places: list[Address | Lookup] = [LocalPools()] if local else []
-        for where in map(find_workers, places) if places or local else [find_workers(None)]:
+        self._places: list[Address | Lookup] = []
+        for where in map(find_workers, places) if places else [find_workers(None)]:
             if where is None:
                 raise ValueError("name a node server, or set RPCDATALOADER_WORKERS")
             if isinstance(where, (Inline, Local)):
-                raise ValueError(f"{where} belongs to one training process; name node servers by address, or --local")
+                raise ValueError(f"{where} belongs to one training process; name node servers by address")
             self._places += [*where.addresses, *(lookup.open() for lookup in where.lookups)]
 
     def look(self, *, stacks: bool = False) -> Tree:
@@ -224,8 +220,7 @@ class Nodes:
                 # The path of a directory stands for the directory itself.
                 folder = place.directory if isinstance(place, Register) else ""
                 problems |= {os.path.join(folder, name): reason for name, reason in place.problems.items()}
-        # There need be no embedded pool beside others.
-        self.nowhere = [str(place) for place in nowhere if not (found and isinstance(place, LocalPools))]
+        self.nowhere = list(map(str, nowhere))
         answers = self.ask(list(dict.fromkeys(found)), stacks=stacks)
         is_complete = not self.nowhere
         self.document = make_document(time.time(), answers, problems, self._answered, is_complete=is_complete)

@@ -43,6 +43,7 @@ from rpcdataloader.wire.frames import (
 from rpcdataloader.wire.handshake import (
     PREAMBLE_SIZE,
     PROTOCOL_VERSION,
+    SESSION_ID_SIZE,
     Established,
     Handshake,
     Identity,
@@ -259,6 +260,11 @@ def open_channel(
                 guess = "in the handshake: perhaps it is no node server, or one that ends"
                 raise ConnectionLostError(f"{exc} ({guess})") from exc
         raise
+
+
+def pair_channel(transport: Transport, name: str) -> Channel:
+    """One end of a socket pair between a process and its child, which need not prove who they are."""
+    return Channel(transport, Established(None, None, local_identity("client"), []), bytes(SESSION_ID_SIZE), name)
 
 
 def accept_channel(

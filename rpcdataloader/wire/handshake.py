@@ -112,10 +112,10 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Established:
-    """Both sides have proved that they hold the secret."""
+    """Both sides have proved that they hold the secret, or one has made the other."""
 
-    send: Sealer  # of this side's messages from now on
-    receive: Sealer  # of the peer's
+    send: Sealer | None  # of this side's messages from now on; None on a socket pair, which nobody else can reach
+    receive: Sealer | None  # of the peer's
     peer: Identity
     differences: list[str]  # versions that differ and may matter, for one warning
 

@@ -17,6 +17,8 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.spawn import get_preparation_data
 from operator import attrgetter
 from typing import Any
 
@@ -171,12 +173,19 @@ class RequestPickler(Pickler):
 
     Args:
         persistent_id: Function called with every object; its result replaces the object on the wire, None keeps it.
+        names_main: Name what the script defines, for a process that has the same ``__main__``.
     """
 
     def __init__(
-        self, file: io.BytesIO, buffers: list[memoryview] | None, persistent_id: PersistentId | None = None
+        self,
+        file: io.BytesIO,
+        buffers: list[memoryview] | None,
+        persistent_id: PersistentId | None = None,
+        *,
+        names_main: bool = False,
     ) -> None:
         super().__init__(file, buffers)
+        self._names_main = names_main
         if persistent_id is not None:
             self.persistent_id = persistent_id
         spawned_main = sys.modules.get("__mp_main__")
@@ -184,18 +193,41 @@ class RequestPickler(Pickler):
             cloudpickle.register_pickle_by_value(spawned_main)
 
     def _reduce_definition(self, obj: Any) -> Any:
+        if self._names_main and is_importable(obj):
+            return NotImplemented
         reduction = super()._reduce_definition(obj)
-        if reduction is not NotImplemented and obj.__module__ in _MAIN_NAMES and _is_importable(obj):
+        if reduction is not NotImplemented and obj.__module__ in _MAIN_NAMES and is_importable(obj):
             make, args, state, _, _, set_state = reduction
             return make, args, (set_state, state, obj.__module__, obj.__qualname__), None, None, complete
         return reduction
+
+
+class ProcessPickler(RequestPickler):
+    """Pickles what a new process is born with, within its start by multiprocessing.
+
+    What multiprocessing and torch let processes share is shared: tensors, locks, pipes, queues, managers. All else is
+    pickled as for a node server, so lambdas and the classes of a notebook come along.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, None, names_main=runs_script_again())
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce special objects."""
+        reduce = ForkingPickler._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
+        return super().reducer_override(obj) if reduce is None else reduce(obj)
+
+
+def runs_script_again() -> bool:
+    """Whether a process that multiprocessing spawns runs this script as ``__mp_main__``: a notebook is none."""
+    return any(name.startswith("init_main") for name in get_preparation_data("worker"))
 
 
 class ReplyPickler(Pickler):
     """Pickles a worker's messages: what has a name here has it at the client, ``__main__`` included."""
 
     def _reduce_definition(self, obj: Any) -> Any:
-        return NotImplemented if _is_importable(obj) else super()._reduce_definition(obj)
+        return NotImplemented if is_importable(obj) else super()._reduce_definition(obj)
 
 
 class UnresolvedError(BaseException):
@@ -284,7 +316,7 @@ def is_definition(obj: object) -> bool:
     return kind is types.FunctionType or issubclass(kind, type)
 
 
-def _is_importable(definition: Any) -> bool:
+def is_importable(definition: Any) -> bool:
     """Whether this process finds exactly this object under its module and qualified name."""
     try:
         found = attrgetter(definition.__qualname__)(sys.modules[definition.__module__])

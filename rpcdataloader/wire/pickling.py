@@ -79,13 +79,13 @@ class Build(NamedTuple):
     """Make a dataset, in the session if ``shared``, else in each worker that needs it.
 
     The first block is a pickle of ``(instance,)`` or ``(callable, args, kwargs)``; the others are those of that pickle.
+    A session that was born with these parts gets no blocks.
     """
 
     key: int  # chosen by the client; the same on all its nodes
     name: str
     shared: bool
     generators: tuple[Any, ...]  # states of the client's random generators, which a constructor may draw from
-    copies: tuple[Any, ...] | None  # where the blocks are, if not in the message: the fields of ``copies.Copies``
 
     def encode(self) -> bytes:
         """The payload."""
@@ -98,7 +98,12 @@ class Build(NamedTuple):
 
 
 def dumps(
-    obj: Any, *, persistent_id: PersistentId | None = None, name: str = "object", in_band: bool = False
+    obj: Any,
+    *,
+    persistent_id: PersistentId | None = None,
+    name: str = "object",
+    in_band: bool = False,
+    names_main: bool = False,
 ) -> Encoded:
     """Encode a client's object.
 
@@ -108,6 +113,7 @@ def dumps(
             restores it. None keeps the object.
         name: The caller's name for the object; errors give attribute paths from here.
         in_band: Put a copy of everything into the payload.
+        names_main: Argument of :class:`RequestPickler`.
 
     Raises:
         SerializationError: A part of the object cannot be pickled.
@@ -115,7 +121,7 @@ def dumps(
     """
 
     def make_pickler(file: io.BytesIO, buffers: list[memoryview]) -> Pickler:
-        return RequestPickler(file, None if in_band else buffers, persistent_id)
+        return RequestPickler(file, None if in_band else buffers, persistent_id, names_main=names_main)
 
     advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
     return _dumps(obj, make_pickler, name, advice)

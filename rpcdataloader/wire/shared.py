@@ -23,7 +23,7 @@ import select
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire.copies import F_GET_SEALS, F_SEAL_SHRINK, before_unmapping, create_memory, map_memory
 from rpcdataloader.wire.frames import SharedBlock
+from rpcdataloader.wire.memory import F_GET_SEALS, F_SEAL_SHRINK, before_unmapping, create_memory, map_memory
 from rpcdataloader.wire.slabs import Block, PageablePool, PageLock
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -433,6 +433,16 @@ _borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
 _forking = threading.local()  # several threads may fork at once
 
 
+@contextlib.contextmanager
+def forks_read_nothing() -> Iterator[None]:
+    """Keep no memory back for forks that this thread makes in the block: they do not look at this process's batches."""
+    _forking.reads_nothing = True
+    try:
+        yield
+    finally:
+        _forking.reads_nothing = False
+
+
 def _living_borrowers() -> list[Borrower]:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has added one meanwhile
@@ -441,7 +451,7 @@ def _living_borrowers() -> list[Borrower]:
 
 def _before_fork() -> None:
     _forking.pipe = None  # also if there are no descriptors for another
-    if any(borrower.has_blocks for borrower in _living_borrowers()):
+    if not getattr(_forking, "reads_nothing", False) and any(borrower.has_blocks for borrower in _living_borrowers()):
         _forking.pipe = os.pipe()
 
 

@@ -1,9 +1,4 @@
-"""Memory that two processes of a machine map, and large buffers that travel through it instead of a socket.
-
-A gigabyte over a socket is copied twice, into memory that the kernel clears first, and digested on both sides. Here the
-sender writes it once into memory of memfd_create(2), seals that against changes, and the receiver opens it
-under /proc. If it cannot, as in another container, the sender hears so and sends the bytes.
-"""
+"""Memory that two processes of a machine map, made with memfd_create(2), and buffers one after the other in it."""
 
 from __future__ import annotations
 
@@ -14,16 +9,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-
-from rpcdataloader.wire.slabs import Block
-
-#: Less is sent in a few milliseconds.
-MIN_COPIED_BYTES = 1 << 24
 
 # Every dtype's alignment.
 _ALIGNMENT = 64
@@ -32,11 +21,6 @@ _ALIGNMENT = 64
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SHRINK = 2
-_SEALS = 1 | F_SEAL_SHRINK | 4 | 8  # of F_SEAL_SEAL, _SHRINK, _GROW and _WRITE
-
-# The most that one call writes.
-_PIECE_BYTES = 1 << 30
-
 
 # Python's mmap would keep a descriptor for each mapping.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -90,62 +74,6 @@ def before_unmapping(memory: memoryview, function: Callable[..., object], *args:
     """Call a function at the end of memory from :func:`map_memory`, or of the process, while it is still mapped."""
     # Of one object, the youngest finalizer is called first. NumPy 2.5 frees what an array shows before the array.
     weakref.finalize(memory.obj.base.obj, function, *args)  # type: ignore[attr-defined]  # array, memoryview, its memory
-
-
-class Copies(NamedTuple):
-    """Where copies of buffers are."""
-
-    pid: int
-    descriptor: int
-    inode: int  # another process of this number, in another container, has another file there
-    sizes: tuple[int, ...]  # bytes of each
-
-
-class Copied:
-    """Copies of buffers, which another process can map while this object is alive.
-
-    Attributes:
-        place: Address of the copies.
-
-    Raises:
-        OSError: There is no memory for that, or the kernel or a sandbox does not allow it.
-    """
-
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        sizes = tuple(buffer.nbytes for buffer in buffers)
-        descriptor = create_memory(0)
-        weakref.finalize(self, os.close, descriptor)
-        for buffer, start in zip(buffers, _starts(sizes), strict=False):
-            written = 0
-            while written < buffer.nbytes:
-                written += os.pwrite(descriptor, buffer[written : written + _PIECE_BYTES], start + written)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
-        self.place = Copies(os.getpid(), descriptor, os.fstat(descriptor).st_ino, sizes)
-
-    def map(self) -> list[memoryview]:
-        """The copies."""
-        # Not by way of its place: /proc may be that of another namespace.
-        memory = map_memory(self.place.descriptor, os.fstat(self.place.descriptor).st_size, mmap.MAP_PRIVATE)
-        return [part.data for part in split(memory, self.place.sizes)]
-
-
-def map_copies(copies: Copies) -> list[Block]:
-    """Map the copies of another process's buffers; changes stay in this process and its children.
-
-    Raises:
-        OSError: This process cannot open them, or they are not there.
-    """
-    descriptor = os.open(f"/proc/{copies.pid}/fd/{copies.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size_bytes = os.fstat(descriptor).st_size
-        if os.fstat(descriptor).st_ino != copies.inode or fcntl.fcntl(descriptor, F_GET_SEALS) != _SEALS:
-            raise OSError(f"another file is at descriptor {copies.descriptor} of process {copies.pid}")
-        memory = map_memory(descriptor, size_bytes, mmap.MAP_PRIVATE)
-    finally:
-        os.close(descriptor)
-    if end_of(copies.sizes) > -(-size_bytes // _ALIGNMENT) * _ALIGNMENT:
-        raise OSError(f"buffers of {copies.sizes} bytes are not in memory of {size_bytes}")
-    return [Block(torch.from_numpy(part)) for part in split(memory, copies.sizes)]
 
 
 def split(memory: Any, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:

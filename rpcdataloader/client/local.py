@@ -1,0 +1,322 @@
+"""Workers of this machine: a session that is a child of this process, started by multiprocessing.
+
+With the start method fork, the session inherits the script as it is at that moment. With spawn and forkserver it gets
+what multiprocessing sends. In each case nothing of it passes through a node server, and no port is open.
+
+The child ends when this process closes the control connection, or dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import multiprocessing.process
+import os
+import select
+import socket
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from rpcdataloader.client.node import Node
+from rpcdataloader.client.session import FATE_TIMEOUT, RemoteSession
+from rpcdataloader.client.worker import ClientSettings, RemoteWorker, read_welcome
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.server.events import Link, WorkerConnection
+from rpcdataloader.server.local import Inherited, run_local_session
+from rpcdataloader.server.processes import describe_exit, open_pidfd
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import Channel, pair_channel
+from rpcdataloader.wire.picklers import runs_script_again
+from rpcdataloader.wire.shared import forks_read_nothing
+from rpcdataloader.wire.transport import Deadline, Transport
+
+logger = logging.getLogger("rpcdataloader.client")
+
+ADDRESS = Address(name="local")
+
+# Seconds for a session to end once its connection is closed: its workers, finalizers and exit functions have two.
+END_TIMEOUT = 3.0
+
+# Most seconds between two attempts to start a process while the system has no room for one.
+_NO_ROOM_PAUSE = 1.0
+
+_TO_FORK = (
+    "a lock that another thread held at the moment of the fork may be locked in it for ever: begin passes while such "
+    "threads rest, or give the loader multiprocessing_context='forkserver'"
+)
+
+
+class LocalNode(Node):
+    """The place of sessions of this machine, which are born with the same objects."""
+
+    is_local = True
+
+    def __init__(self, settings: ClientSettings, context: BaseContext, inherited: Inherited) -> None:
+        super().__init__(ADDRESS, settings)
+        self._context = context
+        self._inherited = inherited
+        self._num_workers = inherited.num_workers
+        self.is_closed = False
+
+    def _begin(self) -> RemoteSession:
+        if self.is_closed:
+            raise ConnectionLostError("the workers of this machine have ended")
+        return LocalSession(self.settings, self._context, self._inherited)
+
+    def close(self) -> None:
+        self.is_closed = True
+        super().close()
+        self._inherited = Inherited(0)  # a process that is about to end must not keep a dataset here
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is closed, and no process of it is left."""
+        return self.is_closed and not any(session.connection.is_alive for session in self.sessions)
+
+
+class LocalWorker(RemoteWorker):
+    """A worker of such a session, at the other end of a socket pair."""
+
+    session: LocalSession
+
+    def open(self) -> Channel:
+        self.session.wait()
+        self.number = next(self.session.numbers)
+        channel = self.session.hand_over(self.number)
+        self._wait.when_cancelled(channel.transport.shutdown)
+        self._admitted(read_welcome(channel, self._wait))
+        return channel
+
+
+class LocalSession(RemoteSession):
+    """A session that this process has started.
+
+    Raises:
+        ConnectError: The system has no room for another process.
+        SerializationError: What it is born with cannot be pickled (spawn, forkserver).
+        AssertionError: This process is a daemon of multiprocessing, which may have no children.
+    """
+
+    _kind = LocalWorker
+
+    def __init__(self, settings: ClientSettings, context: BaseContext, inherited: Inherited) -> None:
+        self._is_fork = context.get_start_method() == "fork"
+        self.names_main = self._is_fork or runs_script_again()
+        self._born_with, self._known = frozenset(inherited.objects), frozenset(inherited.recipes)
+        self.numbers = itertools.count(1)
+        self._process, self._transport, self._link = _start_when_there_is_room(
+            context, inherited, Deadline(settings.connect_timeout)
+        )
+        self._end = _open_end(self._process)
+        try:
+            super().__init__(ADDRESS, settings)
+        except BaseException:
+            self._process.kill()
+            raise
+
+    def is_born_with(self, key: int) -> bool:
+        return key in self._born_with
+
+    def knows(self, key: int) -> bool:
+        return key in self._known
+
+    def update(self) -> Any:
+        """Nothing: what the script adds later reaches sessions that begin later."""
+        return lambda _timeout: None
+
+    def import_early(self, modules: Any) -> None:
+        """Nothing: it has the modules of the script, or has imported them to begin."""
+
+    def report(self, payload: bytes) -> None:
+        """Nothing: there is no node server."""
+
+    def hand_over(self, number: int) -> Channel:
+        """Let the session fork a worker; returns this end of its connection.
+
+        Raises:
+            ConnectError: This process has no descriptors left.
+            ConnectionLostError: The session has ended.
+        """
+        name = f"{self.name}/{number}"
+        try:
+            with _forking, contextlib.ExitStack() as theirs:
+                ours, other = socket.socketpair()
+                theirs.enter_context(other)
+                channel = pair_channel(Transport(ours, name), name)
+                if not self._link.send(WorkerConnection(number, 0, "this process", None), [other.fileno()]):
+                    channel.transport.close()
+                    raise ConnectionLostError(f"{self.name} has ended")
+                return channel
+        except OSError as exc:
+            raise ConnectError(f"cannot connect to a worker of this machine: {exc.strerror or exc}") from exc
+
+    def close(self) -> None:
+        super().close()
+        if self.welcome is None:
+            self._process.kill()  # it may still import, or hang
+
+    # --- the control connection (receiver thread)
+
+    def open(self) -> Channel:
+        channel = pair_channel(self._transport, self.name)
+        # A fork answers before it runs any code of the user. Another process may import for as long as it likes.
+        limit = self._deadline if self._is_fork else Deadline(None)
+        self._deadline.when_cancelled(channel.transport.shutdown)
+        warning = self._settings.alarm.call_after(self._settings.connect_timeout, self._warn)
+        try:
+            self._welcome = read_welcome(channel, limit)
+        except ConnectError as exc:
+            self._process.kill()
+            seconds = f"{self._settings.connect_timeout:g} s"
+            raise ConnectError(
+                f"process {self._process.pid}, which this process has forked to load data, has not answered within "
+                f"{seconds}: {_TO_FORK}"
+            ) from exc
+        finally:
+            warning.cancel()
+        return channel
+
+    def _warn(self) -> None:
+        logger.warning(
+            "still waiting for process %d, which multiprocessing has started for workers of this machine, after %g s: "
+            "it imports what the script and its dataset need",
+            self._process.pid,
+            self._settings.connect_timeout,
+        )
+
+    def ready(self) -> None:
+        with self._condition:
+            self.welcome = self._welcome
+            self._condition.notify_all()
+
+    def explain(self, error: RPCError) -> RPCError:
+        if not isinstance(error, ConnectionLostError):
+            return error
+        return ConnectionLostError(
+            f"the session of the workers of this machine (pid {self._process.pid}) {self._wait_for_end(FATE_TIMEOUT)}"
+        )
+
+    def lost(self, error: RPCError) -> None:
+        super().lost(error)
+        self._link.close()
+        if self._wait_for_end(END_TIMEOUT) == _STILL_THERE:
+            self._process.kill()
+            self._wait_for_end(END_TIMEOUT)
+        if self._end >= 0:
+            descriptor, self._end = self._end, -1
+            os.close(descriptor)
+
+    def _wait_for_end(self, timeout: float) -> str:
+        """How the process has ended, in words."""
+        poll = select.poll()
+        poll.register(self._end if self._end >= 0 else self._process.sentinel, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            return _STILL_THERE
+        end = time.monotonic() + 1.0  # the fork server tells the status of its children a little later
+        while (code := self._process.exitcode) is None and time.monotonic() < end and not self._is_fork:
+            time.sleep(0.001)
+        if code is None:  # other code of this process has collected it
+            return "has ended"
+        return describe_exit(code << 8 if code >= 0 else -code)
+
+
+_STILL_THERE = "has closed its connection"
+
+
+def _start_when_there_is_room(
+    context: BaseContext, inherited: Inherited, deadline: Deadline
+) -> tuple[Any, Transport, Link]:
+    """As :func:`_start`; a limit on processes or descriptors may be reached for a moment only.
+
+    Raises:
+        ConnectError: There was no room before the deadline.
+    """
+    pause = 0.0
+    while True:
+        try:
+            return _start(context, inherited)
+        except OSError as exc:
+            problem = f"cannot start a process for the workers of this machine: {exc.strerror or exc}"
+            if exc.errno not in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+                raise
+            if not pause:
+                logger.warning("%s; trying again, for at most %g s", problem, deadline.timeout)
+            pause = min(2 * pause or 0.05, _NO_ROOM_PAUSE)
+            if not deadline.pause(pause):
+                raise ConnectError(problem) from exc
+
+
+def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, Link]:
+    """Start a process; returns it, this end of its control connection, and of the link for connections of workers."""
+    # A child of another fork must not keep the session alive.
+    with _forking, contextlib.ExitStack() as theirs:
+        control, their_control = socket.socketpair()
+        theirs.enter_context(their_control)
+        transport = Transport(control, str(ADDRESS))
+        link, their_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.enter_context(their_link)
+        ours = Link(link)
+        _links.add(ours)
+        # The kernel ends a child with the thread that has forked it.
+        is_main = threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if is_main and context.get_start_method() != "forkserver" else None
+        process = context.Process(  # type: ignore[attr-defined]
+            target=run_local_session,
+            args=(their_control, their_link, inherited, parent),
+            name="rpcdataloader",
+            daemon=True,
+        )
+        try:
+            with forks_read_nothing(), _without_needless_warning():
+                process.start()
+        except BaseException:
+            transport.close()
+            ours.close()
+            raise
+        # Else exit functions of multiprocessing would wait for it before the client closes its connection.
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    return process, transport, ours
+
+
+@contextlib.contextmanager
+def _without_needless_warning() -> Iterator[None]:
+    """Python 3.12 and later warn of a fork beside threads, for which those of this package are no reason."""
+    own = sum(thread.name.startswith("rpcdl-") for thread in threading.enumerate())
+    if len(os.listdir("/proc/self/task")) - own > 1:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)
+        yield
+
+
+def _open_end(process: Any) -> int:
+    """A descriptor that becomes readable when a process ends; -1 on a kernel without (Linux 5.3 has them)."""
+    try:
+        return open_pidfd(process.pid)
+    except OSError:
+        return -1
+
+
+# Held while a descriptor is open that a child of another thread's fork must not have.
+_forking = threading.RLock()
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    global _forking
+    _forking = threading.RLock()
+    for link in list(_links):
+        link.close()
+
+
+os.register_at_fork(
+    before=lambda: _forking.acquire(), after_in_parent=lambda: _forking.release(), after_in_child=_forget_in_child
+)
