@@ -36,6 +36,7 @@ from rpcdataloader.client.worker import (
 )
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
+from rpcdataloader.server.datasets import length_of, style_of
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks
@@ -165,8 +166,7 @@ class RemoteDataset(DatasetRef):
             if reply["shared"]:
                 self._note_length(session.name, reply["length"])
             elif self._shared:
-                advice = "; open files and start threads on first use"
-                self._leave_to_workers(session, reply["reason"] + advice)
+                self._leave_to_workers(session, reply["reason"])
         except BaseException:
             session.connection.release(self.key)  # nothing else does, also if it is still building
             raise
@@ -183,9 +183,29 @@ class RemoteDataset(DatasetRef):
 
     def _leave_to_workers(self, session: RemoteSession, reason: str) -> None:
         """Let each worker build its own, from blocks that no constructor has changed."""
-        name = session.name
-        logger.warning("dataset %s is built in every worker instead of once on %s: %s", self.name, name, reason)
+        self._tell_of_workers(session.name, reason)
         self._ask_to_build(session, False, lambda: None)
+
+    def _tell_of_workers(self, where: str, reason: str) -> None:
+        advice = "open files and start threads on first use"
+        text = "dataset %s is built in every worker instead of once on %s: %s; %s"
+        logger.warning(text, self.name, where, reason, advice)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is built once for all workers of a node."""
+        return self._shared
+
+    def was_built_here(self, dataset: Any) -> None:
+        """Note what this process has built, for sessions that inherit it."""
+        self._is_iterable = style_of(dataset) == "iterable"
+        if (length := length_of(dataset)) is not None:
+            self._note_length("this machine", length)
+
+    def build_in_workers(self, reason: str) -> None:
+        """Let each worker build its own, wherever it is."""
+        self._shared = False
+        self._tell_of_workers("this machine", reason)
 
     def _ask_to_build(
         self, session: RemoteSession, shared: bool, wait_until_updated: Callable[[], None]

@@ -3,7 +3,7 @@
 With the start method fork, the session inherits the script as it is at that moment. With spawn and forkserver it gets
 what multiprocessing sends. In each case nothing of it passes through a node server, and no port is open.
 
-The child ends when this process closes the control connection, or dies.
+The child ends when this process closes the control connection; or when it dies, even in the middle of user code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -111,10 +112,11 @@ class LocalSession(RemoteSession):
         self.names_main = self._is_fork or runs_script_again()
         self._born_with, self._known = frozenset(inherited.objects), frozenset(inherited.recipes)
         self.numbers = itertools.count(1)
-        self._process, self._transport, self._link = _start_when_there_is_room(
+        self._process, self._transport, self._link, self._life = _start_when_there_is_room(
             context, inherited, Deadline(settings.connect_timeout)
         )
-        self._end = _open_end(self._process)
+        self._pid = self._process.pid
+        self._end = _open_end(self._pid)
         try:
             super().__init__(ADDRESS, settings)
         except BaseException:
@@ -160,7 +162,8 @@ class LocalSession(RemoteSession):
     def close(self) -> None:
         super().close()
         if self.welcome is None:
-            self._process.kill()  # it may still import, or hang
+            with contextlib.suppress(ValueError):  # it has ended
+                self._process.kill()  # it may still import, or hang
 
     # --- the control connection (receiver thread)
 
@@ -176,7 +179,7 @@ class LocalSession(RemoteSession):
             self._process.kill()
             seconds = f"{self._settings.connect_timeout:g} s"
             raise ConnectError(
-                f"process {self._process.pid}, which this process has forked to load data, has not answered within "
+                f"process {self._pid}, which this process has forked to load data, has not answered within "
                 f"{seconds}: {_TO_FORK}"
             ) from exc
         finally:
@@ -187,7 +190,7 @@ class LocalSession(RemoteSession):
         logger.warning(
             "still waiting for process %d, which multiprocessing has started for workers of this machine, after %g s: "
             "it imports what the script and its dataset need",
-            self._process.pid,
+            self._pid,
             self._settings.connect_timeout,
         )
 
@@ -200,7 +203,7 @@ class LocalSession(RemoteSession):
         if not isinstance(error, ConnectionLostError):
             return error
         return ConnectionLostError(
-            f"the session of the workers of this machine (pid {self._process.pid}) {self._wait_for_end(FATE_TIMEOUT)}"
+            f"the session of the workers of this machine (pid {self._pid}) {self._wait_for_end(FATE_TIMEOUT)}"
         )
 
     def lost(self, error: RPCError) -> None:
@@ -212,6 +215,9 @@ class LocalSession(RemoteSession):
         if self._end >= 0:
             descriptor, self._end = self._end, -1
             os.close(descriptor)
+        self._life.close()
+        with contextlib.suppress(ValueError):  # the kernel does not let it go
+            self._process.close()
 
     def _wait_for_end(self, timeout: float) -> str:
         """How the process has ended, in words."""
@@ -232,7 +238,7 @@ _STILL_THERE = "has closed its connection"
 
 def _start_when_there_is_room(
     context: BaseContext, inherited: Inherited, deadline: Deadline
-) -> tuple[Any, Transport, Link]:
+) -> tuple[Any, Transport, Link, Connection]:
     """As :func:`_start`; a limit on processes or descriptors may be reached for a moment only.
 
     Raises:
@@ -253,8 +259,13 @@ def _start_when_there_is_room(
                 raise ConnectError(problem) from exc
 
 
-def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, Link]:
-    """Start a process; returns it, this end of its control connection, and of the link for connections of workers."""
+def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, Link, Connection]:
+    """Start a process.
+
+    Returns:
+        It, and this process's ends of its control connection, of the link for connections of workers, and of the pipe
+        whose end is its own.
+    """
     # A child of another fork must not keep the session alive.
     with _forking, contextlib.ExitStack() as theirs:
         control, their_control = socket.socketpair()
@@ -263,13 +274,13 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
         link, their_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.enter_context(their_link)
         ours = Link(link)
-        _links.add(ours)
-        # The kernel ends a child with the thread that has forked it.
-        is_main = threading.current_thread() is threading.main_thread()
-        parent = os.getpid() if is_main and context.get_start_method() != "forkserver" else None
+        _ends.add(ours)
+        their_life, life = multiprocessing.Pipe(duplex=False)
+        theirs.enter_context(their_life)
+        _ends.add(life)
         process = context.Process(  # type: ignore[attr-defined]
             target=run_local_session,
-            args=(their_control, their_link, inherited, parent),
+            args=(their_control, their_link, their_life, inherited),
             name="rpcdataloader",
             daemon=True,
         )
@@ -277,12 +288,12 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
             with forks_read_nothing(), _without_needless_warning():
                 process.start()
         except BaseException:
-            transport.close()
-            ours.close()
+            for end in (transport, ours, life):
+                end.close()
             raise
         # Else exit functions of multiprocessing would wait for it before the client closes its connection.
         multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-    return process, transport, ours
+    return process, transport, ours, life
 
 
 @contextlib.contextmanager
@@ -297,24 +308,24 @@ def _without_needless_warning() -> Iterator[None]:
         yield
 
 
-def _open_end(process: Any) -> int:
+def _open_end(pid: int) -> int:
     """A descriptor that becomes readable when a process ends; -1 on a kernel without (Linux 5.3 has them)."""
     try:
-        return open_pidfd(process.pid)
+        return open_pidfd(pid)
     except OSError:
         return -1
 
 
 # Held while a descriptor is open that a child of another thread's fork must not have.
 _forking = threading.RLock()
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_ends: weakref.WeakSet[Link | Connection] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
     global _forking
     _forking = threading.RLock()
-    for link in list(_links):
-        link.close()
+    for end in list(_ends):
+        end.close()
 
 
 os.register_at_fork(

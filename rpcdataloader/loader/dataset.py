@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import multiprocessing
 import operator
 import os
 import threading
@@ -21,11 +22,13 @@ from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.worker import dumps_named
 from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.environment import Additions, set_variables
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader.iterator import InlineIterator, RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, choose_nodes, has_local, prepare
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.server.datasets import make, open_files, why_not_shared
 from rpcdataloader.server.local import Inherited
 
 
@@ -104,8 +107,7 @@ class RPCDataset(Dataset[Any]):
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable, where=where)
             if has_local(where):
-                recipes = {access.key: tuple(parts.values())}
-                access.begin_here(None, Inherited(available_cpus(), recipes=recipes, additions=additions))
+                access.begin_here(None, _born_with(access, parts, additions))
             with get_client().additions.adding(additions):
                 prepare(access, choose_nodes(where, access.local, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
@@ -177,6 +179,27 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
             return inline
         placement = choose_nodes(where, access.local, num_workers=1)
         return RemoteIterator(settings, access, placement, recorder)
+
+
+def _born_with(access: RemoteDataset, parts: Mapping[str, Any], additions: Additions) -> Inherited:
+    """What sessions of this machine have of a dataset.
+
+    A fork inherits what this process builds, where the threads are that a constructor may need, as torch's workers do.
+    A new process builds its own, and so does one that first needs variables or modules.
+    """
+    recipe = parts["dataset"], parts["args"], parts["kwargs"]
+    objects = {}
+    is_fork = multiprocessing.get_context().get_start_method() == "fork"
+    if access.is_shared and is_fork and not (additions.variables or additions.modules):
+        files = open_files()
+        with generators_restored():
+            dataset = make(recipe, access.name)
+        if (reason := why_not_shared(dataset, files)) is None:
+            access.was_built_here(dataset)
+            objects[access.key] = dataset
+        else:
+            access.build_in_workers(reason)
+    return Inherited(available_cpus(), objects, {access.key: recipe}, additions)
 
 
 def access_of(dataset: RPCDataset) -> Any:

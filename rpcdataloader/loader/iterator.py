@@ -182,6 +182,7 @@ class RemoteIterator(PassIterator):
                 describe=describe,
                 turn=begun.progress.turn,
             )
+            dataset.settle()
             executor = Executor(settings, dataset, placement, here)
             self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
             if wants is not None:

@@ -1,38 +1,37 @@
 """The datasets of one client on one node: built once and shared where that is safe.
 
-A session builds a dataset; its workers inherit it by the fork. A dataset that started threads, or holds files open
-whose offset all workers would share, stays a recipe from which each worker builds its own. Connections only cause a
+A session builds a dataset; its workers inherit it by the fork. A dataset that holds threads, or files open whose offset
+all workers would share, stays a recipe from which each worker builds its own. Connections only cause a
 warning: they may be unused, and a copy of the dataset in each worker may not fit into memory.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import logging
+import mmap
 import os
 import socket
 import sys
 import threading
-import time
 import traceback
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.resources import read
 from rpcdataloader.host.state import forget_changes, set_states
-from rpcdataloader.server.processes import num_threads
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
 
 logger = logging.getLogger("rpcdataloader.server")
-
-# Seconds in which a joined thread, such as that of a pool, disappears: some instructions, on a busy machine.
-THREAD_END_TIMEOUT = 0.5
 
 # Seconds of a construction after which the user is told where it is. It may hang, for example at a file server.
 SLOW_BUILD_SECONDS = 60.0
@@ -72,11 +71,11 @@ class DatasetTable:
             forget_changes(recipe.key)
             self._recipes[recipe.key] = recipe, parts
             return {"shared": False}
-        threads, files, connections = num_threads(), open_files(), open_connections()
+        files, connections = open_files(), open_connections()
         with _told_if_slow(recipe.name):
             dataset = build(recipe, parts)
             length = length_of(dataset)  # which may open files, too
-        if (reason := why_not_shared(threads, files)) is not None:
+        if (reason := why_not_shared(dataset, files)) is not None:
             del dataset
             gc.collect()  # closes files of cycles
             return {"shared": False, "reason": reason}
@@ -160,10 +159,14 @@ def build(recipe: Build, parts: Parts) -> Any:
     """
     # Changes that the constructor makes stay, as if the client had called it.
     set_states(recipe.generators)
-    made = parts()
-    dataset = made[0] if len(made) == 1 else made[0](*made[1], **made[2])
+    return make(parts(), recipe.name)
+
+
+def make(parts: tuple[Any, ...], name: str) -> Any:
+    """Make a dataset of ``(instance,)`` or ``(callable, args, kwargs)``; raises as :func:`build`."""
+    dataset = parts[0] if len(parts) == 1 else parts[0](*parts[1], **parts[2])
     if not style_of(dataset):
-        raise TypeError(f"{recipe.name} made no dataset: it has no __getitem__, and is no IterableDataset")
+        raise TypeError(f"{name} made no dataset: it has no __getitem__, and is no IterableDataset")
     return dataset
 
 
@@ -183,16 +186,40 @@ def style_of(dataset: object) -> str:
     return "map" if hasattr(dataset, "__getitem__") else ""
 
 
-def why_not_shared(threads: int, files: Counter[tuple[int, int]]) -> str | None:
-    """Why workers cannot inherit a dataset made since ``num_threads`` and ``open_files`` were called; or None."""
-    end = time.monotonic() + THREAD_END_TIMEOUT
-    while num_threads() > threads:
-        if time.monotonic() > end:
-            return "it started threads, which a fork does not copy"
-        time.sleep(0.001)
-    if open_files() - files:
+def why_not_shared(dataset: object, files: Counter[tuple[int, int]]) -> str | None:
+    """Why workers cannot inherit a dataset made since :func:`open_files` was called; or None.
+
+    Threads of libraries, which the dataset does not hold, are idle now: a fork that lacks them is what torch's workers
+    get, too.
+    """
+    held = list(_parts(dataset))
+    if any(isinstance(part, threading.Thread) and part.is_alive() for part in held):
+        return "it holds threads, which a fork does not copy"
+    # A memory map has no position, but keeps a descriptor of its file.
+    if (open_files() - files).total() > sum(isinstance(part, mmap.mmap) for part in held):
         return "it holds files open, whose position forked workers would share"
     return None
+
+
+# Objects of a dataset that are looked at. Lists of millions of samples have neither threads nor files.
+_MAX_PARTS = 20_000
+
+# They lead out of the dataset, to all that the process has.
+_OUTSIDE = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType, logging.Logger)
+
+
+def _parts(dataset: object) -> Iterator[object]:
+    """The objects that a dataset consists of, itself first."""
+    waiting, seen = collections.deque([dataset]), {id(dataset)}
+    while waiting and len(seen) < _MAX_PARTS:
+        part = waiting.popleft()
+        yield part
+        found = [part.base] if isinstance(part, np.ndarray) else []
+        for inner in [*gc.get_referents(part), *found]:
+            is_leaf = isinstance(inner, (str, bytes, int, float, *_OUTSIDE)) or inner is threading.main_thread()
+            if not is_leaf and id(inner) not in seen:
+                seen.add(id(inner))
+                waiting.append(inner)
 
 
 def name_shared_connections(connections: Mapping[int, str]) -> str:
@@ -215,8 +242,8 @@ def open_files() -> Counter[tuple[int, int]]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
-        # torch's shared memory is mapped, and has no position.
-        if status.st_mode & 0o170000 == 0o100000 and not target.startswith("/dev/shm/torch_"):
+        # Shared memory is mapped, and has no position.
+        if status.st_mode & 0o170000 == 0o100000 and not target.startswith(("/dev/shm/", "/memfd:")):
             found[status.st_dev, status.st_ino] += 1
     return found
 

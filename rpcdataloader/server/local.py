@@ -1,8 +1,9 @@
 """A session of a training process on its own machine: a child of it, which multiprocessing has started.
 
 It inherits the script, or gets of it what multiprocessing sends, as a worker of torch's loader does. From there on it
-is a session like any other: it forks the workers, and their replacements. There is no node server beside it: the training
-process hands over the connections of workers itself, and needs no proof of who is at the other end of a socket pair.
+is a session like any other: it forks the workers, and their replacements. There is no node server beside it: the
+training process hands over the connections of workers itself, and needs no proof of who is at the other end of a socket
+pair.
 
 Nothing here must depend on a lock that another thread of the training process may have held at the fork.
 """
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
@@ -31,12 +33,12 @@ from rpcdataloader.host.environment import Additions, install_modules, prepare_s
 from rpcdataloader.server import events
 from rpcdataloader.server.datasets import Parts
 from rpcdataloader.server.events import Link, Row
-from rpcdataloader.server.processes import be_child, keep_freed_memory, leave, name_process, prefer_for_oom
+from rpcdataloader.server.processes import be_child, end_with, keep_freed_memory, leave, name_process, prefer_for_oom
 from rpcdataloader.server.session import Session, forget_inherited_exits
 from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.server.stacks import ForkedWorker
 from rpcdataloader.wire.channel import Channel, pair_channel
-from rpcdataloader.wire.credentials import INSECURE
+from rpcdataloader.wire.credentials import INSECURE, TOKEN_VARIABLE
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.messages import Exited, Welcome
 from rpcdataloader.wire.picklers import ProcessPickler
@@ -69,16 +71,19 @@ def _receive(pickled: bytes) -> Inherited:
     return Inherited(**pickle.loads(pickled))
 
 
-def run_local_session(control: socket.socket, link: socket.socket, inherited: Inherited, parent: int | None) -> None:
+def run_local_session(control: socket.socket, link: socket.socket, life: Connection, inherited: Inherited) -> None:
     """Be a session, in a process of its own, until its training process closes the connection.
 
     Args:
         control: This end of the control connection.
         link: This end of the link over which connections of workers come.
+        life: A pipe whose other end the training process has until it dies.
         inherited: What it is born with.
-        parent: Process with which this one ends, whatever it does; None for one whose thread may end before it.
     """
-    be_child(parent)
+    be_child(None)
+    # Code of the user, and programs that it starts, must not see the secret of node servers.
+    os.environ.pop(TOKEN_VARIABLE, None)
+    end_with(life.fileno())
     forget_inherited_exits()
     name_process("rpcdl-session")
     context = ServerContext(ServerSettings(), INSECURE, inherited.num_workers, is_local=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import fcntl
 import logging
 import math
 import multiprocessing.util
@@ -42,6 +43,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_F_SETSIG = 10  # fcntl(2)
 _SYS_PIDFD_OPEN = 434  # the same on every architecture that torch runs on
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -302,6 +304,20 @@ def be_child(parent: int | None) -> None:
     _empty_stdin()
     torch.set_num_threads(1)
     _seed_afresh()
+
+
+def end_with(pipe: int) -> None:
+    """Let the kernel kill this process when the writing end of a pipe is closed, as when the process dies that has it.
+
+    ``PR_SET_PDEATHSIG`` would do so at the end of the *thread* that has forked this process.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    if poll.poll(0):  # it has died meanwhile
+        os._exit(1)
 
 
 def leave(status: int) -> None:

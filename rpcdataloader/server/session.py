@@ -256,10 +256,10 @@ class Session:
         func, args, kwargs, _keep = loads(
             message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True
         )
-        threads, files = num_threads(), open_files()
+        files = open_files()
         result = func(*args, **kwargs)
         # A change to a dataset may open what workers would share with it.
-        return why_not_shared(threads, files) if func is catch_up else result
+        return why_not_shared(args[0], files) if func is catch_up else result
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
         _kind, key = reference

@@ -251,7 +251,7 @@ class Pass:
 
     # The outside: workers
 
-    def opening(self, begun: Any, place: int, stream: int | None) -> Any:
+    def opening(self, begun: Any, place: int, stream: int | None, node: Any) -> Any:  # noqa: ARG002
         self._is_free("a request is pickled")
         return Opening(begun, encoded(Start(begun, place, stream or 0)))
 

@@ -33,7 +33,7 @@ BELOW = {
     "ssh": {"launch", "wire", "host", "errors"},
     "plan": {"errors"},
     "diagnosis": {"wire", "errors"},
-    "loader": {"diagnosis", "plan", "fetch", "client", "wire", "host", "errors"},
+    "loader": {"diagnosis", "plan", "fetch", "client", "server", "wire", "host", "errors"},
     "launch": {"server", "wire", "host", "errors"},
     "__main__": {"launch", "ssh", "check", "status"},
     "integrations": {"loader"},
