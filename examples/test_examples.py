@@ -18,7 +18,7 @@ import torch
 from tests.conftest import TIMEOUT_SCALE
 from tests.support.comparison import assert_same
 from tests.support.quick import quick_server
-from tests.support.zygote import FORK_POOLS, Script, Zygote
+from tests.support.zygote import Script, Zygote
 
 EXAMPLES = Path(__file__).parent
 ROOT = EXAMPLES.parent
@@ -36,7 +36,7 @@ def start_digits(zygote: Zygote, *options: object, epochs: int, **env: object) -
     """Start it where torch has been imported."""
     path, changed = str(EXAMPLES / "digits.py"), {name: str(value) for name, value in env.items()}
     source = f"import os; os.environ.update({changed!r}); exec(compile(open({path!r}).read(), {path!r}, 'exec'))"
-    return zygote.start(FORK_POOLS + source, "--epochs", epochs, "--digest", *options, ends_quickly=True)
+    return zygote.start(source, "--epochs", epochs, "--digest", *options, ends_quickly=True)
 
 
 def output_of(script: Script) -> str:
@@ -78,7 +78,7 @@ def test_notebook_runs(library_zygote):
     cells = json.loads((EXAMPLES / "first_training.ipynb").read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     sizes, *epochs, diagnosis, killed, continued = output_of(
-        library_zygote.start(FORK_POOLS + source.replace("time.sleep(0.003)", "time.sleep(0.0003)"), ends_quickly=True)
+        library_zygote.start(source.replace("time.sleep(0.003)", "time.sleep(0.0003)"), ends_quickly=True)
     ).splitlines()
     assert sizes == "1437 360"
     assert [re.fullmatch(r"epoch (\d)  accuracy 0\.\d{4}", line)[1] for line in epochs] == ["1", "2", "3"]
@@ -166,7 +166,7 @@ def train(library_zygote, servers, images, tmp_path):
                 env={**env, rank_name: str(rank)}, paths=paths, path=str(EXAMPLES / "imagenet.py"),
                 stops_at=stops_at if rank == num_ranks - 1 else 0,
             )  # fmt: skip
-            ranks.append(library_zygote.start(FORK_POOLS + source, *words, ends_quickly=True))
+            ranks.append(library_zygote.start(source, *words, ends_quickly=True))
         for script in ranks:
             ended = script.wait(100 * TIMEOUT_SCALE)
             assert ended.status == (os.EX_TEMPFAIL if stops_at else 0), ended.errors

@@ -18,6 +18,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ from typing import Any
 
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import FATE_TIMEOUT, RemoteSession
-from rpcdataloader.client.worker import ClientSettings, RemoteWorker, read_welcome
-from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.client.worker import ClientSettings, FailedStartError, RemoteWorker, read_welcome
+from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
 from rpcdataloader.server.events import Link, WorkerConnection
 from rpcdataloader.server.local import Inherited, run_local_session
 from rpcdataloader.server.processes import describe_exit, open_pidfd
@@ -175,6 +176,8 @@ class LocalSession(RemoteSession):
         warning = self._settings.alarm.call_after(self._settings.connect_timeout, self._warn)
         try:
             self._welcome = read_welcome(channel, limit)
+        except FailedStartError as exc:
+            raise exc.error from exc.error.__cause__
         except ConnectError as exc:
             self._process.kill()
             seconds = f"{self._settings.connect_timeout:g} s"
@@ -202,9 +205,14 @@ class LocalSession(RemoteSession):
     def explain(self, error: RPCError) -> RPCError:
         if not isinstance(error, ConnectionLostError):
             return error
-        return ConnectionLostError(
-            f"the session of the workers of this machine (pid {self._pid}) {self._wait_for_end(FATE_TIMEOUT)}"
-        )
+        end = self._wait_for_end(FATE_TIMEOUT)
+        if self.welcome is None and end.startswith("exited"):  # the next one would do the same
+            return LocalProtocolError(
+                f"process {self._pid}, which multiprocessing has started for the workers of this machine, {end} before "
+                "it was ready, and says why on standard error: a script needs `if __name__ == '__main__':` around what "
+                "it does, unless the start method is fork"
+            )
+        return ConnectionLostError(f"the session of the workers of this machine (pid {self._pid}) {end}")
 
     def lost(self, error: RPCError) -> None:
         super().lost(error)
@@ -249,6 +257,7 @@ def _start_when_there_is_room(
         try:
             return _start(context, inherited)
         except OSError as exc:
+            _close_pipes(exc)
             problem = f"cannot start a process for the workers of this machine: {exc.strerror or exc}"
             if exc.errno not in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
                 raise
@@ -257,6 +266,15 @@ def _start_when_there_is_room(
             pause = min(2 * pause or 0.05, _NO_ROOM_PAUSE)
             if not deadline.pause(pause):
                 raise ConnectError(problem) from exc
+
+
+def _close_pipes(error: BaseException) -> None:
+    """Close what multiprocessing leaves open if it cannot fork: the pipes are only known to the frame that failed."""
+    for frame, _line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "multiprocessing.popen_fork" and frame.f_code.co_name == "_launch":
+            for name in ("parent_r", "child_w", "child_r", "parent_w"):
+                with contextlib.suppress(OSError):
+                    os.close(frame.f_locals.get(name, -1))
 
 
 def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, Link, Connection]:

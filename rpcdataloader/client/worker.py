@@ -30,6 +30,7 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.credentials import Credentials, client_credentials
+from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
 from rpcdataloader.wire.picklers import Frozen, PersistentId
@@ -82,6 +83,14 @@ class BusyError(Exception):
     """The server answered BUSY."""
 
 
+class FailedStartError(Exception):
+    """The session could not be made of what it was born with."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def read_welcome(channel: Channel, deadline: Deadline) -> Welcome:
     """Read the server's first message; closes the connection unless a welcome comes in time."""
     try:
@@ -91,6 +100,8 @@ def read_welcome(channel: Channel, deadline: Deadline) -> Welcome:
             raise ConnectionLostError(f"{channel.name} closed the connection instead of sending WELCOME")
         if message.type == MessageType.BUSY:
             raise BusyError(Busy.decode(message.payload).reason)
+        if message.type == MessageType.ERROR:
+            raise FailedStartError(loads_exception(message.payload))
         welcome: Welcome = Welcome.decode(message.payload)
         channel.transport.limit(Deadline(None))
         return welcome

@@ -125,7 +125,7 @@ class Driver:
             crew = self.engine.crew
             for node in homes:
                 if (session := self.executor.session(node)) is None:
-                    crew.node_missing(node, ConnectionLostError("it is not reachable"))
+                    crew.node_missing(node, self.executor.reason(node))
                 else:
                     crew.node_up(node, session)
             crew.roster.expects_more = expects_more

@@ -43,6 +43,8 @@ _LOOK_JOIN_TIMEOUT = 2.0
 # Seconds until another attempt to start a thread.
 _NO_THREAD_PAUSE = 1.0
 
+_UNREACHABLE = "it is not reachable"
+
 EngineEvent = Callable[[Engine[Node], float], None]
 
 
@@ -119,6 +121,11 @@ class Executor:
         """The session in which workers can be opened now; None without one. Never waits."""
         session = node.current
         return session if session is not None and self._dataset.is_on(session) else None
+
+    def reason(self, node: Node) -> ConnectError | ConnectionLostError:
+        """The reason for which a node has no session now."""
+        error = next((session.connection.error for session in node.sessions[-1:]), None)
+        return error if isinstance(error, (ConnectError, ConnectionLostError)) else ConnectionLostError(_UNREACHABLE)
 
     def _start_thread(self, name: str, function: Callable[[], None], join_timeout: float | None = None) -> None:
         """Run ``function`` in a thread, as soon as one can be started."""

@@ -178,7 +178,7 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
     for node in dict.fromkeys(nodes):
         sessions.append(node.session())
         if node.is_local:
-            with contextlib.suppress(RPCError):
+            with contextlib.suppress(ConnectError, ConnectionLostError):  # others would not mend themselves
                 sessions[-1].wait()
     ready = [session for session in sessions if session.is_ready]
     if wait and not ready:

@@ -17,7 +17,6 @@ import importlib.util
 import io
 import logging
 import os
-import pickle
 import shutil
 import socket
 import tempfile
@@ -39,9 +38,10 @@ from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.server.stacks import ForkedWorker
 from rpcdataloader.wire.channel import Channel, pair_channel
 from rpcdataloader.wire.credentials import INSECURE, TOKEN_VARIABLE
+from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.messages import Exited, Welcome
-from rpcdataloader.wire.picklers import ProcessPickler
+from rpcdataloader.wire.picklers import ProcessPickler, load_whole
 from rpcdataloader.wire.pickling import Build
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.transport import Transport
@@ -64,21 +64,19 @@ class Inherited:
     def __reduce__(self) -> tuple[Any, ...]:
         file = io.BytesIO()
         ProcessPickler(file).dump(vars(self))
-        return _receive, (file.getvalue(),)
+        return bytes, (file.getvalue(),)
 
 
-def _receive(pickled: bytes) -> Inherited:
-    return Inherited(**pickle.loads(pickled))
-
-
-def run_local_session(control: socket.socket, link: socket.socket, life: Connection, inherited: Inherited) -> None:
+def run_local_session(
+    control: socket.socket, link: socket.socket, life: Connection, inherited: Inherited | bytes
+) -> None:
     """Be a session, in a process of its own, until its training process closes the connection.
 
     Args:
         control: This end of the control connection.
         link: This end of the link over which connections of workers come.
         life: A pipe whose other end the training process has until it dies.
-        inherited: What it is born with.
+        inherited: What it is born with; after another start than a fork, as it was sent.
     """
     be_child(None)
     # Code of the user, and programs that it starts, must not see the secret of node servers.
@@ -86,27 +84,38 @@ def run_local_session(control: socket.socket, link: socket.socket, life: Connect
     end_with(life.fileno())
     forget_inherited_exits()
     name_process("rpcdl-session")
-    context = ServerContext(ServerSettings(), INSECURE, inherited.num_workers, is_local=True)
     status = 1
     try:
-        folder = _apply(inherited.additions)
-        # No fork's collector visits what lives now, so its pages stay shared.
-        gc.freeze()
-        channel = pair_channel(Transport(control, "the training process"), "the training process")
-        session = LocalSession(channel, Link(link), context, inherited)
-        welcome = Welcome(context.node, os.getpid(), "", context.num_workers)
-        with contextlib.suppress(RPCError):  # the training process has gone, which is an end like any other
-            channel.send(MessageType.WELCOME, payload=welcome.encode())
-            session.serve()
-        session.close()
-        atexit._run_exitfuncs()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+        _serve(pair_channel(Transport(control, "the training process"), "the training process"), Link(link), inherited)
+        status = 0
+    except ConnectionLostError:  # the training process has gone, which is an end like any other
         status = 0
     except BaseException:
         logger.exception("the session of the workers of this machine ended by an error")
     finally:
         leave(status)
+
+
+def _serve(channel: Channel, link: Link, inherited: Inherited | bytes) -> None:
+    try:
+        if isinstance(inherited, bytes):
+            inherited = Inherited(**load_whole(inherited, adopt_main=True))
+        folder = _apply(inherited.additions)
+        context = ServerContext(ServerSettings(), INSECURE, inherited.num_workers, is_local=True)
+        # No fork's collector visits what lives now, so its pages stay shared.
+        gc.freeze()
+        session = LocalSession(channel, link, context, inherited)
+    except BaseException as exc:
+        channel.send(MessageType.ERROR, payload=dumps_exception(exc, f"process {os.getpid()} of this machine"))
+        return
+    welcome = Welcome(context.node, os.getpid(), "", context.num_workers)
+    with contextlib.suppress(RPCError):
+        channel.send(MessageType.WELCOME, payload=welcome.encode())
+        session.serve()
+    session.close()
+    atexit._run_exitfuncs()
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _apply(additions: Additions) -> str:

@@ -305,7 +305,7 @@ def test_dataset_that_starts_threads_is_built_in_every_worker(shared_server, cap
     (record,) = [record for record in caplog.records if "is built in every worker" in record.getMessage()]
     assert record.levelno == logging.WARNING
     assert re.match(
-        r"dataset Threaded is built in every worker .*: it started threads, .* on first use$", record.getMessage()
+        r"dataset Threaded is built in every worker .*: it holds threads, .* on first use$", record.getMessage()
     )
 
 
@@ -388,29 +388,6 @@ def test_workers_are_those_that_are_named_or_those_of_the_environment(two_nodes,
     assert os.getpid() not in {pid for _, pid, _ in samples}
 
 
-def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
-    monkeypatch.delenv("RPCDATALOADER_WORKERS", raising=False)
-    dataset = RPCDataset("local:2", datasets.Processes, 12)
-    loaders = [
-        RPCDataloader(dataset, persistent_workers=True),
-        RPCDataloader(datasets.Processes(12), num_workers=2),
-        RPCDataloader(datasets.Processes(12), workers="local:1"),
-        RPCDataloader(RPCDataset(None, datasets.Processes, 12), num_workers=1),
-    ]
-    samples = [items_of_all(loader) for loader in loaders]
-    assert all([index for index, _, _ in one] == list(range(12)) for one in samples)
-    assert len({session for one in samples for _, _, session in one}) == 1
-    assert os.getpid() not in {pid for one in samples for _, pid, _ in one}
-    assert len({pid for _, pid, _ in samples[0]}) == 2
-    # Every rank has a pool of its own.
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    of_a_rank = RPCDataset("local:2", datasets.Processes, 12)
-    samples = items_of_all(RPCDataloader(of_a_rank, persistent_workers=True))
-    assert [index for index, _, _ in samples] == list(range(12))
-    assert len({pid for _, pid, _ in samples}) == 2
-
-
 # Nobody there
 
 
@@ -434,15 +411,6 @@ def test_arguments_that_the_script_has_changed_are_named(shared_server):
     os.kill(witness.session, signal.SIGKILL)
     with pytest.raises(ValueError, match="the arguments of dataset list have changed since the first node"):
         list(RPCDataloader(dataset, batch_size=None))
-
-
-def test_large_arguments_are_the_first_ones_for_all_sessions_of_this_machine(unix_server):
-    table = np.zeros((8, 300_000))  # 19 MB
-    dataset, witness = RPCDataset(unix_server.address, list, table), RPCDataset(unix_server.address, State)
-    assert len(dataset) == 8
-    table += 1
-    os.kill(witness.session, signal.SIGKILL)
-    assert not any(row.any() for row in RPCDataloader(dataset, batch_size=None))
 
 
 def test_dataset_does_not_change_with_an_equal_one_that_the_script_changes(shared_server):

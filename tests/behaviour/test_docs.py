@@ -194,7 +194,7 @@ class Desk:
         change = f"os.chdir({str(self.folder)!r}); os.environ.update({ {**self._changed_env, **env}!r})"
         change += f"; sys.path.insert(0, {str(self.folder)!r})"
         # A pool of its own would import torch, and what the page needs.
-        begin = "from tests.support.zygote import fork_pools; fork_pools(); import os, sys"
+        begin = "import os, sys"
         return self._zygote.start(f"{begin}; {change}{source}", ends_quickly=True)
 
 

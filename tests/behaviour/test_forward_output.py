@@ -14,7 +14,6 @@ import pytest
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import close_client, wait_until
 from tests.support.datasets import Numbers
-from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -157,10 +156,15 @@ for _batch in RPCDataloader(dataset, max_retries=1, num_workers=1):
 
 
 def test_lines_of_the_last_batch_come_once_though_the_script_ends(server, zygote):
-    for workers, origin in (server.address, server.address), ("local:1", "local"):
-        ended = zygote.start(FORK_POOLS + SCRIPT, workers).wait(30)
-        lines = [f"({origin} worker 1) loading {index}" for index in range(4)]
-        assert (ended.status, ended.errors.splitlines()) == (0, lines), ended.errors
+    ended = zygote.start(SCRIPT, server.address).wait(30)
+    lines = [f"({server.address} worker 1) loading {index}" for index in range(4)]
+    assert (ended.status, ended.errors.splitlines()) == (0, lines), ended.errors
+
+
+def test_output_of_workers_of_this_machine_goes_where_that_of_the_script_goes(zygote):
+    ended = zygote.start(SCRIPT, "local:1").wait(30)
+    lines = [f"loading {index}" for index in range(4)]
+    assert (ended.status, ended.output.splitlines(), ended.errors) == (0, lines, "")
 
 
 def test_last_words_of_a_worker_come_though_the_script_fails(server, zygote):

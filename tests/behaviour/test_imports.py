@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.support.zygote import FORK_POOLS
 
 MODULE = """
 import os
@@ -58,22 +57,3 @@ def test_later_passes_import_nothing_that_the_session_can_import(shared_server, 
         assert counts[1][2] < counts[2][2]  # in each worker, as it fails in the session
     else:
         assert counts[1] == counts[2]
-
-
-PRELOADS = """
-import os, sys
-from rpcdataloader import RPCDataset
-
-class Imported:
-    def __getitem__(self, name):
-        return name in sys.modules
-
-os.environ["RPCDATALOADER_PRELOAD"] = "tabnanny, wave"
-dataset = RPCDataset("local:1", Imported)
-print(*(not Imported()[name] and dataset[name] for name in ("tabnanny", "wave", "this")))
-"""
-
-
-def test_embedded_pool_preloads_the_modules_of_a_variable(zygote):
-    ended = zygote.start(FORK_POOLS + PRELOADS, ends_quickly=True).wait(60)
-    assert (ended.status, ended.output) == (0, "True True False\n"), ended.errors

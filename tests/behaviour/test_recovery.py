@@ -160,20 +160,21 @@ def test_batches_are_the_same_in_spite_of(fault, dataset, undisturbed, serve, tm
 
 
 @pytest.mark.usefixtures("clean_client")
-def test_death_in_an_embedded_pool_is_told_once_and_a_pool_that_is_killed_is_started_again(caplog, capfd):
+def test_death_of_a_worker_is_told_once_and_a_session_that_is_killed_is_made_again(caplog, capfd):
     iterator = iter(RPCDataloader(datasets.Processes(100), workers="local:1"))
     victim = int(next(iterator)[1])
     os.kill(victim, signal.SIGKILL)
     assert len(list(iterator)) == 99
-    iterator = iter(RPCDataloader(datasets.Hosted(10**6), workers="local:1"))
-    indices, (server,) = take(iterator, 20)
-    os.kill(server, signal.SIGKILL)
-    wait_until(lambda: not is_running(server))
-    while "the embedded pool has ended (exit status -9); starting it again" not in caplog.text:
-        indices += take(iterator, 20)[0]  # also of the worker that is left, until it sees that
-    indices += take(iterator, 20)[0]
-    assert indices == [*range(len(indices))]
-    close_client()  # so that the pool has said everything
+    iterator = iter(RPCDataloader(datasets.Processes(10**6), workers="local:1"))
+    samples = [next(iterator) for _ in range(20)]
+    session = int(samples[-1][2])
+    os.kill(session, signal.SIGKILL)
+    wait_until(lambda: not is_running(session))
+    while samples[-1][2] == session:  # also of batches that were here
+        samples.append(next(iterator))
+    assert [int(index) for index, _worker, _session in samples] == [*range(len(samples))]
+    assert f"(pid {session}) was killed by SIGKILL" in caplog.text
+    close_client()
     assert sum(f"(pid {victim}) on" in message for message in caplog.messages) == 1
     assert "SIGKILL" not in capfd.readouterr().err
 

@@ -29,7 +29,6 @@ from tests.support.datasets import Augmented, Numbers, Processes
 from tests.support.forks import status_of_fork
 from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
 from tests.support.tampering import dial, read_to_the_end
-from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -413,97 +412,3 @@ def test_session_that_stands_still_stops_nobody_else(serve, start_client):
         assert {worker, other} <= set(server.processes())
     os.kill(session, signal.SIGCONT)
     assert call(server, os.getppid) == session
-
-
-# --- the embedded pool
-
-
-EMBEDDED = """
-import os, signal, sys, time
-from pathlib import Path
-import torch
-from rpcdataloader import RPCDataloader
-from tests.support.datasets import Hosted
-before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as in some threads of libraries
-loader = RPCDataloader(Hosted(8), batch_size=2, num_workers=2)
-indices, pids = map(torch.cat, zip(*loader))
-assert indices.tolist() == list(range(8))
-signal.pthread_sigmask(signal.SIG_SETMASK, before)
-(pid,) = set(pids.tolist())
-assert f"SigBlk:\t{'0' * 16}" in Path(f"/proc/{pid}/status").read_text()
-print(pid, flush=True)
-"""
-IS_KILLED_WHILE_A_FORK_OF_IT_LIVES_ON = """
-if os.fork() == 0:
-    print(os.getpid(), flush=True)
-    time.sleep(600)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.fixture
-def long_tmpdir(tmp_path):
-    """Its path is longer than that of a socket may be."""
-    folder = tmp_path / ("t" * 100) / ("m" * 100)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def begin_in(folder):
-    """What a library has asked for before the fork is remembered."""
-    return f'import os, tempfile\nos.environ["TMPDIR"] = {str(folder)!r}\ntempfile.tempdir = None\n'
-
-
-def test_embedded_pool_ends_with_its_trainer_and_leaves_nothing(zygote, long_tmpdir):
-    """The trainer of the next test ends normally."""
-    begin = FORK_POOLS + begin_in(long_tmpdir)
-    script = zygote.start(begin + EMBEDDED + IS_KILLED_WHILE_A_FORK_OF_IT_LIVES_ON)
-    ended = script.wait(60)
-    wait_until(lambda: script.output.count("\n") == 2, what=ended.errors)
-    server, fork = map(int, script.output.split())
-    try:
-        wait_until(lambda: not is_running(server))
-        wait_until(lambda: not os.listdir(long_tmpdir))
-        assert is_running(fork)
-    finally:
-        os.kill(fork, signal.SIGKILL)
-
-
-GOES_ON_AFTER_CTRL_C = """
-os.setpgid(0, 0)
-try:
-    os.killpg(0, signal.SIGINT)
-    time.sleep(600)
-except KeyboardInterrupt:
-    pass
-assert len(list(loader)) == 4
-assert os.getsid(pid) == pid
-print("went on")
-"""
-
-MODES = """
-import stat
-((folder, _folders, (name,)),) = os.walk(next(Path(os.environ["TMPDIR"]).iterdir()))
-print(*(oct(stat.S_IMODE(os.stat(path).st_mode)) for path in (folder, f"{folder}/{name}")))
-"""
-
-
-def test_embedded_pool_is_private_and_survives_ctrl_c_in_the_terminal(zygote, tmp_path, long_tmpdir):
-    """It imports nothing from the current folder: a script that is started from elsewhere does not either."""
-    (tmp_path / "json.py").write_text("raise LookupError('the wrong json')")
-    change = f"import os; os.chdir({str(tmp_path)!r})\n"
-    ended = zygote.start(change + begin_in(long_tmpdir) + EMBEDDED + GOES_ON_AFTER_CTRL_C + MODES).wait(60)
-    assert (ended.status, ended.errors) == (0, "")
-    pid, *output = ended.output.splitlines()
-    assert output == ["went on", "0o700 0o600"]
-    assert not is_running(int(pid))
-    assert os.listdir(long_tmpdir) == []
-
-
-def test_embedded_pool_that_does_not_start_is_an_error_and_leaves_nothing(monkeypatch, long_tmpdir):
-    monkeypatch.setenv("TMPDIR", str(long_tmpdir))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ConnectError, match=r"the embedded pool did not start \(exit status 1\)"):
-        RPCDataset("local:1", Numbers)
-    assert os.listdir(long_tmpdir) == []

@@ -24,7 +24,6 @@ from tests.conftest import wait_until
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Filled
 from tests.support.devices import plug_in
-from tests.support.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -358,9 +357,8 @@ def test_without_shared_memory_batches_are_sent(serve, tmp_path):
     assert not any(map(is_shared, batches))
 
 
-# What a script does with an embedded pool of its own.
-SHARES = f"""
-{FORK_POOLS}
+# What a script does with workers of its own machine.
+SHARES = """
 from rpcdataloader import RPCDataloader
 from tests.behaviour.test_shared_memory import Images, is_shared
 

@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import socket
 import struct
@@ -22,10 +21,9 @@ import pytest
 from rpcdataloader import RPCDataloader, RPCDataset, __version__, rpc_async
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import ConnectionLostError
-from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
+from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support import tasks
-from tests.support.clocks import shorten
-from tests.support.datasets import Failing, Numbers
+from tests.support.datasets import Failing
 from tests.support.peers import STATUS_ID, MessageType, encode_call, open_channel_to
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -354,40 +352,6 @@ def test_probe_imports_no_torch(serve):
     arguments = [sys.executable, "-c", script, server.address, "--stacks", "--timeout", str(PROMPTLY)]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=PROMPTLY, check=False)
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "set()"), ended.stderr
-
-
-def test_local_finds_the_embedded_pools_of_this_user_with_their_loops(look, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    shorten(monkeypatch, "reports")
-    batches = iter(RPCDataloader(Numbers(10**6), workers="local:2", num_workers=2))
-
-    def find():
-        next(batches)
-        status, document = look("--local")
-        assert (status, len(document["nodes"])) == (0, 1)
-        return [client for client in document["clients"] if client["loops"]]
-
-    wait_until(find, PROMPTLY, "the loop")
-    ((client,), (folder,)) = find(), tmp_path.iterdir()
-    assert (client["pid"], client["num_workers"], client["loops"][0]["dataset"]) == (os.getpid(), 2, "Numbers")
-    others = [tmp_path / f"{folder.name}-{name}" for name in ("of-a-killed-trainer", "of-another-user")]
-    with contextlib.ExitStack() as stack:
-        for other in others:
-            other.mkdir()
-            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
-            with monkeypatch.context() as patch:
-                patch.chdir(other)  # the path of a socket is at most 107 bytes long
-                sock.bind("socket")
-        if os.geteuid() == 0:
-            sock.listen()
-            os.chown(other, 12345, 12345)
-        assert [each["pid"] for each in find()] == [os.getpid()]
-    for other in others:
-        shutil.rmtree(other)
-    close_client()
-    wait_until(lambda: not os.listdir(tmp_path), what="the end of the pool")
-    assert look("--local")[1]["nodes"] == []
 
 
 # --- who knows the secret

@@ -12,7 +12,6 @@ from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
 from tests.support.datasets import Gated
-from tests.support.zygote import FORK_POOLS
 
 SCRIPT = """
 from rpcdataloader import RPCDataloader
@@ -29,7 +28,7 @@ print(loader.diagnosis())
 
 
 def test_script_that_has_configured_nothing(zygote):
-    ended = zygote.start(FORK_POOLS + SCRIPT).wait(60 * TIMEOUT_SCALE)
+    ended = zygote.start(SCRIPT).wait(60 * TIMEOUT_SCALE)
     assert ") on local was killed by SIGKILL" in ended.output
     assert "socket" not in ended.output + ended.errors
     lines = ended.errors.splitlines()

@@ -251,6 +251,9 @@ class Pass:
 
     # The outside: workers
 
+    def reason(self, node: Any) -> ConnectionLostError:  # noqa: ARG002
+        return ConnectionLostError("it is not reachable")
+
     def opening(self, begun: Any, place: int, stream: int | None, node: Any) -> Any:  # noqa: ARG002
         self._is_free("a request is pickled")
         return Opening(begun, encoded(Start(begun, place, stream or 0)))

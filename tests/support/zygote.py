@@ -163,39 +163,6 @@ def serve() -> list[Any] | None:
             os.write(1, json.dumps(report).encode() + b"\n")
 
 
-# Begins such a script.
-FORK_POOLS = "from tests.support.zygote import fork_pools\nfork_pools()\n"
-
-
-def fork_pools() -> None:
-    """Called by a script: from now on, its embedded pools are forks of it, which import torch no more.
-
-    For scripts that are not about the start of a pool, and whose dataset would be found by a new interpreter, too.
-    """
-    from rpcdataloader.client import node
-
-    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        def run() -> None:
-            # One of these is a pipe whose end the parent waits for.
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-            run_code(*words[2:])
-
-        # It has no threads yet. Of signals, a new interpreter ignores those that a Popen restores.
-        return subprocess.Popen(words, preexec_fn=run, restore_signals=False, **options)
-
-    vars(node)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
-
-
-def run_code(code: str, *args: str) -> None:
-    """What ``python -c`` does, in a fork."""
-    # The old ones stay, with what the script has not flushed yet.
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
-    sys.argv = ["-c", *args]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(code, vars(main))
-    os._exit(0)
-
-
 def use_huge_pages() -> None:
     """Put memory of this process into huge pages, which halves what each fork of it costs; if the kernel can."""
     madvise = ctypes.CDLL(None).madvise
@@ -247,9 +214,8 @@ if __name__ == "__main__":
     import rpcdataloader.loader.dataloader
     import rpcdataloader.loader.dataset
 
-    # Most of a node server, but for rpcdataloader.server.node, which tells the package that it runs in one.
-    import rpcdataloader.server.clients
-    import rpcdataloader.server.session  # noqa: F401
+    # Of a node server.
+    import rpcdataloader.server.node  # noqa: F401
 
     for module in sys.argv[1:]:
         importlib.import_module(module)

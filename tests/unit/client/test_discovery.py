@@ -61,7 +61,7 @@ def test_forms(workers, expected):
         ("local:0", "'local:0' asks for no worker; use inline"),
         ("local:x", "'local:x' names no number of workers; write local:N, or local for one per CPU"),
         (["inline", "node01:6543"], "'inline' cannot be one of several"),
-        ("local:2,local", "there is one embedded pool, but workers names local:2 and local"),
+        ("local:2,local", "there is one number of workers on this machine, but workers names local:2 and local"),
         ("@", "'@' names no directory; write @/path"),
         (" @ ", "'@' names no directory; write @/path"),
         ("dns://pool", "cannot read the address 'pool': write host:port"),

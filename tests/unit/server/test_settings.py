@@ -26,10 +26,10 @@ def test_bad_ports_are_refused_when_the_settings_are_made(port):
         ServerSettings(port=port)
 
 
-@pytest.mark.parametrize(("given", "embedded", "cap"), [(0, False, 12), (5, False, 5), (5, True, None)])
-def test_cap_on_workers_is_four_times_their_number_unless_given(given, embedded, cap):
+@pytest.mark.parametrize(("given", "cap"), [(0, 12), (5, 5)])
+def test_cap_on_workers_is_four_times_their_number_unless_given(given, cap):
     settings = ServerSettings(num_workers=3, max_connections=given)
-    assert ServerContext(settings, INSECURE, settings.workers, None, embedded).max_connections == cap
+    assert ServerContext(settings, INSECURE, settings.workers, None).max_connections == cap
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.wire import shared
-from rpcdataloader.wire.memory import create_memory
 from rpcdataloader.wire.frames import SharedBlock
+from rpcdataloader.wire.memory import create_memory
 from rpcdataloader.wire.shared import Borrower, Lender
 from tests.support.forks import status_of_fork
 

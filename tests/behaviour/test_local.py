@@ -1,0 +1,516 @@
+"""Workers of this machine descend from the script, by multiprocessing, and leave nothing of a pass behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver, resource_tracker, shared_memory
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import ConnectError
+from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
+from tests.support import datasets
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+METHODS = ["fork", "forkserver", "spawn"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helpers():
+    """Processes of multiprocessing that stay, begun before and ended after the tests."""
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()
+    resource_tracker._resource_tracker._stop()
+
+
+def children():
+    return set(descendants(os.getpid()))
+
+
+# --- when a session is made, and ends
+
+
+def sessions_of(loader):
+    return {int(session) for _index, _worker, session in loader}
+
+
+def test_each_pass_over_an_instance_has_a_session_and_persistent_workers_have_one():
+    before = children()
+    passing = RPCDataloader(datasets.Processes(6), num_workers=2)
+    first, second = sessions_of(passing), sessions_of(passing)
+    assert len(first) == len(second) == 1
+    assert first != second
+    wait_until(lambda: children() == before, what="the ends of sessions")
+    staying = RPCDataloader(datasets.Processes(6), num_workers=2, persistent_workers=True)
+    assert sessions_of(staying) == sessions_of(staying)
+    del staying
+    wait_until(lambda: children() == before, what="the end of a session")
+
+
+def test_session_of_an_rpc_dataset_is_that_of_all_its_loaders_and_ends_with_it():
+    before = children()
+    dataset = RPCDataset("local:2", datasets.Processes, 6)
+    loaders = [RPCDataloader(dataset), RPCDataloader(dataset, num_workers=1), RPCDataloader(dataset)]
+    assert len({session for loader in loaders for session in sessions_of(loader)}) == 1
+    del dataset, loaders
+    wait_until(lambda: children() == before, what="the end of the session")
+
+
+def test_session_is_none_of_the_children_that_multiprocessing_waits_for():
+    batches = iter(RPCDataloader(datasets.Numbers(100), num_workers=1))
+    next(batches)
+    assert multiprocessing.active_children() == []
+
+
+class Told(Dataset):
+    epoch = 0
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.epoch, of_module
+
+
+of_module = 0
+
+
+def test_next_pass_sees_what_the_script_has_changed_since_the_last(monkeypatch):
+    dataset = Told()
+    loader = RPCDataloader(dataset, batch_size=None, num_workers=2)
+    for epoch in range(3):
+        dataset.epoch = epoch
+        monkeypatch.setattr(sys.modules[__name__], "of_module", 10 * epoch)
+        assert list(loader) == [[epoch, 10 * epoch]] * 2
+
+
+class Sampler:
+    """Tells the dataset of each epoch as it begins."""
+
+    epoch = 0
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        self.dataset.epoch = self.epoch
+        return iter(range(2))
+
+
+@pytest.mark.parametrize("kind", [DataLoader, RPCDataloader])
+def test_workers_see_what_the_sampler_does_as_it_begins(kind):
+    dataset = Told()
+    sampler = Sampler(dataset)
+    loader = kind(dataset, batch_size=None, sampler=sampler, num_workers=1)
+    for sampler.epoch in 3, 4:
+        assert [epoch for epoch, _ in loader] == [sampler.epoch] * 2
+
+
+@pytest.mark.parametrize("kind", [DataLoader, RPCDataloader])
+def test_workers_inherit_what_belongs_to_the_thread_that_begins_the_pass(kind):
+    with torch.no_grad():
+        seen = list(kind([0], batch_size=None, num_workers=1, collate_fn=lambda _sample: torch.is_grad_enabled()))
+    assert seen == [False]
+
+
+# --- ends, whatever happens
+
+TRAINER = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from rpcdataloader import RPCDataloader, RPCDataset
+
+class Slow:
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        return index, os.getpid(), os.getppid()
+
+class Hanging(Slow):
+    def __init__(self):
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+
+def load():
+    global batches
+    batches = iter(RPCDataloader(Slow(), num_workers=1))
+    _index, worker, session = next(batches)
+    print(int(worker), int(session), flush=True)
+
+def build():
+    RPCDataset("local:1", Hanging, env={"A": "b"})  # which the session builds, because of the variable
+"""
+BEGIN = {
+    "in a pass": "load()\ntime.sleep(600)",
+    "in a pass of another thread": "threading.Thread(target=load).start()\ntime.sleep(600)",
+    "beside a fork": "load()\nif os.fork() == 0:\n    print(os.getpid(), flush=True)\ntime.sleep(600)",
+    "in a constructor": "build()",
+    "in a constructor, for another thread": "threading.Thread(target=build).start()\ntime.sleep(600)",
+}
+
+
+@pytest.mark.parametrize("where", BEGIN)
+def test_processes_end_with_their_trainer_that_is_killed(zygote, where):
+    script = zygote.start(TRAINER + BEGIN[where])
+    num_processes = 1 if "constructor" in where else 2
+    wait_until(lambda: len(script.output.split()) == num_processes + ("fork" in where), what=lambda: script.errors)
+    pids = list(map(int, script.output.split()))
+    try:
+        script.kill()
+        for pid in pids[:num_processes]:
+            wait_until(lambda pid=pid: not is_running(pid), what="the end of a process")
+        assert all(map(is_running, pids[num_processes:]))
+    finally:
+        for pid in pids[num_processes:]:
+            os.kill(pid, signal.SIGKILL)
+
+
+CTRL_C = """
+os.setpgid(0, 0)
+load()
+try:
+    os.killpg(0, signal.SIGINT)
+    time.sleep(600)
+except KeyboardInterrupt:
+    pass
+for number in (signal.SIGTERM, signal.SIGUSR1):  # as job managers send
+    signal.signal(number, lambda *_: None)
+    os.killpg(0, number)
+print(len(list(batches)))
+"""
+
+
+def test_signals_to_the_whole_group_end_no_worker(zygote):
+    ended = zygote.start(TRAINER + CTRL_C).wait(60 * TIMEOUT_SCALE)
+    assert (ended.status, ended.output.splitlines()[1:], ended.errors) == (0, ["99"], "")
+
+
+def test_fork_that_does_not_answer_is_ended_and_another_way_is_told(zygote):
+    """As where another thread of the trainer held a lock at the moment of the fork."""
+    script = """
+import os, time
+from rpcdataloader import RPCDataloader
+os.environ["RPCDATALOADER_CONNECT_TIMEOUT"] = "0.5"
+trainer = os.getpid()
+def hang():
+    if os.getppid() == trainer:
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+os.register_at_fork(after_in_child=hang)
+list(RPCDataloader([0], num_workers=1, reconnect_timeout=0))
+"""
+    ended = zygote.start(script).wait(60 * TIMEOUT_SCALE)
+    assert ended.status == 1
+    assert "has not answered within 0.5 s" in ended.errors
+    assert "multiprocessing_context='forkserver'" in ended.errors
+    for pid in ended.output.split():
+        assert not is_running(int(pid))
+
+
+# --- a system without room
+
+
+class Refusing:
+    """Refuses some forks."""
+
+    def __init__(self, number, times):
+        self.error, self.times, self.fork = OSError(number, os.strerror(number)), times, os.fork
+
+    def __call__(self):
+        if self.times:
+            self.times -= 1
+            raise self.error
+        return self.fork()
+
+
+def test_pass_begins_once_there_is_room_for_a_process(monkeypatch, caplog):
+    monkeypatch.setattr(os, "fork", Refusing(errno.EAGAIN, 3))
+    assert len(list(RPCDataloader([0, 1], num_workers=1))) == 2
+    assert ["trying again, for at most" in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EAGAIN, ConnectError), (errno.EPERM, PermissionError)])
+def test_pass_without_room_for_a_process_says_so(monkeypatch, number, kind):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.2")
+    close_client()
+    monkeypatch.setattr(os, "fork", Refusing(number, 1000))
+    with pytest.raises(kind, match=os.strerror(number)):
+        list(RPCDataloader([0], num_workers=1))
+
+
+# --- what arrives, by each start method
+
+ARRIVES = """
+import contextlib, json, multiprocessing, sys, threading
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.collate import default_collate_fn_map
+from rpcdataloader import RPCDataloader
+
+class Everything(Dataset):
+    table = {}
+    def __init__(self, context):
+        self.epoch = torch.zeros(1).share_memory_()
+        self.counts = context.Array("i", 4)
+        self.lock = context.Lock()
+        self.manager = multiprocessing.Manager()
+        self.shared = self.manager.dict()
+        self.reader, self.writer = context.Pipe(duplex=False)
+    def __getstate__(self):
+        return {**self.__dict__, "manager": None}
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        with self.lock:
+            self.counts[index] += 1
+        self.shared[index] = index
+        self.writer.send(index)
+        return index + int(self.epoch)
+
+def note(worker):
+    Everything.table["worker"] = worker
+
+def collate(samples):
+    return [*samples, Everything.table["worker"]]
+
+def run(kind, method):
+    context = multiprocessing.get_context(method)
+    dataset = Everything(context)
+    options = {"multiprocessing_context": context, "persistent_workers": True, "worker_init_fn": note}
+    loader = kind(dataset, 2, num_workers=1, collate_fn=collate, **options)
+    seen = []
+    for epoch in range(2):
+        dataset.epoch.fill_(10 * epoch)
+        seen.append(list(loader))
+    received = [dataset.reader.recv() for _ in range(8)]
+    return [seen, list(dataset.counts), dict(dataset.shared), received, Everything.table]
+
+if __name__ == "__main__":
+    print(json.dumps([run(kind, sys.argv[1]) for kind in (DataLoader, RPCDataloader)]))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_multiprocessing_can_share_is_shared_as_with_torch(zygote, method):
+    ended = zygote.start(ARRIVES, method).wait(100 * TIMEOUT_SCALE)
+    assert ended.status == 0, ended.errors
+    theirs, ours = json.loads(ended.output)
+    assert theirs == ours
+    assert ours[0] == [[[0, 1, 0], [2, 3, 0]], [[10, 11, 0], [12, 13, 0]]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lambdas_and_local_classes_arrive_by_each_start_method(method):
+    class Local(Dataset):
+        def __init__(self):
+            self.double = lambda index: 2 * index
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return self.double(index)
+
+    loader = RPCDataloader(
+        Local(), 2, num_workers=1, collate_fn=lambda samples: sum(samples), multiprocessing_context=method
+    )
+    assert list(loader) == [2, 10]
+
+
+NOTEBOOK = """
+import sys
+sys.argv = [""]
+del sys.modules["__main__"].__file__  # as in a notebook
+
+class Cell:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return index + offset
+
+offset = 5
+from rpcdataloader import RPCDataloader
+for method in "fork", "forkserver", "spawn":
+    print([int(sample) for sample in RPCDataloader(Cell(), num_workers=1, multiprocessing_context=method)], flush=True)
+"""
+
+
+def test_classes_of_a_notebook_arrive_by_each_start_method(zygote):
+    ended = zygote.start(NOTEBOOK).wait(100 * TIMEOUT_SCALE)
+    assert (ended.status, ended.output, ended.errors) == (0, "[5, 6]\n" * 3, "")
+
+
+FAILS = """
+import sys
+from rpcdataloader import RPCDataloader
+
+class Here:
+    def __init__(self):
+        self.value = Unknown()
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return index
+
+class Unknown:
+    def __reduce__(self):
+        return fail, ()
+
+def fail():
+    raise LookupError("not here")
+
+{guard}list(RPCDataloader(Here(), num_workers=1, multiprocessing_context=sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_process_that_cannot_begin_is_an_error_at_once(zygote, method):
+    ended = zygote.start(FAILS.format(guard="if __name__ == '__main__': "), method).wait(60 * TIMEOUT_SCALE)
+    assert ended.status == 1
+    assert "LookupError: not here" in ended.errors
+    ended = zygote.start(FAILS.format(guard=""), method).wait(60 * TIMEOUT_SCALE)
+    assert ended.status == 1
+    assert "exited with status 1 before it was ready" in ended.errors
+
+
+# --- what a constructor makes
+
+
+class Counted(datasets.Numbers):
+    """Notes each construction and each load."""
+
+    def __init__(self, log):
+        super().__init__(20)
+        self.log = Path(log)
+        self.note("built")
+
+    def note(self, word):
+        with self.log.open("a") as file:
+            file.write(word + "\n")
+
+
+class Cache(Counted):
+    def __init__(self, log):
+        super().__init__(log)
+        self.values = multiprocessing.Array("q", 20)
+
+    def __getitem__(self, index):
+        if not self.values[index]:
+            self.note("loaded")
+            self.values[index] = index + 1
+        return self.values[index] - 1
+
+
+class Named(Counted):
+    def __init__(self, log):
+        super().__init__(log)
+        self.memory = shared_memory.SharedMemory(create=True, size=8)
+        self.memory.unlink()
+
+
+class Mapped(Counted):
+    def __init__(self, log):
+        super().__init__(log)
+        np.save(f"{log}.npy", np.arange(20))
+        self.values = np.load(f"{log}.npy", mmap_mode="r")
+        with open(f"{log}.npy", "rb") as file:
+            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __getitem__(self, index):
+        return int(self.values[index])
+
+
+POOL = ThreadPoolExecutor(1)  # as libraries keep one for the whole process
+
+
+class Pooled(Counted):
+    def __init__(self, log):
+        super().__init__(log)
+        self.values = list(POOL.map(int, range(20)))
+
+
+class Held(Counted):
+    def __init__(self, log):
+        super().__init__(log)
+        self.parts = [{"pool": ThreadPoolExecutor(1)}]
+        self.parts[0]["pool"].submit(int)
+
+
+class Reading(Counted):
+    def __init__(self, log):
+        super().__init__(log)
+        self.file = self.log.open("rb")
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of what is built again in each worker
+@pytest.mark.parametrize("where", ["local", "node"])
+@pytest.mark.parametrize("kind", [Cache, Named, Mapped, Pooled, Held, Reading])
+def test_dataset_is_built_in_every_worker_only_if_it_holds_threads_or_files(kind, where, shared_server, tmp_path):
+    place = "local:2" if where == "local" else shared_server.address
+    loader = RPCDataloader(RPCDataset(place, kind, tmp_path / "log"), batch_size=None, num_workers=2)
+    for _epoch in range(2):
+        assert list(loader) == list(range(20))
+    words = (tmp_path / "log").read_text().split()
+    assert (words.count("built") == 1) == (kind not in (Held, Reading))
+    assert words.count("loaded") == (20 if kind is Cache else 0)
+
+
+def test_fork_inherits_what_the_script_has_built_with_its_threads():
+    """A constructor that runs in a fork of a process whose pool has been used would wait for ever."""
+    POOL.submit(int).result()
+    loader = RPCDataloader(RPCDataset("local:1", lambda: list(POOL.map(int, range(3)))), batch_size=None)
+    assert list(loader) == [0, 1, 2]
+
+
+class Drawn(datasets.Numbers):
+    def __init__(self):
+        self.number = float(torch.rand(1))
+
+    def __getitem__(self, _index):
+        return self.number
+
+
+@pytest.mark.parametrize("place", ["local:1", "node"])
+def test_constructor_of_an_rpc_dataset_leaves_the_generators_of_the_script_alone(place, shared_server):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    dataset = RPCDataset(shared_server.address if place == "node" else place, Drawn)
+    assert torch.equal(torch.rand(1), expected)
+    assert dataset[0] == float(expected)
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((1 << 17,), float(index))
+
+
+def test_memory_that_the_script_holds_is_not_kept_back_for_a_session():
+    loader = RPCDataloader(Images(), 16, num_workers=1, persistent_workers=True)
+    held = list(loader)
+    other = iter(RPCDataloader(datasets.Numbers(100), num_workers=1))
+    next(other)
+    borrowers = [worker.connection._borrower for worker in loader._pass.driver.workers]
+    assert not any(borrower._children for borrower in borrowers if borrower is not None)
+    assert len(held) == 4
