@@ -55,9 +55,9 @@ def read_digits(output: str, epochs: int) -> tuple[str, float]:
 
 def test_digits_are_learnt_from_the_same_batches_wherever_they_are_made(library_zygote, servers):
     scripts = [start_digits(library_zygote, *workers, epochs=3) for workers in ([], ["--workers", *servers])]
-    embedded, remote = [read_digits(output_of(script), 3) for script in scripts]
-    assert embedded[1] >= 0.95
-    assert remote == embedded
+    local, remote = [read_digits(output_of(script), 3) for script in scripts]
+    assert local[1] >= 0.95
+    assert remote == local
 
 
 def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(library_zygote, servers):

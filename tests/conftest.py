@@ -232,7 +232,7 @@ def _serve_to_the_end(zygote: Zygote, *options: str) -> Iterator[QuickServer]:
 
 
 def close_client() -> None:
-    """End this process's sessions and its embedded pool, as its end does."""
+    """End this process's sessions, as its end does."""
     from rpcdataloader.client import client
 
     client.close_client()
@@ -246,7 +246,7 @@ def clean_client() -> Iterator[None]:
     processes = set(descendants(os.getpid()))
     yield
     close_client()
-    # Its sessions and workers, an embedded pool, and whatever else the test has started.
+    # Its sessions and workers, and whatever else the test has started.
     wait_until(lambda: not set(descendants(os.getpid())) - processes, what="processes left behind")
     # A connection that was lost before is not waited for: its receiver may have a few instructions to go.
     wait_until(lambda: not _threads(), what=lambda: f"threads left, and where they are: {_threads()}")

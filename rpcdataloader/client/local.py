@@ -30,7 +30,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import FATE_TIMEOUT, RemoteSession
 from rpcdataloader.client.worker import ClientSettings, FailedStartError, RemoteWorker, read_welcome
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
-from rpcdataloader.server.events import Link, WorkerConnection
+from rpcdataloader.server.events import RETRY_PAUSE, Link, WorkerConnection
 from rpcdataloader.server.local import Inherited, run_local_session
 from rpcdataloader.server.processes import describe_exit, open_pidfd
 from rpcdataloader.wire.address import Address
@@ -149,16 +149,18 @@ class LocalSession(RemoteSession):
         """
         name = f"{self.name}/{number}"
         try:
-            with _forking, contextlib.ExitStack() as theirs:
-                ours, other = socket.socketpair()
-                theirs.enter_context(other)
-                channel = pair_channel(Transport(ours, name), name)
-                if not self._link.send(WorkerConnection(number, 0, "this process", None), [other.fileno()]):
-                    channel.transport.close()
-                    raise ConnectionLostError(f"{self.name} has ended")
-                return channel
+            while not self.connection.has_ended:
+                with _forking, contextlib.ExitStack() as theirs:
+                    ours, other = socket.socketpair()
+                    theirs.enter_context(other)
+                    transport = Transport(ours, name)
+                    if self._link.offer(WorkerConnection(number, 0, "this process", None), [other.fileno()]):
+                        return pair_channel(transport, name)
+                    transport.close()
+                time.sleep(RETRY_PAUSE)  # it is busy, and hundreds of connections wait; or it has just ended
         except OSError as exc:
             raise ConnectError(f"cannot connect to a worker of this machine: {exc.strerror or exc}") from exc
+        raise ConnectionLostError(f"{self.name} has ended")
 
     def close(self) -> None:
         super().close()

@@ -74,7 +74,7 @@ def test_loader_delivers_the_same_batches(server, plain_server, certificates, mo
     assert "over TLS" in server.log
 
 
-def test_embedded_pool_does_without(certificates, monkeypatch):
+def test_workers_of_this_machine_do_without(certificates, monkeypatch):
     use(monkeypatch, certificates)
     assert len(batches(None)) == 6
 

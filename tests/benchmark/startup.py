@@ -15,7 +15,7 @@ has served nobody before: its session, imports and datasets are made by the meas
   epoch: the second is the same, and takes minutes.
 
 ``ours`` is given an ordinary dataset, as torch's loader is, and sends it to the node; ``ours-built`` is an
-``RPCDataset`` that the node builds.
+``RPCDataset`` that the node builds; ``ours-local`` has workers of its own machine, and no node server.
 
 **Columns.** *build*: dataset and loader are made. *first*: from ``iter()`` to the first batch. *all*: until every
 worker has delivered one. *second*: from letting the first iterator go to the first batch of the second epoch.
@@ -48,11 +48,17 @@ _TIMEOUT = 1800.0
 
 # Title, number of workers, number of paths, loaders.
 ROWS = {
-    "small": ("a short list of paths", 2, 10**5, ("ours", "ours-built", "torch-fork")),
+    "small": ("a short list of paths", 2, 10**5, ("ours", "ours-built", "ours-local", "torch-fork")),
     "paths": ("a list of a million paths", 32, 10**6, ("ours", "ours-built", "torch-fork", "torch-spawn")),
 }
 
-TITLES = {"ours": "ours", "ours-built": "ours, RPCDataset", "torch-fork": "torch, fork", "torch-spawn": "torch, spawn"}
+TITLES = {
+    "ours": "ours",
+    "ours-built": "ours, RPCDataset",
+    "ours-local": "ours, this machine",
+    "torch-fork": "torch, fork",
+    "torch-spawn": "torch, spawn",
+}
 
 _FORK, _SPAWN = "torch DataLoader, fork", "torch DataLoader, spawn"
 _SECOND = "first batch of the second epoch"
@@ -99,6 +105,8 @@ def _build(loader: str, num_paths: int, num_workers: int, addresses: list[str]) 
         return DataLoader(paths(num_paths), multiprocessing_context=loader.removeprefix("torch-"), **options)
     from rpcdataloader import RPCDataloader, RPCDataset
 
+    if loader == "ours-local":
+        return RPCDataloader(paths(num_paths), **options)
     if loader == "ours-built":
         return RPCDataloader(RPCDataset(addresses, paths, num_paths), **options)
     return RPCDataloader(paths(num_paths), workers=addresses, **options)
@@ -167,7 +175,8 @@ def _ask(row: str, loader: str, divisor: int) -> Start:
     _title, num_workers, num_paths, _loaders = ROWS[row]
     num_workers = max(2, num_workers // divisor)
     with environment() as (folder, env), contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(node_server(num_workers, env, folder))] if loader.startswith("ours") else []
+        is_remote = loader in ("ours", "ours-built")
+        servers = [stack.enter_context(node_server(num_workers, env, folder))] if is_remote else []
         arguments = {
             "loader": loader,
             "num_workers": num_workers,

@@ -51,8 +51,8 @@ class Variant:
     """A way to run a row.
 
     Attributes:
-        how: ``torch``; ``local`` for the embedded pool; ``workers``, ``RPCDataset`` or ``built in workers`` for a node
-            server; ``inline``.
+        how: ``torch``; ``local`` for workers of this machine; ``workers``, ``RPCDataset`` or ``built in workers`` for a
+            node server; ``inline``.
     """
 
     how: str
