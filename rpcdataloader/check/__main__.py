@@ -92,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--workers",
         type=_workers,
         metavar="ADDRESS,...",
-        help="node servers to check, each of them (default: a pool of its own on this machine)",
+        help="node servers to check, each of them (default: a worker of this machine)",
     )
     parser.add_argument(
         "--rate", type=_rate, metavar="R", help="samples per second that the trainer needs (default: unknown)"
@@ -159,7 +159,7 @@ def examine(target: str, workers: Where | None, rate: float | None, report: Repo
     """Ask all questions.
 
     Args:
-        workers: Node servers to ask; None for a pool of its own.
+        workers: Node servers to ask; None for a worker of this machine.
         rate: Samples per second that the trainer needs; None if unknown.
 
     Raises:

@@ -70,8 +70,9 @@ class RPCDataloader(LoaderTools[_T_co]):
     Arguments, batches, their order, and exceptions are torch's; see its documentation. Differences:
 
     Args:
-        dataset: An :class:`~rpcdataloader.RPCDataset`, whose workers are used; or any dataset, which is pickled and
-            sent to the nodes of ``workers`` at the beginning of an epoch, if it has changed.
+        dataset: An :class:`~rpcdataloader.RPCDataset`, whose workers are used; or any dataset. Workers of this machine
+            get it as torch's do; for node servers, it is pickled at the beginning of an epoch, and sent if it has
+            changed.
         num_workers: Number of workers: with an ``RPCDataset`` or ``workers``, out of this process's share, 0 for all.
             Otherwise as in torch: worker processes on this machine, 0 to load in this process. ``"auto"`` uses as many
             of the share (without ``workers``, of one per CPU) as the loop needs, and gives the others back. An
@@ -110,7 +111,8 @@ class RPCDataloader(LoaderTools[_T_co]):
             its own.
         py_modules: Modules and packages for the workers' sessions, as for :class:`~rpcdataloader.RPCDataset`; they are
             read now. An ``RPCDataset`` has its own.
-        forward_output: Print the output of workers on this process's standard error, each line with its origin.
+        forward_output: Print the output of node servers' workers on this process's standard error, each line with its
+            origin.
         min_workers: Number of workers that a pass waits for, at most for the connect timeout: until the node servers
             have this many for this process. 0 to begin with the present ones. ``num_workers="auto"`` never uses fewer.
         transform: Function of a sample, called in all workers, while ``source_workers`` iterate over the iterable-style

@@ -44,17 +44,19 @@ class RPCDataset(Dataset[Any]):
             that register in that directory, ``dns://host:port`` for those behind a name, the value of a pool's ``with``
             block, and ``local:N`` for N processes on this machine; one of these, or a string of them separated by
             commas; ``inline`` for this process; or None, for the environment variable ``RPCDATALOADER_WORKERS`` or else
-            a pool on this machine.
+            processes on this machine.
         dataset: Class or other callable that makes the dataset. It is importable on the nodes, or sent by value.
         *args: Positional arguments of ``dataset``.
-        build: ``"node"`` builds it once per node, and workers inherit it by a fork. ``"worker"`` builds it in each
-            worker: for datasets that open HDF5 or LMDB files or start threads in their constructor.
+        build: ``"node"`` builds it once per node, and workers inherit it by a fork; for workers of this machine, this
+            process may be the one that builds it. ``"worker"`` builds it in each worker: for datasets that open HDF5 or
+            LMDB files or start threads in their constructor.
         env: Environment variables for the sessions before the dataset is built: names and patterns of variables of this
             process, such as ``["HF_*", "AWS_PROFILE"]``; or their values, ``{"TZ": "UTC"}``.
         py_modules: Modules and packages for the sessions before the dataset is built, for nodes that do not see the
             folder of the script: module objects, names, or paths. Pure Python, with the data files of packages, at most
             64 MiB altogether.
-        forward_output: Print the output of workers on this process's standard error, each line with its origin.
+        forward_output: Print the output of node servers' workers on this process's standard error, each line with its
+            origin.
         min_workers: Number of workers to wait for: until the node servers have this many for this process. 0 to begin
             with the present ones.
         **kwargs: Keyword arguments of ``dataset``.
@@ -65,6 +67,7 @@ class RPCDataset(Dataset[Any]):
         TypeError: ``dataset`` cannot be called, or its result is not a dataset.
         ConnectError: All node servers are unreachable, or have too few workers.
         SerializationError: An argument cannot be pickled.
+        AssertionError: This process is a daemon of multiprocessing, and may start no workers of this machine.
         Exception: An exception of the callable, with the remote traceback as its cause.
     """
 
