@@ -23,7 +23,16 @@ from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import Rows, TensorCollator
 from rpcdataloader.fetch.raw import FailedSample
-from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, skipped, stopped, whereabouts
+from rpcdataloader.fetch.samples import (
+    ALL,
+    DONE,
+    Skipped,
+    describe_indices,
+    loads_batches,
+    skipped,
+    stopped,
+    whereabouts,
+)
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
@@ -214,25 +223,29 @@ class BatchLoader:
         self._missing = []
         dataset, auto_collation = self._dataset, self._spec.auto_collation
         # Asked the way torch asks.
-        getitems = getattr(dataset, "__getitems__", None) if auto_collation else None
-        is_one_call = getitems or not auto_collation
+        getitems = (getattr(dataset, "__getitems__", None) or None) if auto_collation else None
+        at_once = getitems is not None and loads_batches(getitems)
+        is_one_call = at_once or not auto_collation
         steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
         rows = None if is_one_call or not isinstance(indices, Sized) else self._begin_rows(len(indices))
         samples: list[Any] = []
         for at, wanted in steps:
-            whereabouts.sample[0] = ALL if getitems else at
+            whereabouts.sample[0] = ALL if at_once else at
             num_retries = 0
             while True:
                 self._begin_sample(at)
                 try:
                     try:
-                        sample = getitems(wanted) if getitems else dataset[wanted]
+                        if getitems is None:
+                            sample = dataset[wanted]
+                        else:
+                            sample = getitems(wanted) if at_once else getitems([wanted])[0]
                         samples.append(sample if rows is None else rows.place(sample, len(samples)))
                     except StopIteration as stop:
-                        method = "__getitems__" if getitems else "__getitem__"
+                        method = "__getitems__" if at_once else "__getitem__"
                         raise stopped(f"{type(dataset).__name__}.{method}({describe_indices(wanted)})") from stop
                 except BaseException as error:
-                    what = f"{'indices' if getitems else 'index'} {describe_indices(wanted)} at position {at}"
+                    what = f"{'indices' if at_once else 'index'} {describe_indices(wanted)} at position {at}"
                     # The stream itself has raised that, and would have skipped what can be skipped.
                     is_final = isinstance(wanted, FailedSample)
                     can_retry = num_retries < self._spec.max_retries and isinstance(error, self._spec.retry_on)
@@ -240,13 +253,13 @@ class BatchLoader:
                         _pause(num_retries, what, error)
                         num_retries += 1
                         continue
-                    if is_final or not self._skip(wanted if getitems else [wanted], error):
+                    if is_final or not self._skip(wanted if at_once else [wanted], error):
                         self._name(error, f"{what}, batch {batch_number}")
                         raise
                 break
         if is_one_call and samples:
             # A list of our own, as the dataset may keep the one that it returns.
-            return samples[0].copy() if getitems and type(samples[0]) is list else samples[0]
+            return samples[0].copy() if at_once and type(samples[0]) is list else samples[0]
         return samples
 
     def _begin_rows(self, num_samples: int) -> Rows | None:
@@ -271,7 +284,8 @@ class BatchLoader:
         number = number * spec.world_size + spec.rank
         if purpose is SAMPLE:
             number += spec.first_position
-        seeding.begin_sample(seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number))
+        seeds = seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number)
+        seeding.begin_sample(seeds, reads_ahead=spec.iterable and purpose is SAMPLE)
 
 
 def _pause(num_retries: int, what: str, error: BaseException) -> None:

@@ -90,7 +90,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             cannot repeat samples. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"raise"`` raises an exception of the dataset in place of the batch, as torch does. ``"skip"`` leaves
             the sample out of its batch, after ``retry_on``, and names it in a warning; empty batches are not delivered.
-            A dataset with ``__getitems__`` loads whole batches, so these are left out.
+            A dataset with a ``__getitems__`` of its own loads whole batches, so these are left out.
         max_skipped: Number of skipped samples in one pass above which a :class:`~rpcdataloader.errors.BadSamplesError`
             is raised; with a ``transform``, of those that it has refused, and of those that the stream has.
         device: Device of a delivered batch's tensors, such as ``"cuda:0"``; ``"cuda"`` is the current one of the thread

@@ -10,13 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.batch_loader import BatchLoader, LoaderSpec
+from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.wire.slabs import Block
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing
@@ -104,6 +113,89 @@ def test_position_over_all_ranks_seeds_a_sample_its_first_one_samples_at_once_an
     assert of_batch == seed_at(21, seeding.BATCH)
 
 
+def test_each_call_in_a_step_of_a_stream_has_a_seed_of_its_own_in_the_same_order_again():
+    class Ahead(IterableDataset):
+        def __iter__(self):
+            for number in range(3):
+                yield [seeding.get_sample_seed() for _ in range(number + 2)]
+
+    def run():
+        loader = StreamLoader(Ahead(), replace(SPEC, iterable=True, collate_fn=list))
+        return [loader.load([0], number, number)[1][0] for number in range(3)]
+
+    steps = run()
+    assert steps == run()
+    assert [step[0] for step in steps] == [seed_at(1), seed_at(2), seed_at(3)]  # before the first, it was opened
+    seeds = [seed for step in steps for seed in step]
+    assert len(set(seeds)) == 2 + 3 + 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Batches(Dataset):
+    """Notes what it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return index
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return list(indices)
+
+
+class Singles(Batches):
+    __getitems__ = None
+
+
+class Forwarding:
+    """Passes on what it has not itself."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+
+class InReverse(Subset):
+    """A wrapper that loads batches itself."""
+
+    def __getitem__(self, index):
+        return self.dataset[7 - index]
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+EIGHT = range(8)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "of_batches", "of_singles"),
+    [
+        (lambda dataset: dataset, [[2, 3]], [2, 3]),
+        (lambda dataset: Subset(dataset, EIGHT), [[2, 3]], [2, 3]),
+        (lambda dataset: Subset(Subset(dataset, EIGHT), EIGHT), [[2, 3]], [2, 3]),
+        (lambda dataset: StackDataset(dataset, dataset), [[2, 3]] * 2, [2, 2, 3, 3]),
+        (lambda dataset: StackDataset(dataset, Singles()), [[2], [3]], [2, 3]),
+        (lambda dataset: StackDataset(a=dataset, b=Subset(dataset, EIGHT)), [[2, 3]] * 2, [2, 2, 3, 3]),
+        (lambda dataset: ConcatDataset([dataset]), [2, 3], [2, 3]),
+        (lambda dataset: Forwarding(Subset(dataset, EIGHT)), [[2, 3]], [2, 3]),
+        (lambda dataset: InReverse(dataset, EIGHT), [5, 4], [5, 4]),
+    ],
+)
+def test_dataset_is_asked_for_batches_only_if_what_is_behind_all_wrappers_loads_these(wrap, of_batches, of_singles):
+    for dataset, expected in (Batches(), of_batches), (Singles(), of_singles):
+        load(wrap(dataset), [2, 3], collate_fn=list)
+        assert dataset.asked == expected
+
+
 # The default collate
 
 
@@ -166,10 +258,11 @@ class Fresh(Dataset):
         lambda image, index: {"image": image, "index": index},
     ],
 )
-def test_sample_is_copied_to_the_batch_before_the_next_one_is_fetched(make):
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(8))])
+def test_sample_is_copied_to_the_batch_before_the_next_one_is_fetched(wrap, make):
     allocator = CountingAllocator()
     expected = default_collate([make(torch.full((3, 96, 96), i, dtype=torch.uint8), i) for i in range(8)])
-    assert_same(load(Fresh(make), range(8), allocator=allocator), expected)
+    assert_same(load(wrap(Fresh(make)), range(8), allocator=allocator), expected)
     assert allocator.sizes == [8 * 3 * 96 * 96]
 
 
