@@ -69,7 +69,7 @@ def loads_batches(getitems: Any) -> bool:
     torch's wrappers of datasets always have the method, and call it where the datasets have it. With a dataset behind
     them that loads single samples, they are asked for one at a time, which has its own seed and may fail alone.
     """
-    wrapper = getattr(getitems, "__self__", None)  # not the dataset itself where that passes attributes on
+    wrapper: Any = getattr(getitems, "__self__", None)  # not the dataset itself where that passes attributes on
     if not str(getattr(getitems, "__module__", "")).startswith("torch.utils.data."):
         return True
     behind = [wrapper.dataset] if hasattr(wrapper, "dataset") else getattr(wrapper, "datasets", ())

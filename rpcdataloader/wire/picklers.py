@@ -10,6 +10,7 @@ definition is applied only where it was received, not where it was made.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -128,6 +129,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules |= obj.modules
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
+        elif issubclass(kind, BaseException) and _is_reduced_as_built_in(kind):
+            return put_together, parts_of(obj)
         return NotImplemented
 
     def _dump_whole(self, tensor: torch.Tensor) -> bytes:
@@ -272,6 +275,43 @@ def _in_order_of_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _load_storage(content: bytes) -> Any:
     """In place of torch's function, in which torch 2.4 and 2.5 warn that their own default will change."""
     return torch.load(io.BytesIO(content), weights_only=False)
+
+
+def _is_reduced_as_built_in(kind: type[BaseException]) -> bool:
+    """Whether a class of exceptions leaves its pickles to Python: a call of its constructor with ``args``.
+
+    Many constructors take other arguments, or make another text of these.
+    """
+    owner = getattr(kind.__reduce__, "__objclass__", None)
+    ours = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__setstate__ is BaseException.__setstate__
+    return ours and kind not in copyreg.dispatch_table and getattr(owner, "__module__", "") == "builtins"
+
+
+# Attributes of an exception that do not travel, and its arguments.
+_NOT_SENT = {"__dict__", "__weakref__", "__traceback__", "__context__", "__cause__", "__suppress_context__", "args"}
+
+
+def parts_of(exc: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
+    """Class, arguments and attributes of an exception; also those in slots, such as the number of an ``OSError``."""
+    found = {}
+    for kind in type(exc).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType)) and name not in _NOT_SENT:
+                with contextlib.suppress(AttributeError):  # an empty slot
+                    found[name] = member.__get__(exc)
+    return type(exc), exc.args, {**found, **vars(exc)}
+
+
+def put_together(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """Make an exception of its parts, without its constructor."""
+    built_in: Any = next(each for each in kind.__mro__ if each.__module__ == "builtins")
+    exc: BaseException = built_in.__new__(kind, *args)
+    exc.args = args  # OSError leaves it to the constructor of a class that has one
+    for name, value in attributes.items():
+        if value is not getattr(exc, name, exc):  # a second file name that is set to None would be shown
+            with contextlib.suppress(AttributeError, TypeError):  # read only, and set with the arguments
+                object.__setattr__(exc, name, value)
+    return exc
 
 
 #: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteTraceback
-from tests.support.datasets import Augmented, Deadly, note, notes
+from tests.support.datasets import Augmented, Deadly, Numbers, note, notes
 
 BAD = (1, 6, 7, 8, 14)
 
@@ -139,7 +139,7 @@ WRAPPED = [
     lambda bad: Subset(bad, range(20)),
     lambda bad: Subset(Subset(bad, range(20)), range(20)),
     lambda bad: ConcatDataset([Subset(bad, range(20))]),
-    lambda bad: StackDataset(index=PickedDataset(Subset(bad, range(20)), "index"), draws=bad, seed=range(20)),
+    lambda bad: StackDataset(index=PickedDataset(Subset(bad, range(20)), "index"), draws=bad, seed=Numbers(20)),
 ]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteError, SerializationError
+from rpcdataloader.errors import BadSamplesError, ConnectionLostError, SerializationError
 from rpcdataloader.fetch.raw import RawIndices
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.datasets import note, notes, wait_for
@@ -48,7 +48,7 @@ class Stream(IterableDataset):
 
 
 class Odd(Exception):
-    """Cannot be rebuilt from its arguments."""
+    """Cannot be made of its arguments."""
 
     def __init__(self, number, why):
         super().__init__(f"{number} is {why}")
@@ -218,7 +218,7 @@ def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
         next(batches)
     assert "position 9 of stream 0, batch 2" in named(caught.value)
     assert numbers(itertools.islice(batches, 2)) == [*range(10, 18)]
-    with pytest.raises(RemoteError, match="20 is odd"):
+    with pytest.raises(Odd, match="20 is odd"):
         next(batches)
     assert numbers([next(batches)]) == [21, 22, 23, 24]
     with pytest.raises(ValueError, match="sample 28 is broken"):

@@ -150,7 +150,7 @@ class Batches(Dataset):
 
 
 class Singles(Batches):
-    __getitems__ = None
+    __getitems__: Any = None
 
 
 class Forwarding:
