@@ -227,6 +227,19 @@ class RPCDataloader(LoaderTools[_T_co]):
         check_transform(self, self._where)
         if self._where is None:
             return self._iterate_here()
+        is_overridden = type(self)._get_iterator is not RPCDataloader._get_iterator
+        return self._get_iterator() if is_overridden else self._iterate()
+
+    def _get_iterator(self) -> Any:
+        """Begin a pass with new workers: torch's method, which subclasses call to begin anew, or override."""
+        check_transform(self, self._where)
+        if self._where is None:
+            return super()._get_iterator()
+        self._pass = None
+        return self._iterate()
+
+    def _iterate(self) -> PassIterator:
+        """Begin a pass with the workers that are kept, if any."""
         self.num_workers = _check_num_workers(self.num_workers, self.dataset, self.transform)
         settings = PassSettings.of(self)
         # A state of the beginning has nothing to resume, but begins anew.
