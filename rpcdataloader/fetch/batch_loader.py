@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_collate, default_convert, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -133,6 +133,11 @@ class BatchLoader:
         )
         with _trainer_restored() if inline else nullcontext():
             torch_worker._worker_info = self._worker_info
+            if get_worker_info() is not self._worker_info:  # a private name, which a new version may read no more
+                raise RuntimeError(
+                    f"get_worker_info() of torch {torch.__version__} does not give what a worker has set, so all "
+                    "workers would read the whole of a stream: this version of rpcdataloader needs an older torch"
+                )
             seeding.set_random_seeds(spec.base_seed, spec.worker_id)
             if spec.worker_init_fn is not None:
                 try:

@@ -91,6 +91,17 @@ def test_init_function_that_stops_an_iteration_is_an_error_and_leaves_nothing_be
     assert not inline or random.getstate() == state
 
 
+def test_torch_that_keeps_worker_info_elsewhere_is_refused(monkeypatch):
+    """Of threads, for example: each worker would read all of a stream."""
+    monkeypatch.setattr("rpcdataloader.fetch.batch_loader.get_worker_info", lambda: None)
+    for inline in True, False:
+        with pytest.raises(
+            RuntimeError, match=r"^get_worker_info\(\) of torch \S+ does not give what a worker has set"
+        ):
+            make_loader([1, 2], inline=inline)
+    assert load([1, 2], [0, 1], num_workers=0).tolist() == [1, 2]  # without workers, there is none
+
+
 # Seeds
 
 
