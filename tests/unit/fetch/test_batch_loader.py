@@ -297,6 +297,24 @@ def test_function_that_the_user_registered_for_tensors_stays(monkeypatch):
     assert load([floats(2), floats(4)], range(2)).shape == (2, 4)
 
 
+def draw_seed(batch, **_options):
+    return [seeding.get_sample_seed() for _ in batch]
+
+
+@pytest.mark.parametrize("kind", [str, Tagged])
+def test_function_that_the_user_has_put_into_torchs_table_has_the_numbers_of_the_batch(monkeypatch, kind):
+    samples = ["text"] * 2 if kind is str else [torch.zeros(300, 300).as_subclass(Tagged)] * 2
+    monkeypatch.setitem(default_collate_fn_map, kind, draw_seed)
+    assert load(samples, range(2), batch_number=3) == [seed_at(3, seeding.BATCH)] * 2
+
+
+def test_function_that_the_user_has_put_into_torchs_table_gets_the_samples_themselves(monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_options: list(batch))
+    samples = [torch.zeros(300, 300) for _ in range(2)]
+    batch = load(samples, range(2), allocator=CountingAllocator())
+    assert [id(sample) for sample in batch] == list(map(id, samples))
+
+
 # Skipping
 
 
