@@ -125,6 +125,9 @@ class BatchLoader:
         self._collate_tensors = TensorCollator(allocator)
         self._torchs = _TORCHS | {id(self._collate_tensors)}
         self._missing: list[tuple[Any, Exception]] = []  # samples of the present batch, and why
+        self._gives_batches = (
+            False  # True if a subclass of torch's wrappers turned out to give something else than lists
+        )
         self._worker_info: Any = None
         self._begin()
         if not spec.num_workers:
@@ -231,7 +234,7 @@ class BatchLoader:
         dataset, auto_collation = self._dataset, self._spec.auto_collation
         # Asked the way torch asks.
         getitems = (getattr(dataset, "__getitems__", None) or None) if auto_collation else None
-        at_once = getitems is not None and loads_batches(getitems)
+        at_once = getitems is not None and (self._gives_batches or loads_batches(getitems))
         is_one_call = at_once or not auto_collation
         steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
         rows = None if is_one_call or not isinstance(indices, Sized) else self._begin_rows(len(indices))
@@ -245,8 +248,14 @@ class BatchLoader:
                     try:
                         if getitems is None:
                             sample = dataset[wanted]
+                        elif at_once:
+                            sample = getitems(wanted)
                         else:
-                            sample = getitems(wanted) if at_once else getitems([wanted])[0]
+                            found = getitems([wanted])
+                            if type(found) is not list or len(found) != 1:  # a subclass makes whole batches of it
+                                self._gives_batches = True
+                                return self._fetch(indices, position, batch_number)
+                            sample = found[0]
                         samples.append(sample if rows is None else rows.place(sample, len(samples)))
                     except StopIteration as stop:
                         method = "__getitems__" if at_once else "__getitem__"

@@ -66,17 +66,27 @@ def describe_indices(indices: Any) -> str:
 def loads_batches(getitems: Any) -> bool:
     """Whether this ``__getitems__`` loads whole batches, rather than passing the question on to a dataset behind it.
 
-    torch's wrappers of datasets always have the method, and call it where the datasets have it. With a dataset behind
-    them that loads single samples, they are asked for one at a time, which has its own seed and may fail alone.
+    torch's wrappers of datasets always have the method, and call it where the datasets have it. Subclasses with another
+    ``__getitem__`` must have one that calls it. With a dataset behind them that loads single samples, they are asked
+    for one at a time, which has its own seed and may fail alone.
     """
     wrapper: Any = getattr(getitems, "__self__", None)  # not the dataset itself where that passes attributes on
-    if not str(getattr(getitems, "__module__", "")).startswith("torch.utils.data."):
+    for kind in type(wrapper).__mro__:
+        if "__getitem__" in vars(kind):
+            break  # if not torch's, that of a subclass
+        if "__getitems__" in vars(kind):
+            return True
+    if not any(_is_torchs(kind) and "__getitems__" in vars(kind) for kind in type(wrapper).__mro__):
         return True
     behind = [wrapper.dataset] if hasattr(wrapper, "dataset") else getattr(wrapper, "datasets", ())
     if isinstance(behind, Mapping):
         behind = behind.values()
     found = [getattr(dataset, "__getitems__", None) for dataset in behind]
     return all(callable(each) and loads_batches(each) for each in found)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.utils.data.")
 
 
 class Skipped(NamedTuple):

@@ -104,19 +104,31 @@ def same(sample: Any) -> Any:
 
 BASES: dict[str, Callable[[], Any]] = {"torch": functools.partial(Drawn, SIZE), "Hugging Face": hf_rows}
 
+
+class Transforming(Subset[Any]):
+    """A subclass as torch's documentation has it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[self.indices[index]]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "Subset": lambda dataset: Subset(dataset, range(len(dataset) - 1, -1, -1)),
     "random_split": lambda dataset: random_split(dataset, [len(dataset), 0])[0],
     "StackDataset": lambda dataset: StackDataset(dataset, Numbers(len(dataset))),
     "StackDataset by name": lambda dataset: StackDataset(image=dataset, label=Numbers(len(dataset))),
     "ConcatDataset": lambda dataset: ConcatDataset([dataset, dataset]),
+    "subclass": lambda dataset: Transforming(dataset, range(len(dataset))),
     "own": Forwarding,
     "PipelineDataset": lambda dataset: pipelines.PipelineDataset(dataset, same, {}),
     "KeyDataset": lambda dataset: pipelines.KeyDataset(StackDataset(image=dataset), "image"),
 }
 
 # Only these ask a dataset behind them for whole batches.
-PASSED_ON = {"Subset", "random_split", "own"}
+PASSED_ON = {"Subset", "random_split", "subclass", "own"}
 
 
 # Iterable-style
@@ -223,7 +235,7 @@ class Row(NamedTuple):
         """Whether every run of the tests has it: each wrapper alone, and torch's over the most used ones."""
         if self.base == "stream":
             return not self.inner and not self.outer.startswith(("Accelerate", "Transformers", "Hugging Face"))
-        torchs = list(WRAPPERS)[:6]
+        torchs = list(WRAPPERS)[:7]
         return self.base == "torch" and self.outer in torchs and self.inner in ("", *torchs[:3])
 
     @property

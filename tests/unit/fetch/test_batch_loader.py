@@ -29,7 +29,7 @@ from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.wire.slabs import Block
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing
-from tests.support.kinds import Tagged
+from tests.support.kinds import Tagged, as_is
 
 
 @pytest.fixture(autouse=True)
@@ -175,13 +175,22 @@ class Forwarding:
 
 
 class InReverse(Subset):
-    """A wrapper that loads batches itself."""
+    """A subclass as torch's documentation has it."""
 
     def __getitem__(self, index):
         return self.dataset[7 - index]
 
     def __getitems__(self, indices):
+        self.dataset.asked.append(len(indices))
         return [self[index] for index in indices]
+
+
+class AtOnce(Subset):
+    """A subclass that loads batches itself."""
+
+    def __getitems__(self, indices):
+        self.dataset.asked.append(len(indices))
+        return [self.dataset[index] for index in indices]
 
 
 EIGHT = range(8)
@@ -198,13 +207,32 @@ EIGHT = range(8)
         (lambda dataset: StackDataset(a=dataset, b=Subset(dataset, EIGHT)), [[2, 3]] * 2, [2, 2, 3, 3]),
         (lambda dataset: ConcatDataset([dataset]), [2, 3], [2, 3]),
         (lambda dataset: Forwarding(Subset(dataset, EIGHT)), [[2, 3]], [2, 3]),
-        (lambda dataset: InReverse(dataset, EIGHT), [5, 4], [5, 4]),
+        (lambda dataset: InReverse(dataset, EIGHT), [2, 5, 4], [1, 5, 1, 4]),
+        (lambda dataset: AtOnce(dataset, EIGHT), [2, 2, 3], [2, 2, 3]),
     ],
 )
 def test_dataset_is_asked_for_batches_only_if_what_is_behind_all_wrappers_loads_these(wrap, of_batches, of_singles):
     for dataset, expected in (Batches(), of_batches), (Singles(), of_singles):
         load(wrap(dataset), [2, 3], collate_fn=list)
         assert dataset.asked == expected
+
+
+class Columns(Subset):
+    """A subclass whose batches are no lists of samples."""
+
+    def __getitem__(self, index):
+        return self.dataset[index], seeding.get_sample_seed()
+
+    def __getitems__(self, indices):
+        return torch.tensor(indices), seeding.get_sample_seed()
+
+
+def test_subclass_that_gives_something_else_than_lists_is_asked_for_batches():
+    loader = make_loader(Columns(Singles(), EIGHT), collate_fn=as_is)
+    for position in 0, 3:
+        indices, seed = loader.load([2, 5, 3], position, 0)[1]
+        assert indices.tolist() == [2, 5, 3]
+        assert seed == seed_at(position)
 
 
 # The default collate
