@@ -143,7 +143,7 @@ def _pickle(exc: BaseException) -> bytes | None:
 
 def _sendable(value: Any) -> list[Any]:
     """The value in a list, or what of an exception can be sent in its place; an empty list for what cannot be sent."""
-    if _guard(lambda: _signature(_unpickle(_dumps(value))) == _signature(value), False):
+    if _guard(lambda: _texts(_unpickle(_dumps(value))) == _texts(value), False):
         return [value]
     if isinstance(value, BaseException):
         kind, args, attributes = parts_of(value)
@@ -166,13 +166,13 @@ class _Parts:
         return put_together, self._parts
 
 
-def _signature(value: Any) -> Any:
+def _texts(value: Any) -> Any:
     """What must be the same after pickling: types and texts of exceptions."""
     if isinstance(value, BaseException):
         # A constructor that makes a text of its argument makes another one of that text.
-        return type(value), _signature(value.args)
+        return type(value), _texts(value.args)
     if type(value) in (list, tuple):
-        return [_signature(each) for each in value]
+        return [_texts(each) for each in value]
     return value if isinstance(value, str) else None
 
 

@@ -24,10 +24,12 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
+from torch._tensor import _rebuild_from_type_v2
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
-from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, is_dense
+from rpcdataloader.wire.slabs import Block
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, is_dense, place, span_of
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
@@ -47,6 +49,14 @@ def take_tensor(number: int) -> torch.Tensor:
 def require_grad(tensor: torch.Tensor) -> torch.Tensor:
     """Make a received tensor a leaf of autograd."""
     return tensor.requires_grad_()
+
+
+def place_tensor(
+    content: memoryview, layout: Layout, requires_grad: bool, *, blocks: Sequence[Block] = ()
+) -> torch.Tensor:
+    """Make the tensor of a subclass on the storage of its block; see :class:`Unpickler`."""
+    (memory,) = (block.tensor for block in blocks if block.view is content)
+    return place(memory, layout).requires_grad_(requires_grad)
 
 
 def load_whole(
@@ -109,6 +119,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return take_tensor, (len(self.tensors) - 1,)
             if kind is torch.Tensor and obj.requires_grad and not obj.__dict__ and is_dense(obj.detach()):
                 return require_grad, (obj.detach(),)
+            if (reduction := self._reduce_large(obj)) is not None:
+                return reduction
             return load_whole, (self._dump_whole(obj),)
         if kind is np.ndarray:
             if obj.dtype.hasobject:
@@ -133,11 +145,34 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return put_together, parts_of(obj)
         return NotImplemented
 
-    def _dump_whole(self, tensor: torch.Tensor) -> bytes:
+    def _reduce_large(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Reduce a large tensor of a subclass, or with attributes, as torch does: over a block that stays on the CPU.
+
+        None if it is pickled in another way, or is more than bytes and layout without these.
+        """
+        if tensor.numel() * tensor.element_size() < MIN_BLOCK_BYTES:
+            return None
+        reduction: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        if len(reduction) != 2 or reduction[0] is not _rebuild_from_type_v2:
+            return None
+        make, kind, parts, state = reduction[1]
+        if make is not torch._utils._rebuild_tensor_v2 or parts[5]:  # with hooks
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = tensor.as_subclass(torch.Tensor).detach()
+        if type(plain) is not torch.Tensor or not is_dense(plain):
+            return None
+        layout, content = span_of(plain)
+        if state:
+            state = Frozen(self._dump_whole(state), self.modules)
+        args = pickle.PickleBuffer(content), layout, tensor.requires_grad
+        return _rebuild_from_type_v2, (place_tensor, kind, args, state)
+
+    def _dump_whole(self, value: Any) -> bytes:
         """Pickle a tensor as torch does, with its parts: torch needs them in memory of their own, on the CPU."""
         file = io.BytesIO()
         pickler = type(self)(file, None)
-        pickler.dump(tensor)
+        pickler.dump(value)
         self.modules |= pickler.modules
         return file.getvalue()
 
@@ -214,6 +249,7 @@ class Unpickler(pickle.Unpickler):
 
     # Set before load, if different: a constructor in Python would be a good part of the cost of a small batch.
     tensors: Sequence[torch.Tensor] = ()  # of the message
+    blocks: Sequence[Block] = ()  # of the message
     adopt_main: bool = False  # see :func:`complete`
     resolve: Callable[[Any], Any] | None = None  # returns the object that ``persistent_id`` replaced
 
@@ -223,6 +259,8 @@ class Unpickler(pickle.Unpickler):
         if module.startswith("rpcdataloader.wire."):
             if name == take_tensor.__name__:
                 return self.tensors.__getitem__
+            if name == place_tensor.__name__:
+                return functools.partial(place_tensor, blocks=self.blocks)
             if name == load_whole.__name__:
                 return functools.partial(load_whole, adopt_main=self.adopt_main, resolve=self.resolve)
             if name == complete.__name__:

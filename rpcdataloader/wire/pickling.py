@@ -221,7 +221,8 @@ def loads(
             tensors, num_tensor_blocks = _load_tensors(memoryview(payload), blocks, allocator, movable)
         buffers = [block.view for block in blocks[: len(blocks) - num_tensor_blocks]] if blocks else None
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
-        unpickler.tensors, unpickler.adopt_main, unpickler.resolve = tensors, adopt_main, persistent_load
+        unpickler.tensors, unpickler.blocks = tensors, blocks
+        unpickler.adopt_main, unpickler.resolve = adopt_main, persistent_load
         return unpickler.load()
     except RPCError:
         raise
