@@ -22,6 +22,7 @@ from rpcdataloader.wire.copies import end_of, split
 from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import dumps, loads
 from rpcdataloader.wire.slabs import Block
+from rpcdataloader.wire.strings import set_apart
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, is_dense
 
 _IMMUTABLE = {bytes, str, int, float, complex, bool, type(None)}
@@ -137,8 +138,7 @@ class Keeper:
         """What nothing can change: most samples are a few byte strings and numbers, which need no copy."""
         kind = type(value)
         if kind in _IMMUTABLE:
-            # Pickle would copy the large ones.
-            return _Bytes(value) if kind is bytes and len(value) >= MIN_BLOCK_BYTES else value
+            return value
         if kind is dict:
             return {key: self._copied(each) for key, each in value.items()}
         if kind is list or kind is tuple:
@@ -174,7 +174,7 @@ def pack(samples: Sequence[Any]) -> RawBatch:
         SerializationError: One cannot be pickled.
     """
     worker = get_worker_info()
-    encoded = dumps([each.sample if type(each) is Kept else each for each in samples], name="samples")
+    encoded = dumps(set_apart([each.sample if type(each) is Kept else each for each in samples]), name="samples")
     # One block: each costs the trainer an allocation, and a good part of a system call.
     sizes = tuple(buffer.nbytes for buffer in encoded.buffers)
     block = np.empty(end_of(sizes), np.uint8)
@@ -193,18 +193,6 @@ def is_without_gaps(value: Any) -> bool:
                 return False
             end *= size
     return True
-
-
-class _Bytes:
-    """A byte string whose memory stays out of the pickle."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: bytes) -> None:
-        self._value = value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return bytes, (pickle.PickleBuffer(self._value),)
 
 
 class Transformed(Dataset[Any]):

@@ -39,6 +39,7 @@ from rpcdataloader.wire.picklers import (
     UnresolvedError,
 )
 from rpcdataloader.wire.slabs import Allocator, Block, PinnedAllocator
+from rpcdataloader.wire.strings import set_apart
 from rpcdataloader.wire.tensors import Index, Movable, pack, rebuild, rebuild_only
 
 _LENGTHS = struct.Struct("<II")
@@ -123,7 +124,7 @@ def dumps(
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
     """The same for a worker's object: functions and classes that came from the client go back by name."""
-    return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
+    return _dumps(set_apart(obj), ReplyPickler, name, _REPLY_ADVICE)
 
 
 def freeze_reply(obj: Any, *, name: str) -> Frozen:
