@@ -74,7 +74,8 @@ class Probe:
     def __getitem__(self, index: int) -> list[Any]:
         """The sample in a list, or its seconds and bytes; an empty list at the end of a stream."""
         start = time.perf_counter()
-        seeding.begin_sample(seeding.derive_seeds(seeding.SAMPLE, base_seed=0, epoch=0, number=index))
+        seeds = seeding.derive_seeds(seeding.SAMPLE, base_seed=0, epoch=0, number=index)
+        seeding.begin_sample(seeds, reads_ahead=self._is_iterable)
         try:
             sample = self._next(index) if self._is_iterable else self._get(int(index))
         except StopIteration:

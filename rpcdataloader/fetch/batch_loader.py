@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_collate, default_convert, get_worker_info
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -23,7 +24,16 @@ from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import Rows, TensorCollator
 from rpcdataloader.fetch.raw import FailedSample
-from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, skipped, stopped, whereabouts
+from rpcdataloader.fetch.samples import (
+    ALL,
+    DONE,
+    Skipped,
+    describe_indices,
+    loads_batches,
+    skipped,
+    stopped,
+    whereabouts,
+)
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
@@ -31,9 +41,9 @@ from rpcdataloader.wire.slabs import Allocator
 logger = logging.getLogger("rpcdataloader.worker")
 
 # torch's own functions draw no random numbers, so they need no seeded generators: 7 us of a batch of one integer.
-# Functions that the user has registered for more types may draw.
+# Functions that the user has put into torch's table may draw.
 _TORCH_COLLATE = (default_collate, default_convert)
-_NUM_TORCH_TYPES = len(default_collate_fn_map)
+_TORCHS = frozenset(id(value) for value in vars(torch_collate).values() if callable(value))
 
 # Seconds until a sample is retried after an exception: first and longest back-off.
 RETRY_PAUSE = 0.5
@@ -113,7 +123,11 @@ class BatchLoader:
         default = default_collate if spec.auto_collation else default_convert
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
+        self._torchs = _TORCHS | {id(self._collate_tensors)}
         self._missing: list[tuple[Any, Exception]] = []  # samples of the present batch, and why
+        self._gives_batches = (
+            False  # True if a subclass of torch's wrappers turned out to give something else than lists
+        )
         self._worker_info: Any = None
         self._begin()
         if not spec.num_workers:
@@ -124,6 +138,11 @@ class BatchLoader:
         )
         with _trainer_restored() if inline else nullcontext():
             torch_worker._worker_info = self._worker_info
+            if get_worker_info() is not self._worker_info:  # a private name, which a new version may read no more
+                raise RuntimeError(
+                    f"get_worker_info() of torch {torch.__version__} does not give what a worker has set, so all "
+                    "workers would read the whole of a stream: this version of rpcdataloader needs an older torch"
+                )
             seeding.set_random_seeds(spec.base_seed, spec.worker_id)
             if spec.worker_init_fn is not None:
                 try:
@@ -203,7 +222,7 @@ class BatchLoader:
 
     def _collate_samples(self, samples: Any, batch_number: int) -> Any:
         """Collate the samples of a batch."""
-        if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
+        if self._collate not in _TORCH_COLLATE or not self._has_torchs_table():
             self._begin_sample(batch_number, BATCH)
         try:
             return self._collate(samples)
@@ -214,25 +233,35 @@ class BatchLoader:
         self._missing = []
         dataset, auto_collation = self._dataset, self._spec.auto_collation
         # Asked the way torch asks.
-        getitems = getattr(dataset, "__getitems__", None) if auto_collation else None
-        is_one_call = getitems or not auto_collation
+        getitems = (getattr(dataset, "__getitems__", None) or None) if auto_collation else None
+        at_once = getitems is not None and (self._gives_batches or loads_batches(getitems))
+        is_one_call = at_once or not auto_collation
         steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
         rows = None if is_one_call or not isinstance(indices, Sized) else self._begin_rows(len(indices))
         samples: list[Any] = []
         for at, wanted in steps:
-            whereabouts.sample[0] = ALL if getitems else at
+            whereabouts.sample[0] = ALL if at_once else at
             num_retries = 0
             while True:
                 self._begin_sample(at)
                 try:
                     try:
-                        sample = getitems(wanted) if getitems else dataset[wanted]
+                        if getitems is None:
+                            sample = dataset[wanted]
+                        elif at_once:
+                            sample = getitems(wanted)
+                        else:
+                            found = getitems([wanted])
+                            if type(found) is not list or len(found) != 1:  # a subclass makes whole batches of it
+                                self._gives_batches = True
+                                return self._fetch(indices, position, batch_number)
+                            sample = found[0]
                         samples.append(sample if rows is None else rows.place(sample, len(samples)))
                     except StopIteration as stop:
-                        method = "__getitems__" if getitems else "__getitem__"
+                        method = "__getitems__" if at_once else "__getitem__"
                         raise stopped(f"{type(dataset).__name__}.{method}({describe_indices(wanted)})") from stop
                 except BaseException as error:
-                    what = f"{'indices' if getitems else 'index'} {describe_indices(wanted)} at position {at}"
+                    what = f"{'indices' if at_once else 'index'} {describe_indices(wanted)} at position {at}"
                     # The stream itself has raised that, and would have skipped what can be skipped.
                     is_final = isinstance(wanted, FailedSample)
                     can_retry = num_retries < self._spec.max_retries and isinstance(error, self._spec.retry_on)
@@ -240,19 +269,23 @@ class BatchLoader:
                         _pause(num_retries, what, error)
                         num_retries += 1
                         continue
-                    if is_final or not self._skip(wanted if getitems else [wanted], error):
+                    if is_final or not self._skip(wanted if at_once else [wanted], error):
                         self._name(error, f"{what}, batch {batch_number}")
                         raise
                 break
         if is_one_call and samples:
             # A list of our own, as the dataset may keep the one that it returns.
-            return samples[0].copy() if getitems and type(samples[0]) is list else samples[0]
+            return samples[0].copy() if at_once and type(samples[0]) is list else samples[0]
         return samples
+
+    def _has_torchs_table(self) -> bool:
+        """Whether the default collate calls no function of the user, for any type."""
+        return self._torchs.issuperset(map(id, default_collate_fn_map.values()))
 
     def _begin_rows(self, num_samples: int) -> Rows | None:
         """The rows of a batch; None where a function of the user collates, which may keep or change samples."""
         rows = self._collate_tensors.rows
-        if rows is None or self._collate is not default_collate or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
+        if rows is None or self._collate is not default_collate or not self._has_torchs_table():
             return None
         rows.begin(num_samples)
         return rows
@@ -271,7 +304,8 @@ class BatchLoader:
         number = number * spec.world_size + spec.rank
         if purpose is SAMPLE:
             number += spec.first_position
-        seeding.begin_sample(seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number))
+        seeds = seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number)
+        seeding.begin_sample(seeds, reads_ahead=spec.iterable and purpose is SAMPLE)
 
 
 def _pause(num_retries: int, what: str, error: BaseException) -> None:

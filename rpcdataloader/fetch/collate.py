@@ -94,7 +94,7 @@ class TensorCollator:
     torch's function allocates shared memory whenever worker info is set, for another process. That is wasted here: 27
     ms for 64x3x224x224 float32, against 16 ms into fresh memory and 2.5 ms into recycled memory.
 
-    Otherwise it does what torch does outside of workers, errors included.
+    Otherwise the batch is that of torch's workers, and errors are those that torch raises outside of them.
 
     Args:
         allocator: Recycled memory; None for fresh memory.
@@ -128,13 +128,17 @@ class TensorCollator:
                 if all(is_plain(each) and each.dtype == kind and each.shape == shape for each in batch):
                     memory = self._allocator.allocate(size_bytes).tensor.view(kind).view(len(batch), *shape)
             # All of torch's function for this case; calling it costs more than stacking a few numbers.
-            return torch.stack(tuple(batch), out=memory)
-        worker_info, torch_worker._worker_info = torch_worker._worker_info, None
-        try:
-            stacked: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-        finally:
-            torch_worker._worker_info = worker_info
-        return stacked
+            stacked = torch.stack(tuple(batch), out=memory)
+        else:
+            worker_info, torch_worker._worker_info = torch_worker._worker_info, None
+            try:
+                stacked = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+            finally:
+                torch_worker._worker_info = worker_info
+        # torch's workers stack into contiguous memory of the first one's type, whatever the size.
+        if stacked.dtype is not first.dtype:
+            stacked = torch.stack(tuple(batch), out=first.new_empty(stacked.shape))
+        return stacked if stacked.is_contiguous() else stacked.contiguous()
 
 
 def _is_strided(value: Any) -> bool:

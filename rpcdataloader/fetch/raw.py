@@ -13,14 +13,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
 from rpcdataloader.errors import RemoteTraceback, RPCError
 from rpcdataloader.fetch.samples import stopped
 from rpcdataloader.wire.memory import end_of, split
+from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import dumps, loads
 from rpcdataloader.wire.slabs import Block
-from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES
+from rpcdataloader.wire.strings import set_apart
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, is_dense
+
+_IMMUTABLE = {bytes, str, int, float, complex, bool, type(None)}
+
+# That of the largest element, complex256.
+_ALIGNMENT = 32
 
 
 class RawBatch:
@@ -99,6 +107,66 @@ class FailedSample:
         raise self._error from self._cause
 
 
+class Kept:
+    """A raw sample that stays as it is, also if the stream goes on to fill the same buffer."""
+
+    __slots__ = ("sample",)
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+
+class Keeper:
+    """Copies raw samples as soon as they are taken: large arrays into memory that is used again for the next batch."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._end = 0  # of what is used of it
+
+    def begin(self) -> None:
+        """Begin a batch; the one before is packed."""
+        self._end = 0
+
+    def keep(self, sample: Any) -> Any:
+        """Copy a sample; one that cannot be copied comes back, and is refused when packed."""
+        try:
+            return Kept(self._copied(sample))
+        except Exception:
+            return sample
+
+    def _copied(self, value: Any) -> Any:
+        """What nothing can change: most samples are a few byte strings and numbers, which need no copy."""
+        kind = type(value)
+        if kind in _IMMUTABLE:
+            return value
+        if kind is dict:
+            return {key: self._copied(each) for key, each in value.items()}
+        if kind is list or kind is tuple:
+            return kind(map(self._copied, value))
+        if kind is bytearray:
+            return value.copy()
+        if kind is np.ndarray and not value.dtype.hasobject:
+            if value.nbytes < MIN_BLOCK_BYTES or not is_without_gaps(value):
+                return value.copy(order="K")
+            copied = np.ndarray(value.shape, value.dtype, self._take(value.nbytes), 0, value.strides)
+            copied[...] = value
+            return copied
+        if kind is torch.Tensor and is_dense(value):
+            if value.nbytes < MIN_BLOCK_BYTES or not is_without_gaps(value):
+                return value.clone()
+            flat = torch.from_numpy(self._take(value.nbytes)).view(value.dtype)
+            return flat.as_strided(value.shape, value.stride()).copy_(value)
+        encoded = dumps(value, name="sample", in_band=True)
+        return Frozen(encoded.payload, encoded.modules)
+
+    def _take(self, size_bytes: int) -> NDArray[np.uint8]:
+        if self._end + size_bytes > len(self._memory):
+            # What is in use keeps the one before.
+            self._memory, self._end = np.empty(2 * (self._end + size_bytes), np.uint8), 0
+        start, self._end = self._end, -(-(self._end + size_bytes) // _ALIGNMENT) * _ALIGNMENT
+        return self._memory[start : start + size_bytes]
+
+
 def pack(samples: Sequence[Any]) -> RawBatch:
     """Collate raw samples.
 
@@ -106,7 +174,7 @@ def pack(samples: Sequence[Any]) -> RawBatch:
         SerializationError: One cannot be pickled.
     """
     worker = get_worker_info()
-    encoded = dumps(list(map(_set_apart, samples)), name="samples")
+    encoded = dumps(set_apart([each.sample if type(each) is Kept else each for each in samples]), name="samples")
     # One block: each costs the trainer an allocation, and a good part of a system call.
     sizes = tuple(buffer.nbytes for buffer in encoded.buffers)
     block = np.empty(end_of(sizes), np.uint8)
@@ -115,28 +183,16 @@ def pack(samples: Sequence[Any]) -> RawBatch:
     return RawBatch(len(samples), 0 if worker is None else worker.id, encoded.payload, sizes, block)
 
 
-def _set_apart(value: Any) -> Any:
-    """Replace large byte strings, which pickle copies, in the containers of a sample."""
-    kind = type(value)
-    if kind is bytes and len(value) >= MIN_BLOCK_BYTES:
-        return _Bytes(value)
-    if kind is dict:
-        return {key: _set_apart(each) for key, each in value.items()}
-    if kind is list or kind is tuple:
-        return kind(map(_set_apart, value))
-    return value
-
-
-class _Bytes:
-    """A byte string whose memory stays out of the pickle."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: bytes) -> None:
-        self._value = value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return bytes, (pickle.PickleBuffer(self._value),)
+def is_without_gaps(value: Any) -> bool:
+    """Whether an array or tensor uses each byte between its first and its last once."""
+    strides = value.strides if isinstance(value, np.ndarray) else [step * value.itemsize for step in value.stride()]
+    end = value.itemsize
+    for stride, size in sorted(zip(strides, value.shape, strict=True)):
+        if size != 1:
+            if stride != end:
+                return False
+            end *= size
+    return True
 
 
 class Transformed(Dataset[Any]):

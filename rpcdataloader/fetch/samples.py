@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -61,6 +61,32 @@ def describe_indices(indices: Any) -> str:
         return str(indices)
     except Exception:  # of the user's __repr__, for whose sake no error may get lost
         return f"of type {type(indices).__name__}"
+
+
+def loads_batches(getitems: Any) -> bool:
+    """Whether this ``__getitems__`` loads whole batches, rather than passing the question on to a dataset behind it.
+
+    torch's wrappers of datasets always have the method, and call it where the datasets have it. Subclasses with another
+    ``__getitem__`` must have one that calls it. With a dataset behind them that loads single samples, they are asked
+    for one at a time, which has its own seed and may fail alone.
+    """
+    wrapper: Any = getattr(getitems, "__self__", None)  # not the dataset itself where that passes attributes on
+    for kind in type(wrapper).__mro__:
+        if "__getitem__" in vars(kind):
+            break  # if not torch's, that of a subclass
+        if "__getitems__" in vars(kind):
+            return True
+    if not any(_is_torchs(kind) and "__getitems__" in vars(kind) for kind in type(wrapper).__mro__):
+        return True
+    behind = [wrapper.dataset] if hasattr(wrapper, "dataset") else getattr(wrapper, "datasets", ())
+    if isinstance(behind, Mapping):
+        behind = behind.values()
+    found = [getattr(dataset, "__getitems__", None) for dataset in behind]
+    return all(callable(each) and loads_batches(each) for each in found)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.utils.data.")
 
 
 class Skipped(NamedTuple):

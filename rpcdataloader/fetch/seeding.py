@@ -9,6 +9,7 @@ The state here is the process's, like the three generators: one sample at a time
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import struct
 from collections.abc import Iterator
@@ -26,9 +27,11 @@ _UNPACK_SEEDS = struct.Struct("<QQLL").unpack
 # Seeds of a sample (63 bits), and of python's (64), numpy's and torch's generators (32 each) while it is loaded.
 Seeds = tuple[int, int, int, int]
 
-SAMPLE, BATCH = b"sample", b"batch"
+SAMPLE, BATCH, AHEAD = b"sample", b"batch", b"ahead"
 
-_current_seed: int | None = None
+# Seed of the sample that is being loaded; and the numbers of the calls of get_sample_seed() in a step of a stream, in
+# which it may load several samples, or None if all calls have that seed. One object, as threads of a dataset may call.
+_current: tuple[int, Iterator[int] | None] | None = None
 
 
 def get_sample_seed() -> int:
@@ -36,14 +39,17 @@ def get_sample_seed() -> int:
 
     While a loader of this package fetches a sample, every call returns the same number, which depends on base seed,
     epoch and position alone. In ``__getitems__`` it is the seed of the batch's first sample, in ``collate_fn`` one of
-    the batch. Elsewhere, for example under a plain ``torch.utils.data.DataLoader``, each call draws a new number from
-    torch's default generator.
+    the batch. A stream may read ahead: between two of its samples, each call returns another number, in a fixed order.
+    Elsewhere, for example under a plain ``torch.utils.data.DataLoader``, each call draws a new number from torch's
+    default generator.
 
     Returns:
         An integer from 0 to 2**63 - 1. Take it modulo ``2**32`` for ``numpy.random.seed``.
     """
-    if _current_seed is not None:
-        return _current_seed
+    if (current := _current) is not None:
+        seed, calls = current
+        number = 0 if calls is None else next(calls)
+        return derive_seeds(AHEAD, seed, 0, number)[0] if number else seed
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
@@ -67,7 +73,7 @@ def derive_seeds(purpose: bytes, base_seed: int, epoch: int, number: int) -> See
     """Return the seeds of a sample, or for collating a batch.
 
     Args:
-        purpose: :data:`SAMPLE` or :data:`BATCH`, whose seeds are never equal other than by chance.
+        purpose: :data:`SAMPLE`, :data:`BATCH` or :data:`AHEAD`, whose seeds are never equal other than by chance.
         base_seed: Seed of 64 bits; further bits are ignored.
         epoch: Number of the epoch, from 0.
         number: Position of the sample or number of the batch in the epoch, over all ranks: that in this rank's loader
@@ -82,17 +88,20 @@ def derive_seeds(purpose: bytes, base_seed: int, epoch: int, number: int) -> See
     return seed >> 1, python_seed, numpy_seed, torch_seed  # the first fits int64, as torch and numpy need
 
 
-def begin_sample(seeds: Seeds) -> None:
+def begin_sample(seeds: Seeds, *, reads_ahead: bool = False) -> None:
     """Seed the global generators of python, numpy and torch for a sample, or for collating a batch, in 6 us.
 
     Args:
         seeds: Seeds of the sample; the first becomes the result of :func:`get_sample_seed`.
+        reads_ahead: True for a step in which samples after this one may be loaded, too: only the first call of
+            :func:`get_sample_seed` gives this seed, and each further one another.
     """
-    global _current_seed
+    global _current
     # Numpy and torch run the same Mersenne twister and start it from 32 bits in the same way (torch ignores the upper
     # half): equal seeds give equal numbers. A dataset may also seed its own generator with `get_sample_seed()`. So each
     # has its own seed.
-    _current_seed, python_seed, numpy_seed, torch_seed = seeds
+    seed, python_seed, numpy_seed, torch_seed = seeds
+    _current = seed, itertools.count() if reads_ahead else None
     random.seed(python_seed)
     np.random.seed(numpy_seed)
     # `torch.manual_seed` visits every device, 126 us.
@@ -101,17 +110,17 @@ def begin_sample(seeds: Seeds) -> None:
 
 def end_sample() -> None:
     """Note that no sample is being loaded in this process."""
-    global _current_seed
-    _current_seed = None
+    global _current
+    _current = None
 
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """Restore the three global generators, and the result of :func:`get_sample_seed`, at the end of a block."""
-    global _current_seed
-    states, outer_seed = get_states(), _current_seed
+    global _current
+    states, outer = get_states(), _current
     try:
         yield
     finally:
         set_states(states)
-        _current_seed = outer_seed
+        _current = outer

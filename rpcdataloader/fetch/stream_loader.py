@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, StreamState
+from rpcdataloader.fetch.raw import Keeper, pack
 from rpcdataloader.fetch.samples import Skipped, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE, end_sample
 from rpcdataloader.wire.digests import digest
@@ -37,6 +38,7 @@ class StreamLoader(BatchLoader):
         self._iterator: Iterator[Any] | None = None
         self._ended = self._spec.stream is not None and self._spec.stream.ended
         self._samples: list[Any] = []  # of the present batch, also after an interrupt
+        self._keeper = Keeper() if self._collate is pack else None  # of the stream of a loader with a transform
         self._num_samples = 0
         self._num_batches = 0
         self._failed_at = -1  # number of samples after the last skipped one
@@ -65,6 +67,8 @@ class StreamLoader(BatchLoader):
     def _fetch(self, indices: Any, position: int, batch_number: int) -> list[Any]:  # noqa: ARG002
         whereabouts.sample[0] = self._num_samples
         samples, missing = self._samples, self._missing  # not empty after an interrupt
+        if self._keeper is not None and not samples:
+            self._keeper.begin()
         for _ in range((len(indices) if self._spec.auto_collation else 1) - len(samples) - len(missing)):
             if self._ended:
                 break
@@ -100,6 +104,8 @@ class StreamLoader(BatchLoader):
             self._ended = True
         else:
             self._note(number, samples[-1])
+            if self._keeper is not None:
+                samples[-1] = self._keeper.keep(samples[-1])
 
     def _note(self, number: int, sample: Any) -> None:
         """Note what sample ``number`` of the stream is."""

@@ -99,7 +99,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             cannot repeat samples. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"raise"`` raises an exception of the dataset in place of the batch, as torch does. ``"skip"`` leaves
             the sample out of its batch, after ``retry_on``, and names it in a warning; empty batches are not delivered.
-            A dataset with ``__getitems__`` loads whole batches, so these are left out.
+            A dataset with a ``__getitems__`` of its own loads whole batches, so these are left out.
         max_skipped: Number of skipped samples in one pass above which a :class:`~rpcdataloader.errors.BadSamplesError`
             is raised; with a ``transform``, of those that it has refused, and of those that the stream has.
         device: Device of a delivered batch's tensors, such as ``"cuda:0"``; ``"cuda"`` is the current one of the thread
@@ -235,6 +235,19 @@ class RPCDataloader(LoaderTools[_T_co]):
         check_transform(self, self._where)
         if self._where is None:
             return self._iterate_here()
+        is_overridden = type(self)._get_iterator is not RPCDataloader._get_iterator
+        return self._get_iterator() if is_overridden else self._iterate()
+
+    def _get_iterator(self) -> Any:
+        """Begin a pass with new workers: torch's method, which subclasses call to begin anew, or override."""
+        check_transform(self, self._where)
+        if self._where is None:
+            return super()._get_iterator()
+        self._pass = None
+        return self._iterate()
+
+    def _iterate(self) -> PassIterator:
+        """Begin a pass with the workers that are kept, if any."""
         self.num_workers = _check_num_workers(self.num_workers, self.dataset, self.transform)
         settings = PassSettings.of(self)
         # A state of the beginning has nothing to resume, but begins anew.

@@ -17,7 +17,7 @@ import torch
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
-from rpcdataloader.fetch.raw import RawIndices
+from rpcdataloader.fetch.raw import FailedSample, RawIndices
 from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, is_batch
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import loads_exception
@@ -159,7 +159,8 @@ def load_request(task: Task) -> Encoded:
     content = (task.indices, task.position, task.number)
     large: list[pickle.PickleBuffer] = []
     first = next(iter(task.indices), None) if isinstance(task.indices, (list, tuple)) else task.indices
-    if isinstance(first, torch.Tensor):  # of which torch would pickle all the memory that it is a view of
+    # torch would pickle all the memory that a tensor is a view of, and Python call the constructor of an exception.
+    if isinstance(first, (torch.Tensor, FailedSample)):
         return dumps(content, name="indices", in_band=True)
     try:
         pickled = pickle.dumps(content, protocol=5, buffer_callback=large.append)

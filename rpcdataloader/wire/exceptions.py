@@ -1,7 +1,7 @@
 """Exceptions of tasks: they reach the trainer with their own type and the traceback of the worker.
 
-A worker pickles an exception, and tries the pickle: many classes pickle as a call of their constructor with arguments
-that it does not take, or that become another text. The trainer gets a ``RemoteError`` in place of such an exception.
+A worker pickles an exception, and tries the pickle. Parts that cannot be pickled, such as a file, are left out. The
+trainer gets a ``RemoteError`` only if its class cannot be sent, or not be found there.
 
 A worker says with :func:`name_sample` what it was loading. The trainer adds it as a note, with the worker and its node.
 Python 3.10 has no notes: there, it stands below the traceback of the worker.
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback
 from rpcdataloader.host.environment import hint_at
-from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler
+from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler, parts_of, put_together
 
 #: A longer text is cut in the middle: a message with a whole array in it is of no use.
 _MAX_TEXT_CHARACTERS = 1 << 16
@@ -136,15 +136,44 @@ def _shorten(text: str) -> str:
 
 
 def _pickle(exc: BaseException) -> bytes | None:
-    """A pickle that gives the same type and texts again; or None."""
-    pickled = _dumps(exc)
-    again = _unpickle(pickled)
-    return pickled if type(again) is type(exc) and _texts(again) == _texts(exc) else None
+    """A pickle that gives the same type and texts again; None if its class cannot be sent."""
+    (sent,) = _sendable(exc) or (None,)
+    return None if sent is None else _guard(lambda: _dumps(sent), None)
 
 
-def _texts(exc: BaseException) -> list[str]:
-    # A constructor that makes a text of its argument makes another one of that text.
-    return [arg for arg in exc.args if isinstance(arg, str)]
+def _sendable(value: Any) -> list[Any]:
+    """The value in a list, or what of an exception can be sent in its place; an empty list for what cannot be sent."""
+    if _guard(lambda: _texts(_unpickle(_dumps(value))) == _texts(value), False):
+        return [value]
+    if isinstance(value, BaseException):
+        kind, args, attributes = parts_of(value)
+        # In words if need be: a text that is made of the arguments has that part, too.
+        sent = [(_sendable(arg) or [_guard(lambda arg=arg: repr(arg), type(arg).__name__)])[0] for arg in args]  # type: ignore[misc]
+        found = {name: _sendable(part) for name, part in attributes.items()}
+        return [_Parts(kind, tuple(sent), {name: part[0] for name, part in found.items() if part})]
+    if type(value) in (list, tuple) and any(isinstance(each, BaseException) for each in value):
+        return [[part for each in value for part in _sendable(each)]]  # of an ExceptionGroup
+    return []
+
+
+class _Parts:
+    """Stands for an exception on the wire."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return put_together, self._parts
+
+
+def _texts(value: Any) -> Any:
+    """What must be the same after pickling: types and texts of exceptions."""
+    if isinstance(value, BaseException):
+        # A constructor that makes a text of its argument makes another one of that text.
+        return type(value), _texts(value.args)
+    if type(value) in (list, tuple):
+        return [_texts(each) for each in value]
+    return value if isinstance(value, str) else None
 
 
 def _dumps(value: object) -> bytes:

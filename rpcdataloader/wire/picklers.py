@@ -10,6 +10,7 @@ definition is applied only where it was received, not where it was made.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -25,10 +26,12 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
+from torch._tensor import _rebuild_from_type_v2
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
-from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, is_dense
+from rpcdataloader.wire.slabs import Block
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, is_dense, place, span_of
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
@@ -48,6 +51,14 @@ def take_tensor(number: int) -> torch.Tensor:
 def require_grad(tensor: torch.Tensor) -> torch.Tensor:
     """Make a received tensor a leaf of autograd."""
     return tensor.requires_grad_()
+
+
+def place_tensor(
+    content: memoryview, layout: Layout, requires_grad: bool, *, blocks: Sequence[Block] = ()
+) -> torch.Tensor:
+    """Make the tensor of a subclass on the storage of its block; see :class:`Unpickler`."""
+    (memory,) = (block.tensor for block in blocks if block.view is content)
+    return place(memory, layout).requires_grad_(requires_grad)
 
 
 def load_whole(
@@ -110,6 +121,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return take_tensor, (len(self.tensors) - 1,)
             if kind is torch.Tensor and obj.requires_grad and not obj.__dict__ and is_dense(obj.detach()):
                 return require_grad, (obj.detach(),)
+            if (reduction := self._reduce_large(obj)) is not None:
+                return reduction
             return load_whole, (self._dump_whole(obj),)
         if kind is np.ndarray:
             if obj.dtype.hasobject:
@@ -130,13 +143,38 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules |= obj.modules
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
+        elif issubclass(kind, BaseException) and _is_reduced_as_built_in(kind):
+            return put_together, parts_of(obj)
         return NotImplemented
 
-    def _dump_whole(self, tensor: torch.Tensor) -> bytes:
+    def _reduce_large(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Reduce a large tensor of a subclass, or with attributes, as torch does: over a block that stays on the CPU.
+
+        None if it is pickled in another way, or is more than bytes and layout without these.
+        """
+        if tensor.numel() * tensor.element_size() < MIN_BLOCK_BYTES:
+            return None
+        reduction: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        if len(reduction) != 2 or reduction[0] is not _rebuild_from_type_v2:
+            return None
+        make, kind, parts, state = reduction[1]
+        if make is not torch._utils._rebuild_tensor_v2 or parts[5]:  # with hooks
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = tensor.as_subclass(torch.Tensor).detach()
+        if type(plain) is not torch.Tensor or not is_dense(plain):
+            return None
+        layout, content = span_of(plain)
+        if state:
+            state = Frozen(self._dump_whole(state), self.modules)
+        args = pickle.PickleBuffer(content), layout, tensor.requires_grad
+        return _rebuild_from_type_v2, (place_tensor, kind, args, state)
+
+    def _dump_whole(self, value: Any) -> bytes:
         """Pickle a tensor as torch does, with its parts: torch needs them in memory of their own, on the CPU."""
         file = io.BytesIO()
         pickler = type(self)(file, None)
-        pickler.dump(tensor)
+        pickler.dump(value)
         self.modules |= pickler.modules
         return file.getvalue()
 
@@ -243,6 +281,7 @@ class Unpickler(pickle.Unpickler):
 
     # Set before load, if different: a constructor in Python would be a good part of the cost of a small batch.
     tensors: Sequence[torch.Tensor] = ()  # of the message
+    blocks: Sequence[Block] = ()  # of the message
     adopt_main: bool = False  # see :func:`complete`
     resolve: Callable[[Any], Any] | None = None  # returns the object that ``persistent_id`` replaced
 
@@ -252,6 +291,8 @@ class Unpickler(pickle.Unpickler):
         if module.startswith("rpcdataloader.wire."):
             if name == take_tensor.__name__:
                 return self.tensors.__getitem__
+            if name == place_tensor.__name__:
+                return functools.partial(place_tensor, blocks=self.blocks)
             if name == load_whole.__name__:
                 return functools.partial(load_whole, adopt_main=self.adopt_main, resolve=self.resolve)
             if name == complete.__name__:
@@ -304,6 +345,43 @@ def _in_order_of_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _load_storage(content: bytes) -> Any:
     """In place of torch's function, in which torch 2.4 and 2.5 warn that their own default will change."""
     return torch.load(io.BytesIO(content), weights_only=False)
+
+
+def _is_reduced_as_built_in(kind: type[BaseException]) -> bool:
+    """Whether a class of exceptions leaves its pickles to Python: a call of its constructor with ``args``.
+
+    Many constructors take other arguments, or make another text of these.
+    """
+    owner = getattr(kind.__reduce__, "__objclass__", None)
+    ours = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__setstate__ is BaseException.__setstate__
+    return ours and kind not in copyreg.dispatch_table and getattr(owner, "__module__", "") == "builtins"
+
+
+# Attributes of an exception that do not travel, and its arguments.
+_NOT_SENT = {"__dict__", "__weakref__", "__traceback__", "__context__", "__cause__", "__suppress_context__", "args"}
+
+
+def parts_of(exc: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
+    """Class, arguments and attributes of an exception; also those in slots, such as the number of an ``OSError``."""
+    found = {}
+    for kind in type(exc).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType)) and name not in _NOT_SENT:
+                with contextlib.suppress(AttributeError):  # an empty slot
+                    found[name] = member.__get__(exc)
+    return type(exc), exc.args, {**found, **vars(exc)}
+
+
+def put_together(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """Make an exception of its parts, without its constructor."""
+    built_in: Any = next(each for each in kind.__mro__ if each.__module__ == "builtins")
+    exc: BaseException = built_in.__new__(kind, *args)
+    exc.args = args  # OSError leaves it to the constructor of a class that has one
+    for name, value in attributes.items():
+        if value is not getattr(exc, name, exc):  # a second file name that is set to None would be shown
+            with contextlib.suppress(AttributeError, TypeError):  # read only, and set with the arguments
+                object.__setattr__(exc, name, value)
+    return exc
 
 
 #: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.

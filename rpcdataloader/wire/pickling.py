@@ -39,6 +39,7 @@ from rpcdataloader.wire.picklers import (
     UnresolvedError,
 )
 from rpcdataloader.wire.slabs import Allocator, Block, PinnedAllocator
+from rpcdataloader.wire.strings import set_apart
 from rpcdataloader.wire.tensors import Index, Movable, pack, rebuild, rebuild_only
 
 _LENGTHS = struct.Struct("<II")
@@ -129,7 +130,7 @@ def dumps(
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
     """The same for a worker's object: functions and classes that came from the client go back by name."""
-    return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
+    return _dumps(set_apart(obj), ReplyPickler, name, _REPLY_ADVICE)
 
 
 def freeze_reply(obj: Any, *, name: str) -> Frozen:
@@ -227,7 +228,8 @@ def loads(
             tensors, num_tensor_blocks = _load_tensors(memoryview(payload), blocks, allocator, movable)
         buffers = [block.view for block in blocks[: len(blocks) - num_tensor_blocks]] if blocks else None
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
-        unpickler.tensors, unpickler.adopt_main, unpickler.resolve = tensors, adopt_main, persistent_load
+        unpickler.tensors, unpickler.blocks = tensors, blocks
+        unpickler.adopt_main, unpickler.resolve = adopt_main, persistent_load
         return unpickler.load()
     except RPCError:
         raise

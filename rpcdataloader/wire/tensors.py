@@ -155,10 +155,28 @@ def _copy_all(moves: list[tuple[int, int, int]], size_bytes: int) -> memoryview:
 
 def _view(tensor: torch.Tensor, size_bytes: int) -> memoryview:
     """The bytes of a tensor; the view keeps its storage."""
+    return _array(tensor, size_bytes).data  # type: ignore[no-any-return]
+
+
+def _array(tensor: torch.Tensor, size_bytes: int) -> Any:
     # Any dtype, shape and strides in 3 us; numpy() and view() of the tensor itself refuse many.
     alias = torch.empty(0, dtype=torch.uint8, device="cpu")
     alias.set_(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, (size_bytes,), (1,))
-    return alias.numpy().data
+    return alias.numpy()
+
+
+def span_of(tensor: torch.Tensor) -> tuple[Layout, Any]:
+    """The layout of a dense tensor, and its bytes as an array: for a tensor that is not packed with others."""
+    layout, size_bytes, has_gaps = _measure(tensor.dtype, tensor.shape, tensor.stride())
+    if has_gaps:
+        return span_of(tensor.clone())
+    return layout, _array(tensor, size_bytes)
+
+
+def place(memory: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Make a tensor of that layout on the storage of its block."""
+    dtype, shape, strides = layout
+    return _place(memory, 0, (getattr(torch, dtype), shape, strides))
 
 
 def rebuild(index: Index, memory: Sequence[torch.Tensor], *, in_place: bool = False) -> list[torch.Tensor]:

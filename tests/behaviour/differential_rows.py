@@ -32,7 +32,7 @@ from tests.support.datasets import (
     draw,
 )
 from tests.support.differential import New, Raised, Row, attempt, epochs, row, seeded, states, steps
-from tests.support.kinds import as_is
+from tests.support.kinds import Tagged, as_is
 from tests.support.streams import Parts
 
 # Datasets
@@ -541,6 +541,13 @@ def tensors() -> Any:
     return [torch.tensor(number) for number in range(3)]
 
 
+def permuted(number: int, size: int) -> torch.Tensor:
+    """Frames as decoders give them, in the order of training."""
+    return torch.full((4, size, size, 3), number, dtype=torch.uint8).permute(0, 3, 1, 2)
+
+
+MIXED = (torch.float32, torch.float64, torch.float64, torch.float16, torch.float32)
+
 WITH_WORKERS = ("local", "workers", "RPCDataset")
 SENT = ("local", "workers")
 
@@ -698,6 +705,25 @@ ROWS: dict[str, Row] = {
         State, change_while_loading, batch_size=2, collate_fn=told_state, ours=SENT, torch=(2,)
     ),
 }  # fmt: skip
+
+# What a batch looks like is what torch's workers make of it, whatever its size: some of these are collated in memory
+# that is used again, and the last batch is smaller.
+for _name, _samples in {
+    "permuted": [permuted(number, 4) for number in range(5)],
+    "permuted and large": [permuted(number, 70) for number in range(5)],
+    "permuted, some of them": [permuted(0, 4), permuted(1, 4).contiguous(), permuted(2, 4).contiguous()],
+    "permuted arrays": [permuted(number, 4).numpy() for number in range(5)],
+    "permuted in dicts": [{"frames": permuted(number, 4)} for number in range(5)],
+    "channels last": [torch.rand(1, 3, 8, 8).to(memory_format=torch.channels_last)[0] for _ in range(5)],
+    "columns": [torch.arange(12).reshape(3, 4)[:, ::2] for _ in range(5)],
+    "permuted, of a subclass": [permuted(number, 4).as_subclass(Tagged) for number in range(5)],
+    "of other types": [torch.full((2,), number, dtype=kind) for number, kind in enumerate(MIXED)],
+    "of other types and large": [torch.full((20_000,), number, dtype=kind) for number, kind in enumerate(MIXED)],
+    "of other types, of a subclass": [torch.zeros(2, dtype=kind).as_subclass(Tagged) for kind in MIXED],
+    "of other types of arrays": [np.full(2, number, kind) for number, kind in enumerate((np.float32, np.float64) * 2)],
+    "of types that do not fit": [torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.ones(1, dtype=torch.bool)],
+}.items():  # fmt: skip
+    ROWS[f"samples {_name}"] = row(functools.partial(list, _samples), batch_size=2, torch=(2,))
 
 # Ways to use a loader, whose workers stay or not.
 USES = {"left early": early_break, "two iterators": beside, "after the end": after_the_end}

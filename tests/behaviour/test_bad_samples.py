@@ -9,11 +9,11 @@ import re
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteTraceback
-from tests.support.datasets import Augmented, Deadly, note, notes
+from tests.support.datasets import Augmented, Deadly, Numbers, note, notes
 
 BAD = (1, 6, 7, 8, 14)
 
@@ -131,6 +131,43 @@ def test_warnings_say_who_has_skipped_what_and_why(where, caplog):
 def test_batches_that_are_asked_for_at_once_are_skipped_as_a_whole(where):
     expected = rows(make(BadBatches(), where))
     loader = make(BadBatches(*BAD), where)
+    assert rows(loader) == [batch for batch in expected if not {row[0] for row in batch} & set(BAD)]
+    assert loader.num_skipped == 9
+
+
+WRAPPED = [
+    lambda bad: Subset(bad, range(20)),
+    lambda bad: Subset(Subset(bad, range(20)), range(20)),
+    lambda bad: ConcatDataset([Subset(bad, range(20))]),
+    lambda bad: StackDataset(index=PickedDataset(Subset(bad, range(20)), "index"), draws=bad, seed=Numbers(20)),
+]
+
+
+class PickedDataset(Dataset):
+    """One part of each sample."""
+
+    def __init__(self, dataset, name):
+        self.dataset, self.name = dataset, name
+
+    def __getitem__(self, index):
+        return self.dataset[index][self.name]
+
+    def __len__(self):
+        return len(self.dataset)
+
+
+@pytest.mark.parametrize("wrap", WRAPPED, ids=["Subset", "twice", "ConcatDataset", "StackDataset"])
+def test_wrapper_of_a_dataset_that_loads_single_samples_lacks_only_the_bad_ones(where, wrap):
+    expected = make(wrap(Bad()), where)
+    loader = make(wrap(Bad(*BAD)), where)
+    left = [[int(index) for index in batch["index"] if index not in BAD] for batch in expected]
+    assert [batch["index"].tolist() for batch in loader] == [batch for batch in left if batch]
+    assert loader.num_skipped == 5
+
+
+def test_wrapper_of_a_dataset_that_loads_batches_passes_these_on(where):
+    expected = rows(make(BadBatches(), where))
+    loader = make(Subset(Subset(BadBatches(*BAD), range(20)), range(20)), where)
     assert rows(loader) == [batch for batch in expected if not {row[0] for row in batch} & set(BAD)]
     assert loader.num_skipped == 9
 

@@ -49,11 +49,18 @@ def test_every_kind_arrives_as_it_was(shared_server, unix_server, monkeypatch, w
     (batch,) = RPCDataloader(kinds.Kinds(), **options, workers=workers)
     expected = kinds.make(name)
     if name == "tensors":
-        for sent_compact in ("column of a large one", "with a step", "part of an image"):
+        for sent_compact in (
+            "column of a large one",
+            "with a step",
+            "part of an image",
+            "subclass, part of a large one",
+        ):
             expected[sent_compact] = expected[sent_compact].clone()
         assert expected["part of an image"].is_contiguous(memory_format=torch.channels_last)
         names = "channels last", "requires grad", "parameter"
         assert device is None or [device.holds(batch[each]) for each in names] == [True, True, False]
+        boxes = batch["boxes, large"]
+        assert device is None or not (device.holds(boxes) or device.holds(boxes.scale))
     if name == "structures" and device is not None:  # the processor reads the sizes
         assert device.holds(batch["packed"].data)
         assert not device.holds(batch["packed"].batch_sizes)

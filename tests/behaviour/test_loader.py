@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from rpcdataloader import (
     CostBatchSampler,
@@ -398,3 +398,86 @@ def test_global_generator_of_numpy_may_be_of_another_kind(workers):
         assert str(np.random.get_state(legacy=False)) == state
     finally:
         np.random.set_bit_generator(before)
+
+
+# Subclasses, written for torch's loader
+
+
+class Endless:
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+
+def renewable(base):
+    """A loader that keeps one pass over several epochs, and begins another one when it is told to."""
+
+    class Renewable(base):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
+            self.iterator = super().__iter__()
+
+        def __iter__(self):
+            return (next(self.iterator) for _ in range(2))
+
+        def reset(self):
+            self.iterator = self._get_iterator()
+
+    return Renewable
+
+
+def counting(base):
+    """A loader that puts something around torch's iterator."""
+
+    class Counting(base):
+        def _get_iterator(self):
+            return enumerate(super()._get_iterator())
+
+    return Counting
+
+
+class Placed(Numbers):
+    """Where it is loaded, and what the dataset was when the pass began."""
+
+    changed = False
+
+    def __getitem__(self, index):
+        return index, os.getpid() != TRAINER, get_worker_info() is not None, self.changed
+
+
+TRAINER = os.getpid()
+
+
+def told(batch):
+    return [part.tolist() if isinstance(part, torch.Tensor) else part for part in batch]
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_subclass_that_begins_anew_by_torchs_method_has_new_workers(persistent_workers):
+    def drive(base, **options):
+        dataset = Placed(4)
+        loader = renewable(base)(dataset, 2, persistent_workers=persistent_workers, **options)
+        found = [told(batch) for _epoch in range(2) for batch in loader]
+        dataset.changed = True
+        loader.reset()
+        return found + [told(batch) for batch in loader]
+
+    expected = drive(DataLoader, num_workers=1)
+    assert [batch[1:] for batch in expected] == [[[True] * 2, [True] * 2, [number > 3] * 2] for number in range(6)]
+    assert drive(RPCDataloader, workers="local:1") == expected
+    inline = drive(RPCDataloader, workers="inline")
+    assert [[batch[0], batch[2]] for batch in inline] == [[batch[0], batch[2]] for batch in expected]
+    assert not any(place for batch in inline for place in batch[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_subclass_that_overrides_torchs_method_is_asked_for_each_pass(options):
+    loader = counting(RPCDataloader)(Placed(4), 2, **options)
+    for _epoch in range(2):
+        batches = list(loader)
+        assert [number for number, _batch in batches] == [0, 1]
+        assert [told(batch)[:2] for _, batch in batches] == [[[k, k + 1], [bool(options)] * 2] for k in (0, 2)]

@@ -17,7 +17,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
@@ -373,10 +373,11 @@ NAMES = ["four", "five", "six", "seven", "eight"]
             KILLED,
             "sample seven",
         ),
+        (Subset(datasets.Deadly(12, {7}, "SIGKILL"), range(12)), {"batch_size": 4}, KILLED, "sample 7"),
         (DeadlyBatches(12, {7}, "SIGKILL"), {"batch_size": 4}, KILLED, "batch 1"),
         (DeadlyStream(), {"batch_size": 3}, "exited with status 3", "sample 7 of its stream"),
     ],
-    ids=["sample", "one by one", "names", "at once", "stream"],
+    ids=["sample", "one by one", "names", "Subset", "at once", "stream"],
 )
 def test_death_names_the_sample(shared_server, caplog, dataset, options, how, where):
     _batches, (text,) = consume(RPCDataloader(dataset, workers=shared_server.address, num_workers=1, **options))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import array
+import collections
+import dataclasses
 import functools
 import gc
 import itertools
@@ -10,6 +13,7 @@ import signal
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,7 +22,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteError, SerializationError
+from rpcdataloader.errors import BadSamplesError, ConnectionLostError, SerializationError
 from rpcdataloader.fetch.raw import RawIndices
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.datasets import note, notes, wait_for
@@ -48,7 +52,7 @@ class Stream(IterableDataset):
 
 
 class Odd(Exception):
-    """Cannot be rebuilt from its arguments."""
+    """Cannot be made of its arguments."""
 
     def __init__(self, number, why):
         super().__init__(f"{number} is {why}")
@@ -218,7 +222,7 @@ def test_exceptions_are_raised_in_their_turn_and_named(wide_servers):
         next(batches)
     assert "position 9 of stream 0, batch 2" in named(caught.value)
     assert numbers(itertools.islice(batches, 2)) == [*range(10, 18)]
-    with pytest.raises(RemoteError, match="20 is odd"):
+    with pytest.raises(Odd, match="20 is odd"):
         next(batches)
     assert numbers([next(batches)]) == [21, 22, 23, 24]
     with pytest.raises(ValueError, match="sample 28 is broken"):
@@ -376,3 +380,92 @@ def test_sampler_may_yield_payloads_of_any_size(wide_servers):
     payloads = [{"array": np.full(100_000, i), "tensor": torch.full((50_000,), float(i))} for i in range(6)]
     loader = RPCDataloader(Sums(), 2, sampler=payloads, workers=wide_servers[0].address, num_workers=2)
     assert as_lists(loader) == [[150_000.0 * i, 150_000.0 * (i + 1)] for i in (0, 2, 4)]
+
+
+# Samples that the stream goes on to change
+
+
+@dataclasses.dataclass
+class Record:
+    content: Any
+    number: int = 0
+
+
+BUFFERS = {
+    "bytearray": lambda: bytearray(2),
+    "large bytearray": lambda: bytearray(LARGE),
+    "array": lambda: np.zeros(2, np.uint8),
+    "large array": lambda: np.zeros(LARGE, np.uint8),
+    "permuted array": lambda: np.zeros((300, 400), np.uint8).T,
+    "array of objects": lambda: np.zeros(2, object),
+    "tensor": lambda: torch.zeros(2, dtype=torch.uint8),
+    "large tensor": lambda: torch.zeros(LARGE, dtype=torch.uint8),
+    "tensor with grad": lambda: torch.zeros(2, requires_grad=True),
+    "list": lambda: [0, 0],
+    "array module": lambda: array.array("i", [0, 0]),
+}
+
+HOLDERS = {
+    "alone": lambda buffer: buffer,
+    "in a dict": lambda buffer: {"a": (1, [buffer])},
+    "in an object": lambda buffer: Record(buffer),
+    "in a subclass": lambda buffer: collections.OrderedDict(a=buffer),
+}
+
+
+class Refilled(IterableDataset):
+    """Reads each record into the same buffer, and changes what holds it."""
+
+    def __init__(self, make_buffer, hold):
+        self.make_buffer, self.hold = make_buffer, hold
+
+    def __iter__(self):
+        buffer = self.make_buffer()
+        held = self.hold(buffer)
+        for number in range(6):
+            with torch.no_grad():
+                buffer[0] = number
+            if isinstance(held, dict):
+                held["number"] = number
+            elif isinstance(held, Record):
+                held.number = number
+            yield held
+
+
+def find_number(sample):
+    """The number in the buffer, and the one beside it."""
+    beside = None
+    if isinstance(sample, dict):
+        beside, sample = sample["number"], sample["a"]
+    elif isinstance(sample, Record):
+        beside, sample = sample.number, sample.content
+    while isinstance(sample, tuple) or (isinstance(sample, list) and len(sample) == 1):
+        sample = sample[-1]
+    while not isinstance(sample, (int, float)):
+        sample = sample[0].item() if getattr(sample, "ndim", 0) == 1 and sample.dtype != object else sample[0]
+    assert beside in (None, sample)
+    return int(sample)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_transform_gets_each_sample_as_it_was_when_the_stream_gave_it(kind, holder):
+    stream = Refilled(BUFFERS[kind], HOLDERS[holder])
+    loader = RPCDataloader(stream, 3, transform=find_number, workers="inline")
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_workers_transform_each_sample_as_it_was(wide_servers):
+    stream = Refilled(BUFFERS["large array"], HOLDERS["in an object"])
+    loader = RPCDataloader(stream, 3, transform=find_number, workers=wide_servers[0].address, num_workers=2)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_sample_that_cannot_be_copied_is_an_error_that_names_it(wide_servers):
+    class Locked(IterableDataset):
+        def __iter__(self):
+            yield from ({"number": 1}, {"lock": threading.Lock()})
+
+    batches = iter(RPCDataloader(Locked(), 2, transform=len, workers=wide_servers[0].address))
+    with pytest.raises(SerializationError, match=r"samples\[1\]\['lock'\] is a _thread.lock"):
+        next(batches)

@@ -59,6 +59,22 @@ class NoSample(FileNotFoundError):
         self.split = split
 
 
+class Decoding(Exception):
+    """Makes its text, as most classes of exceptions do."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"cannot decode {path}")
+        self.path = path
+
+
+class WithSlots(ValueError):
+    __slots__ = ("empty", "offset")
+
+    def __init__(self, *, offset: int) -> None:
+        super().__init__("at", offset)
+        self.offset = offset
+
+
 class WithLock(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -72,6 +88,13 @@ def of_a_local_class() -> BaseException:
             super().__init__(first + second)
 
     return LocalError(1, 2)
+
+
+def of_a_class_that_cannot_be_sent() -> BaseException:
+    class LockedError(Exception):
+        lock = threading.Lock()
+
+    return LockedError("text")
 
 
 def raise_a_chain() -> None:
@@ -115,6 +138,8 @@ MAKERS: dict[str, Callable[[], BaseException]] = {
     "several arguments": lambda: RuntimeError("text", 3, None),
     "required arguments": lambda: RequiredArguments("cat.jpg", Reason.TRUNCATED),
     "keyword": lambda: KeywordOnly(reason="it rained"),
+    "made text": lambda: Decoding("cat.jpg"),
+    "slots": lambda: WithSlots(offset=3),
     "array": lambda: WithArray("here", np.arange(5)),
     "dataclass": lambda: AsDataclass(3),
     "of the system": call(open, "/no/such/file"),
@@ -137,12 +162,17 @@ MAKERS: dict[str, Callable[[], BaseException]] = {
     # Those before are the same everywhere; torch's loader waits for ever for the next one.
     "lock": lambda: WithLock("cat.jpg"),
     "local class": of_a_local_class,
+    "class with a lock": of_a_class_that_cannot_be_sent,
 }
 if Group:
-    MAKERS["group"] = lambda: Group("several", [KeyError("k"), Group("inner", [ValueError("r")])])
+    MAKERS["group"] = lambda: Group("several", [KeyError("k"), Group("inner", [ValueError("r"), Decoding("cat.jpg")])])
+    MAKERS["group of locks"] = lambda: Group("several", [WithLock("cat.jpg"), Group("inner", [NoSample("/a", "b")])])
 
-#: Those whose pickles cannot be loaded.
-AS_TEXT = {"required arguments", "keyword", "of the system, own class", "lock", "local class"}
+#: Those that cannot be sent.
+AS_TEXT = {"class with a lock"}
+
+#: Attributes that cannot be sent.
+LEFT_OUT = {"lock"}
 
 #: What is no ``Exception``.
 EXITS: dict[str, Callable[[], BaseException]] = {

@@ -148,6 +148,21 @@ def make_tensors() -> dict[str, torch.Tensor]:
     with_attribute = torch.rand(2)
     with_attribute.source = "cat"  # type: ignore[attr-defined]
     made["attribute"] = with_attribute
+    large_boxes, image = torch.rand(20_000, 4).as_subclass(Boxes), torch.rand(3, 200, 300)
+    large_boxes.canvas, large_boxes.scale = (480, 640), torch.ones(3)  # type: ignore[attr-defined]
+    large_with_attribute = torch.rand(20_000)
+    large_with_attribute.source = "cat"  # type: ignore[attr-defined]
+    made |= {
+        "boxes, large": large_boxes,
+        "attribute, large": large_with_attribute,
+        "subclass, large": image.as_subclass(Tagged),
+        "subclass, large and permuted": image.clone().permute(1, 2, 0).as_subclass(Tagged),
+        "subclass, part of a large one": image[:, 20:, 7:].as_subclass(Tagged),
+        "subclass, row of a large one": image[1].as_subclass(Tagged),
+        "subclass, large, half": image.bfloat16().as_subclass(Tagged),
+        "subclass, large, requires grad": image.clone().as_subclass(Tagged).requires_grad_(),
+        "subclass, large, conjugate": torch.rand(9_000, dtype=torch.complex64).conj().as_subclass(Tagged),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # prototypes and deprecations
         made |= {

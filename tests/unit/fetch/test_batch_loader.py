@@ -10,17 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.batch_loader import BatchLoader, LoaderSpec
+from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.wire.slabs import Block
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing
-from tests.support.kinds import Tagged
+from tests.support.kinds import Tagged, as_is
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +91,17 @@ def test_init_function_that_stops_an_iteration_is_an_error_and_leaves_nothing_be
     assert not inline or random.getstate() == state
 
 
+def test_torch_that_keeps_worker_info_elsewhere_is_refused(monkeypatch):
+    """Of threads, for example: each worker would read all of a stream."""
+    monkeypatch.setattr("rpcdataloader.fetch.batch_loader.get_worker_info", lambda: None)
+    for inline in True, False:
+        with pytest.raises(
+            RuntimeError, match=r"^get_worker_info\(\) of torch \S+ does not give what a worker has set"
+        ):
+            make_loader([1, 2], inline=inline)
+    assert load([1, 2], [0, 1], num_workers=0).tolist() == [1, 2]  # without workers, there is none
+
+
 # Seeds
 
 
@@ -102,6 +122,117 @@ def test_position_over_all_ranks_seeds_a_sample_its_first_one_samples_at_once_an
         [0, 1], (0, 1), collate_fn=lambda _samples: seeding.get_sample_seed(), batch_number=5, rank=1, world_size=4
     )
     assert of_batch == seed_at(21, seeding.BATCH)
+
+
+def test_each_call_in_a_step_of_a_stream_has_a_seed_of_its_own_in_the_same_order_again():
+    class Ahead(IterableDataset):
+        def __iter__(self):
+            for number in range(3):
+                yield [seeding.get_sample_seed() for _ in range(number + 2)]
+
+    def run():
+        loader = StreamLoader(Ahead(), replace(SPEC, iterable=True, collate_fn=list))
+        return [loader.load([0], number, number)[1][0] for number in range(3)]
+
+    steps = run()
+    assert steps == run()
+    assert [step[0] for step in steps] == [seed_at(1), seed_at(2), seed_at(3)]  # before the first, it was opened
+    seeds = [seed for step in steps for seed in step]
+    assert len(set(seeds)) == 2 + 3 + 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Batches(Dataset):
+    """Notes what it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return index
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return list(indices)
+
+
+class Singles(Batches):
+    __getitems__: Any = None
+
+
+class Forwarding:
+    """Passes on what it has not itself."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+
+class InReverse(Subset):
+    """A subclass as torch's documentation has it."""
+
+    def __getitem__(self, index):
+        return self.dataset[7 - index]
+
+    def __getitems__(self, indices):
+        self.dataset.asked.append(len(indices))
+        return [self[index] for index in indices]
+
+
+class AtOnce(Subset):
+    """A subclass that loads batches itself."""
+
+    def __getitems__(self, indices):
+        self.dataset.asked.append(len(indices))
+        return [self.dataset[index] for index in indices]
+
+
+EIGHT = range(8)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "of_batches", "of_singles"),
+    [
+        (lambda dataset: dataset, [[2, 3]], [2, 3]),
+        (lambda dataset: Subset(dataset, EIGHT), [[2, 3]], [2, 3]),
+        (lambda dataset: Subset(Subset(dataset, EIGHT), EIGHT), [[2, 3]], [2, 3]),
+        (lambda dataset: StackDataset(dataset, dataset), [[2, 3]] * 2, [2, 2, 3, 3]),
+        (lambda dataset: StackDataset(dataset, Singles()), [[2], [3]], [2, 3]),
+        (lambda dataset: StackDataset(a=dataset, b=Subset(dataset, EIGHT)), [[2, 3]] * 2, [2, 2, 3, 3]),
+        (lambda dataset: ConcatDataset([dataset]), [2, 3], [2, 3]),
+        (lambda dataset: Forwarding(Subset(dataset, EIGHT)), [[2, 3]], [2, 3]),
+        (lambda dataset: InReverse(dataset, EIGHT), [2, 5, 4], [1, 5, 1, 4]),
+        (lambda dataset: AtOnce(dataset, EIGHT), [2, 2, 3], [2, 2, 3]),
+    ],
+)
+def test_dataset_is_asked_for_batches_only_if_what_is_behind_all_wrappers_loads_these(wrap, of_batches, of_singles):
+    for dataset, expected in (Batches(), of_batches), (Singles(), of_singles):
+        load(wrap(dataset), [2, 3], collate_fn=list)
+        assert dataset.asked == expected
+
+
+class Columns(Subset):
+    """A subclass whose batches are no lists of samples."""
+
+    def __getitem__(self, index):
+        return self.dataset[index], seeding.get_sample_seed()
+
+    def __getitems__(self, indices):
+        return torch.tensor(indices), seeding.get_sample_seed()
+
+
+def test_subclass_that_gives_something_else_than_lists_is_asked_for_batches():
+    loader = make_loader(Columns(Singles(), EIGHT), collate_fn=as_is)
+    for position in 0, 3:
+        indices, seed = loader.load([2, 5, 3], position, 0)[1]
+        assert indices.tolist() == [2, 5, 3]
+        assert seed == seed_at(position)
 
 
 # The default collate
@@ -166,10 +297,11 @@ class Fresh(Dataset):
         lambda image, index: {"image": image, "index": index},
     ],
 )
-def test_sample_is_copied_to_the_batch_before_the_next_one_is_fetched(make):
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(8))])
+def test_sample_is_copied_to_the_batch_before_the_next_one_is_fetched(wrap, make):
     allocator = CountingAllocator()
     expected = default_collate([make(torch.full((3, 96, 96), i, dtype=torch.uint8), i) for i in range(8)])
-    assert_same(load(Fresh(make), range(8), allocator=allocator), expected)
+    assert_same(load(wrap(Fresh(make)), range(8), allocator=allocator), expected)
     assert allocator.sizes == [8 * 3 * 96 * 96]
 
 
@@ -191,6 +323,24 @@ def test_function_that_the_user_registered_for_tensors_stays(monkeypatch):
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, padded)
     assert load([floats(2), floats(4)], range(2)).shape == (2, 4)
+
+
+def draw_seed(batch, **_options):
+    return [seeding.get_sample_seed() for _ in batch]
+
+
+@pytest.mark.parametrize("kind", [str, Tagged])
+def test_function_that_the_user_has_put_into_torchs_table_has_the_numbers_of_the_batch(monkeypatch, kind):
+    samples = ["text"] * 2 if kind is str else [torch.zeros(300, 300).as_subclass(Tagged)] * 2
+    monkeypatch.setitem(default_collate_fn_map, kind, draw_seed)
+    assert load(samples, range(2), batch_number=3) == [seed_at(3, seeding.BATCH)] * 2
+
+
+def test_function_that_the_user_has_put_into_torchs_table_gets_the_samples_themselves(monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_options: list(batch))
+    samples = [torch.zeros(300, 300) for _ in range(2)]
+    batch = load(samples, range(2), allocator=CountingAllocator())
+    assert [id(sample) for sample in batch] == list(map(id, samples))
 
 
 # Skipping

@@ -13,8 +13,9 @@ from rpcdataloader.fetch.raw import pack
 from rpcdataloader.wire.pickling import dumps, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import leased_bytes
+from tests.support.comparison import assert_same
 from tests.support.devices import FakePinned
-from tests.support.kinds import Tagged
+from tests.support.kinds import Tagged, make_tensors
 
 
 def transfer(obj, encode=dumps_reply, pool=None, **options):
@@ -75,6 +76,18 @@ def test_views_of_a_large_tensor_travel_without_the_rest(encode, wrap):
     found = found if wrap is not KeyError else found.args[0]
     assert (type(found), found.format, found.requires_grad) == (Tagged, "xyxy", True)
     assert found.tolist() == list(range(10, 20))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of others of the kinds
+@pytest.mark.parametrize("name", ["subclass, large and permuted", "boxes, large", "attribute, large"])
+def test_large_tensor_of_a_subclass_is_a_block_of_memory_that_is_used_again(name):
+    tensor = make_tensors()[name]
+    encoded = dumps_reply(tensor)
+    assert [buffer.nbytes for buffer in encoded.buffers] == [tensor.numel() * 4]
+    assert len(encoded.payload) < 3000
+    received, pinned = transfer(tensor, pool=FakePinned())
+    assert_same(received, tensor)
+    assert pinned.holds(received)
 
 
 def interrupt():

@@ -1,0 +1,126 @@
+"""Large byte strings, and lists of byte strings or texts, out of the pickle of a message.
+
+Pickle copies them into the message, of which the receiver copies them again: for encoded images, that is most of the
+work. Out of it they are a block, which workers of the same machine write into memory that both sides see.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from itertools import accumulate, islice, pairwise
+from typing import Any
+
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES
+
+# Members of a list and of a dict that are looked at to know what the others are: the keys of a sample differ. And depth
+# to which strings are looked for: a reply has a batch, that its samples, these their fields, and a field is a list.
+_NUM_PROBED, _NUM_KEYS = 8, 64
+_DEPTH = 5
+
+_CONTAINERS = (list, tuple, dict)
+_LOOKED_INTO = {bytes, *_CONTAINERS}
+
+
+class _CycleError(Exception):
+    """A container leads back to itself."""
+
+
+def set_apart(value: Any) -> Any:
+    """Replace byte strings and texts in lists, tuples and dicts, which are copied, by what pickles as a block.
+
+    The receiver of the pickle gets equal ones. Other containers are left as they are.
+    """
+    if not _has_large(value, _DEPTH):
+        return value
+    try:
+        return _replaced(value, {})
+    except _CycleError:
+        return value
+
+
+def _has_large(value: Any, depth: int) -> bool:
+    kind = type(value)
+    if kind is bytes:
+        return len(value) >= MIN_BLOCK_BYTES
+    if kind not in _CONTAINERS or not value or not depth:
+        return False
+    if kind is not dict and _is_joined(value):
+        return True
+    return any(_has_large(each, depth - 1) for each in _probed(value))
+
+
+def _probed(value: Any) -> Iterable[Any]:
+    """The first members of a container."""
+    return islice(value.values(), _NUM_KEYS) if type(value) is dict else value[:_NUM_PROBED]
+
+
+def _is_joined(value: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether these are many strings of one kind; pickle writes the same object only once."""
+    kind, probed = type(value[0]), value[:_NUM_PROBED]
+    if kind not in (bytes, str) or {*map(type, probed)} != {kind}:
+        return False
+    if sum(map(len, probed)) * len(value) < MIN_BLOCK_BYTES * len(probed):
+        return False
+    return {*map(type, value)} == {kind} and len({*map(id, value)}) == len(value)
+
+
+def _replaced(value: Any, replaced: dict[int, Any]) -> Any:
+    """The value with stand-ins; ``replaced`` has those of objects that may be met again, and None for those around."""
+    kind = type(value)
+    if kind is not bytes and kind not in _CONTAINERS:
+        return value
+    if (found := replaced.get(id(value), value)) is not value:
+        if found is None:
+            raise _CycleError
+        return found
+    replaced[id(value)] = None
+    made: Any
+    if kind is bytes:
+        made = _Bytes(value) if len(value) >= MIN_BLOCK_BYTES else value
+    elif _LOOKED_INTO.isdisjoint(map(type, _probed(value))):
+        made = _Joined(value) if kind is not dict and value and _is_joined(value) else value  # texts
+    elif kind is dict:
+        made = {key: _replaced(each, replaced) for key, each in value.items()}
+    elif _is_joined(value):
+        made = _Joined(value)
+    else:
+        made = kind([_replaced(each, replaced) for each in value])
+    replaced[id(value)] = made
+    return made
+
+
+class _Bytes:
+    """A byte string whose memory stays out of the pickle."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytes, (pickle.PickleBuffer(self._value),)
+
+
+class _Joined:
+    """Strings of one kind in a list or tuple, as one block."""
+
+    __slots__ = ("_strings",)
+
+    def __init__(self, strings: list[Any] | tuple[Any, ...]) -> None:
+        self._strings = strings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strings = self._strings
+        is_text = type(strings[0]) is str
+        parts = [each.encode("utf-8", "surrogatepass") for each in strings] if is_text else strings
+        sizes = tuple(map(len, parts))
+        return split, (pickle.PickleBuffer(b"".join(parts)), sizes, type(strings) is list, is_text)
+
+
+def split(joined: memoryview, sizes: tuple[int, ...], is_list: bool, is_text: bool) -> list[Any] | tuple[Any, ...]:
+    """Make the strings again."""
+    view = memoryview(joined)
+    parts = [view[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
+    strings = [str(part, "utf-8", "surrogatepass") for part in parts] if is_text else list(map(bytes, parts))
+    return strings if is_list else tuple(strings)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rpcdataloader.wire.pickling import dumps_reply, loads
+from rpcdataloader.wire.slabs import Block
+from rpcdataloader.wire.strings import set_apart
+from tests.support.comparison import assert_same
+
+LARGE = 1 << 16
+
+
+def many(size: int = 3000, number: int = 30) -> list[bytes]:
+    return [bytes([k]) * (size + k) for k in range(number)]
+
+
+def texts(number: int = 30) -> list[str]:
+    return [f"ünïcode \udcff {k} " * (200 + k) for k in range(number)]
+
+
+def transfer(value: Any) -> tuple[Any, int, int]:
+    """What arrives, the number of blocks, and the size of the pickle."""
+    encoded = dumps_reply(value)
+    blocks = []
+    for buffer in encoded.buffers:
+        block = Block(torch.empty(buffer.nbytes, dtype=torch.uint8))
+        block.view[:] = buffer
+        blocks.append(block)
+    return loads(encoded.payload, blocks), len(blocks), len(encoded.payload)
+
+
+class Own(list[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "num_blocks"),
+    [
+        (bytes(LARGE), 1),
+        ([bytes(LARGE), bytes([1]) * LARGE], 1),
+        (many(), 1),
+        (tuple(many()), 1),
+        (texts(), 1),
+        ([(many(), 3), {"a": many(), "b": [1, 2]}], 2),
+        ([{"image": bytes([k]) * LARGE, "label": k, "tokens": [k] * 9} for k in range(5)], 5),
+        ((0.5, [bytes(LARGE), 1, None, "text"], None), 1),
+        ([b"", *many()], 1),
+        ({b"key": many()}, 1),
+    ],
+)
+def test_large_strings_are_blocks(value, num_blocks):
+    found, blocks, size = transfer(value)
+    assert_same(found, value)
+    assert blocks == num_blocks
+    assert size < 2000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"small",
+        many(10),
+        ["label"] * 10_000,
+        [b"x" * 30_000] * 9,  # one object, which pickle writes once
+        [*many(), "text"],
+        [],
+        (),
+        {},
+        [[], {}],
+        bytearray(LARGE),
+        {"a": 1, "b": [1, 2, 3]},
+        Own(many()),
+        np.zeros(3),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_others_are_left_as_they_are(value):
+    assert set_apart(value) is value
+    assert_same(transfer(value)[0], value)
+
+
+def test_objects_that_are_one_stay_one():
+    one, rest = many(), bytes(LARGE)
+    found = transfer([one, rest, {"again": one, "rest": rest}])[0]
+    assert found[0] is found[2]["again"]
+    assert found[1] is found[2]["rest"]
+
+
+def test_container_that_leads_back_to_itself_is_left_to_pickle():
+    value: list[Any] = [bytes(LARGE)]
+    value.append({"around": value})
+    assert set_apart(value) is value
+    found = transfer(value)[0]
+    assert found[1]["around"] is found
+
+
+def test_what_was_sent_apart_is_not_changed():
+    value = {"a": [many(), bytes(LARGE)]}
+    before = pickle.dumps(value)
+    set_apart(value)
+    assert pickle.dumps(value) == before
