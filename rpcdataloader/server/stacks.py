@@ -152,6 +152,9 @@ def _describe(pid: int) -> str:
 # Recursion in many threads fills pages; the important part comes first.
 MAX_CHARACTERS = 16384
 
+# faulthandler writes other characters than ASCII so, in the names of folders, files and functions.
+_ESCAPE = re.compile(r"\\(?:x[89a-f][\da-f]|u[\da-f]{4}|U[\da-f]{8})")
+
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:\n", re.MULTILINE)
 
 
@@ -160,6 +163,7 @@ def arrange(dump: str, main: int, package: str) -> str:
 
     ``main`` is the identifier of the main thread, ``package`` the folder of this package.
     """
+    dump = _ESCAPE.sub(lambda escape: chr(int(escape[0][2:], 16)), dump)
     own = re.escape(package)
     base = re.compile(rf'^  File "{own}/server/.*(?:\n|\Z)', re.MULTILINE)
     # Any line but a frame of this package or of the standard library's ``threading``.
