@@ -137,7 +137,7 @@ def freeze_reply(obj: Any, *, name: str) -> Frozen:
 # No deeper than users nest objects on purpose.
 _MAX_DEPTH = 30
 
-# Longest search for the part of an object that cannot be pickled: whoever waits for the error takes it for a hang.
+# Longest search for the part of an object that cannot be pickled. Users take a longer one for a hang.
 _MAX_SEARCH_SECONDS = 2.0
 
 _MakePickler = Callable[[io.BytesIO, "list[memoryview]"], Pickler]
