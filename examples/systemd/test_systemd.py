@@ -56,6 +56,11 @@ def test_node_server_has_time_to_drain_before_what_is_left_is_killed():
     assert service["KillMode"] == "mixed"
 
 
+def test_lines_of_the_journal_bear_the_name_of_the_service():
+    """Not that of the shell which becomes the interpreter."""
+    assert read_unit()["Service"]["SyslogIdentifier"] == "%N"
+
+
 @pytest.mark.usefixtures("clean_client")
 def test_its_command_serves_and_drains(tmp_path):
     """Words are split as systemd does it: ``${NAME}`` is one, ``$NAME`` is as many as there are."""
