@@ -10,7 +10,9 @@ import pytest
 from rpcdataloader.server.stacks import arrange
 
 
-@pytest.mark.parametrize("folder", ["project", "a b=c,d", "rpcdataloader", "séance 日本 \U0001f4be", "x" * 200])
+@pytest.mark.parametrize(
+    "folder", ["project", "a b=c,d", "rpcdataloader", "séance 日本 \U0001f4be", "\udcff", "x" * 200]
+)
 def test_frames_are_told_apart_whatever_the_folder_of_the_package_is_called(tmp_path, folder):
     package = tmp_path / folder / "rpcdataloader"
     (package / "server").mkdir(parents=True)
@@ -30,5 +32,6 @@ def test_frames_are_told_apart_whatever_the_folder_of_the_package_is_called(tmp_
 
     main = threading.get_ident()
     text = arrange(dump_of(functions["serve"], functions["fetch"]), main, str(package)).split("\n\n")[0]
+    user, server, other = (str(path).replace("\udcff", r"\udcff") for path in (user, server, other))
     assert text.endswith(f'  File "{user}", line 2 in fetch\n  File "{server}", line 2 in serve')  # and nothing below
     assert f'"{other}"' in arrange(dump_of(functions["receive"], functions["fetch"]), main, str(package))
