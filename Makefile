@@ -122,8 +122,8 @@ dist: .venv/ready
 # Environments that see what .venv has, and have more.
 .venv-engines/ready .venv-mutants/ready: .venv/ready
 	$(PYTHON) -m venv --without-pip $(@D)
-	below=`$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`; cd $(@D)/lib/python*/site-packages \
-		&& echo "import site; site.addsitedir('$$below')" > below.pth
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%a)' % sysconfig.get_path('purelib'))" \
+		> `echo $(@D)/lib/python*/site-packages`/below.pth
 	$(subst -m pip,-m pip --python $(@D)/bin/python,$(PIP)) $(BROUGHT)
 	touch $@
 

@@ -66,7 +66,11 @@ for _name in ("client", "loader", "pools", "server", "worker"):
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if meant := next((other for other in _MODULES if other.lower() == name.lower()), None):
+            # An import statement replaces an AttributeError by words of its own, without advice before Python 3.12.
+            raise ImportError(f"{text}: write {meant}")
+        raise AttributeError(text)
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -26,7 +26,7 @@ os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader import __version__  # noqa: E402
 from rpcdataloader.errors import RPCError  # noqa: E402
-from rpcdataloader.host.output import Output  # noqa: E402
+from rpcdataloader.host.output import Output, is_journal  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
 from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_credentials  # noqa: E402
@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as exc:
         parser.error(str(exc))
     try:
-        log = _begin_log(options.log_level, "%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s")
+        when = "" if is_journal(2) else "%(asctime)s "
+        log = _begin_log(options.log_level, f"{when}%(levelname)s %(name)s[%(process)d] %(message)s")
         if insecure:
             credentials = INSECURE
         elif token_file == "-":

@@ -59,7 +59,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 # They import the libraries above, or start processes that do.
 OF_LIBRARIES = {
-    f"test_{name}.py" for name in ("accelerate", "docs", "examples", "library_streams", "lightning", "transformers")
+    f"test_{name}.py"
+    for name in ("accelerate", "compiled_loop", "docs", "examples", "library_streams", "lightning", "transformers")
 }
 
 

@@ -104,12 +104,15 @@ def test_server_is_healthy_while_it_serves_and_drains_as_process_1(last, tmp_pat
             assert run_health_check(last, port) == 0
             assert rpc_async(f"{address}:{port}", os.getppid).wait() > 1
             [server] = children_of(process.pid)
+            # Nobody else collects orphans: programs that a worker leaves in the background while it stays, and workers
+            # that end after their session.
             for _ in range(3):
-                rpc_async(f"{address}:{port}", os.getpid).wait()
-                close_client()
-                # Nobody else collects the orphans of its sessions. A worker may end after its session, with nobody to
-                # see; what happens next collects it.
-                wait_until(lambda: not occupied(server) and num_zombies_of(server) <= 1)
+                rpc_async(f"{address}:{port}", os.system, ("sleep 0.2 &",)).wait()
+            wait_until(lambda: num_zombies_of(server), what="programs that have ended")
+            wait_until(lambda: not num_zombies_of(server))
+            rpc_async(f"{address}:{port}", os.getpid).wait()
+            close_client()
+            wait_until(lambda: not occupied(server) and not num_zombies_of(server))
             os.kill(server, signal.SIGTERM)
             assert process.wait(20 * TIMEOUT_SCALE) == 0, (tmp_path / "log").read_text()
             assert not is_running(server)

@@ -56,16 +56,25 @@ def test_node_server_has_time_to_drain_before_what_is_left_is_killed():
     assert service["KillMode"] == "mixed"
 
 
+def test_lines_of_the_journal_bear_the_name_of_the_service():
+    """Not that of the shell which becomes the interpreter."""
+    assert read_unit()["Service"]["SyslogIdentifier"] == "%N"
+
+
 @pytest.mark.usefixtures("clean_client")
 def test_its_command_serves_and_drains(tmp_path):
     """Words are split as systemd does it: ``${NAME}`` is one, ``$NAME`` is as many as there are."""
     environment = read_environment()
     assert environment == {"PYTHON": "/usr/bin/python3", "OPTIONS": "--host 0.0.0.0 --port 6543"}
-    environment |= {"PYTHON": sys.executable, "OPTIONS": "--host 127.0.0.1 --port 0 --num-workers 2"}
+    python = tmp_path / "lr=0.1, bs=64" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"')
+    python.chmod(0o700)
+    environment |= {"PYTHON": str(python), "OPTIONS": "--host 127.0.0.1 --port 0 --num-workers 2"}
     words = []
     for word in shlex.split(read_unit()["Service"]["ExecStart"]):
         words += environment[word[1:]].split() if re.fullmatch(r"\$\w+", word) else [word]
-    words = [re.sub(r"\$\{(\w+)\}", lambda match: environment[match[1]], word) for word in words]
+    words = [re.sub(r"\$\{(\w+)\}", lambda match: environment[match[1]], word).replace("$$", "$") for word in words]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **environment}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import linecache
 import math
 import os
 import re
@@ -62,8 +63,7 @@ MAX_SHOWN = 10
 
 ADVICE = "MODULE is imported there, and FACTORY called with no arguments: def make(): return Data(root=...)"
 
-# Files whose frames say nothing about a dataset, here or on a node.
-_OURS = re.compile("/importlib/|/rpcdataloader/(check|client|fetch|loader|server|wire)/")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # Exceptions of user code, without Ctrl-C.
 _ERRORS = (Exception, SystemExit)
@@ -291,11 +291,22 @@ def _frames(error: BaseException) -> list[str]:
     """Frames of the user's code in the traceback, innermost last."""
     cause = error.__cause__
     text = str(cause) if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(error.__traceback__))
-    # Frames below the probe's, if shown; none if the package itself failed.
-    below = text.rpartition("rpcdataloader/check/probe.py")[2]
-    frames = re.findall(r'File "(.+)", (line \d+, in .+)\n    (.+)', below)
-    frames = [frame for frame in frames if not _OURS.search(frame[0])]
-    return [line for file, place, code in frames[-MAX_SHOWN:] for line in (f"{file}, {place}", f"    {code}")]
+    frames = re.findall(r'File "(.+)", line (\d+), in (.+)\n    (.+)', text)
+    frames = [frame for frame in frames if not _says_nothing(*frame)][-MAX_SHOWN:]
+    return [
+        line for file, number, name, code in frames for line in (f"{file}, line {number}, in {name}", f"    {code}")
+    ]
+
+
+def _says_nothing(file: str, number: str, name: str, code: str) -> bool:
+    """Whether a frame says nothing about a dataset: it imports its module, or belongs to this package.
+
+    The package lies somewhere else on a node, and the user's folders may have the same names.
+    """
+    if name == "import_module" and file.endswith("/importlib/__init__.py"):
+        return True
+    place = file.rpartition("/rpcdataloader/")[2]
+    return linecache.getline(f"{_PACKAGE}/{place}", int(number)).strip() == code
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+import math
 import multiprocessing
 import os
 import threading
@@ -43,6 +44,9 @@ TIMEOUT_VARIABLE = "RPCDATALOADER_CONNECT_TIMEOUT"
 
 # A node server imports torch before it listens, and jobs start trainers and workers at the same time.
 CONNECT_TIMEOUT = 60.0
+
+# Seconds between two looks for the first node server, which training waits for.
+FIRST_PAUSE = 1.0
 
 # Seconds for callbacks of the user at the end, when all calls have failed.
 CALLBACK_TIMEOUT = 2.0
@@ -121,13 +125,21 @@ class Client:
     def look(self, where: Remote) -> dict[Address, str]:
         """The node servers of the moment, as :meth:`Lookup.look` tells them; those at addresses are always there."""
         found = dict.fromkeys(where.addresses, "")
-        for lookup in where.lookups:
-            with self._lock:
-                if lookup not in self._lookups:
-                    self._lookups[lookup] = lookup.open()
-                opened = self._lookups[lookup]
-            found |= opened.look()
+        for lookup in self._open(where):
+            found |= lookup.look()
         return found
+
+    def follow(self, where: Remote) -> tuple[dict[Address, str], float]:
+        """The same for passes under way, which share their looks; and the seconds until the next one."""
+        found, pause = dict.fromkeys(where.addresses, ""), math.inf
+        for lookup in self._open(where):
+            servers, seconds = lookup.follow()
+            found, pause = found | servers, min(pause, seconds)
+        return found, pause
+
+    def _open(self, where: Remote) -> list[Lookup]:
+        with self._lock:
+            return [self._lookups.setdefault(lookup, lookup.open()) for lookup in where.lookups]
 
     def _find(self, where: Remote) -> dict[Address, str]:
         """The node servers of the moment, or the first ones that come."""
@@ -137,7 +149,7 @@ class Client:
             if deadline is None:
                 deadline = Deadline(timeout)
                 logger.warning("waiting for a node server to be %s, for at most %g s", condition, timeout)
-            if not deadline.pause(min(*(lookup.pause for lookup in where.lookups), timeout / 10)):
+            if not deadline.pause(min(FIRST_PAUSE, *(lookup.pause for lookup in where.lookups), timeout / 10)):
                 problems = "; ".join(
                     f"{name}: {reason}"
                     for lookup in where.lookups

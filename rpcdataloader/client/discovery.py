@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity, open_channel
+from rpcdataloader.wire.connecting import first_that_listens
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.handshake import STATUS_ID
@@ -36,6 +38,9 @@ _FORMS = (
 
 _DNS = "dns://"
 
+# Seconds in which one server of the preferred family of addresses must take a connection, or the other one counts.
+PROBE_TIMEOUT = 1.0
+
 # The name does not exist, or has no address. Other errors are the resolver's.
 _NOTHING = (socket.EAI_NONAME, socket.EAI_NODATA)
 
@@ -53,6 +58,7 @@ class Names(Lookup):
         super().__init__(name.host, name)
         self._address = name
         self.condition = f"behind the name {name.host}"
+        self._family: int | None = None  # guarded by the lock; that in which the servers listen, once it is known
 
     def __str__(self) -> str:
         return f"dns://{self._address}"
@@ -66,9 +72,15 @@ class Names(Lookup):
             if exc.errno not in _NOTHING:
                 raise
             return {}, {host: exc.strerror or str(exc)}
-        # With addresses of both families, each server has one of each.
-        hosts = {str(info[4][0]) for info in infos if info[0] == infos[0][0]}
-        return {Address(each, port): "" for each in sorted(hosts, key=ipaddress.ip_address)}, {}
+        families: dict[int, list[str]] = {}
+        for family, *_rest, sockaddr in infos:
+            families.setdefault(family, []).append(str(sockaddr[0]))
+        # With addresses of both families, each server has one of each, and may listen on one alone.
+        if len(families) > 1 and self._family not in families:
+            addresses = {family: [(each, port) for each in hosts] for family, hosts in families.items()}
+            self._family = first_that_listens(addresses, PROBE_TIMEOUT)
+        hosts = families[self._family if self._family in families else infos[0][0]]
+        return {Address(each, port): "" for each in sorted({*hosts}, key=ipaddress.ip_address)}, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +145,31 @@ def find_workers(
     if isinstance(workers, Lookup):
         return Remote(lookups=(workers,))
     if isinstance(workers, str):
-        workers = filter(None, map(str.strip, workers.split(",")))
+        workers = _split(workers)
     elif not isinstance(workers, Iterable):
         raise TypeError(f"workers must be a string or a list of strings, but is {workers!r}; {_FORMS}")
     return _join([_parse(each) for each in workers])
+
+
+# How an entry of a list begins, or the whole of it.
+_ENTRY = re.compile(r"\s*(@|/|unix:|dns://|local:|\[|(local|inline|[\w.-]+:[0-9]+)\s*$)")
+
+
+def _split(text: str) -> list[str]:
+    """The entries of a list. A comma in the name of a folder, as in ``@/sweep/lr=0.1,bs=64/pool``, separates nothing.
+
+    It is one if a slash follows before the next entry.
+    """
+    entries, pieces = [], text.split(",")
+    while pieces:
+        entry = pieces.pop(0).strip()
+        if entry.startswith(("@", "unix:")):
+            others = list(itertools.takewhile(lambda piece: not _ENTRY.match(piece), pieces))
+            num_inside = max((number for number, piece in enumerate(others, 1) if "/" in piece), default=0)
+            entry = ",".join([entry, *pieces[:num_inside]]).strip()
+            del pieces[:num_inside]
+        entries += [entry] if entry else []
+    return entries
 
 
 def _join(parts: list[Address | Lookup | Local | Inline]) -> Where:

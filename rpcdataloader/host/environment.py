@@ -20,6 +20,7 @@ import gc
 import importlib
 import logging
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -82,8 +83,12 @@ def _installed_prefixes() -> tuple[str, ...]:
     return tuple({library, paths["platstdlib"], paths["purelib"], paths["platlib"], zipped})
 
 
+# Packages of another environment. A user's own folder may be called site-packages, too.
+_PACKAGES = re.compile(r"/lib(64)?/(python|pypy)[\w.]*/(site|dist)-packages(/|$)")
+
+
 def _under(path: str, prefixes: tuple[str, ...]) -> bool:
-    if {"site-packages", "dist-packages"} & set(path.split(os.sep)):
+    if _PACKAGES.search(path):
         return True
     return any(path == prefix or path.startswith(prefix + os.sep) for prefix in prefixes)
 

@@ -15,6 +15,15 @@ import time
 MAX_WAITING_BYTES = 1 << 20
 
 
+def is_journal(descriptor: int) -> bool:
+    """Whether a descriptor is a stream of systemd's journal, which puts time and origin in front of each line."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+
 class Output:
     """Writes to a descriptor of this process; never waits. For one thread.
 

@@ -53,7 +53,8 @@ def cgroup_folders(controller: str, root: str = "/sys/fs/cgroup") -> list[str]:
         controller: Controller of the limits, such as ``cpu``; version 1 has a hierarchy for each.
     """
     folders = []
-    for line in read("/proc/self/cgroup").splitlines():
+    # Not splitlines: names of groups may have what it takes for the end of a line.
+    for line in filter(None, read("/proc/self/cgroup").split("\n")):
         _number, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

@@ -140,7 +140,8 @@ def _parts(path: str) -> Iterator[tuple[str, os.stat_result]]:
 def _file_systems() -> dict[int, str]:
     """Identities of the mounted network file systems, by device number."""
     found = {}
-    for line in read("/proc/self/mountinfo").splitlines():
+    # Not splitlines: names of folders may have what it takes for the end of a line.
+    for line in filter(None, read("/proc/self/mountinfo").split("\n")):
         place, _, mounted = line.partition(" - ")
         kind, source, *_options = mounted.split(" ")
         if kind in _SHARED_KINDS and not source.startswith(_LOOPBACK):

@@ -37,7 +37,7 @@ from rpcdataloader.loader.placement import Placement, check_min_workers, choose_
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
 from rpcdataloader.loader.tasks import Progress
-from rpcdataloader.loader.tools import LoaderTools, TimedBatches
+from rpcdataloader.loader.tools import LoaderTools, TimedBatches, keep_out_of_graphs
 from rpcdataloader.loader.waits import Auto, Wants
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.slabs import PageablePool
@@ -232,6 +232,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 setattr(self, name, getattr(settings, name))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
+        keep_out_of_graphs()
         check_transform(self, self._where)
         if self._where is None:
             return self._iterate_here()

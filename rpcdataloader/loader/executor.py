@@ -40,6 +40,9 @@ logger = logging.getLogger("rpcdataloader.loader")
 # A thread that waits for a hanging file server cannot be woken; it does not use torch.
 _LOOK_JOIN_TIMEOUT = 2.0
 
+# Seconds until the next look after one that failed by an error of ours.
+_FAILED_LOOK_PAUSE = 5.0
+
 # Seconds until another attempt to start a thread.
 _NO_THREAD_PAUSE = 1.0
 
@@ -166,10 +169,10 @@ class Executor:
 
     def _watch(self, where: Remote, changed: Callable[[list[Node], list[Node]], None]) -> None:
         known = dict.fromkeys(self._known, "")
-        pause = min(lookup.pause for lookup in where.lookups)
         while not self._closed.is_set():
+            pause = _FAILED_LOOK_PAUSE
             try:
-                found = self._client.look(where)
+                found, pause = self._client.follow(where)
                 come = [address for address in found if known.get(address, None) not in ("", found[address])]
                 gone = [address for address in known if address not in found]
                 known = found

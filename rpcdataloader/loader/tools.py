@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -205,6 +206,20 @@ class LoaderTools(DataLoader[_T_co]):
                 "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
                 "workers='inline' to load in this process"
             )
+
+
+_is_out_of_graphs = False
+
+
+def keep_out_of_graphs() -> None:
+    """Make Dynamo leave this package alone, as it does with torch's loader, if it is there.
+
+    In a compiled function that loops over a loader, it would trace whatever the loop runs through.
+    """
+    global _is_out_of_graphs
+    if not _is_out_of_graphs and (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
+        rules.add("rpcdataloader")
+        _is_out_of_graphs = True
 
 
 class TimedBatches(Iterator[_T_co]):

@@ -48,6 +48,9 @@ END_TIMEOUT = 5.0
 # Seconds for the file server of the register when the server drains.
 REGISTER_TIMEOUT = 1.0
 
+# Seconds between two looks for orphans that have ended, as process 1 of a container.
+ORPHANS_PERIOD = 5.0
+
 # Seconds of silence after which an owner that writes to the lifeline counts as gone: a machine that vanished does not
 # close it.
 LIFELINE_SILENCE = 60.0
@@ -126,6 +129,8 @@ class NodeServer:
             self._loop.watch(self._lifeline, self._on_lifeline)
         if self.registration is not None:
             self._loop.call_after(RENEWAL_PERIOD, self._renew)
+        if os.getpid() == 1:
+            self._collect_orphans()
         self._accept_again()
         try:
             while not self._clients.is_draining or self._clients:
@@ -361,8 +366,10 @@ class NodeServer:
             child.client.sock.close()
         if child.connection is not None:
             self._drop(child.connection, reason)
-        if os.getpid() == 1:
-            reap_orphans(self._children)
+
+    def _collect_orphans(self) -> None:
+        reap_orphans(self._children)
+        self._loop.call_after(ORPHANS_PERIOD, self._collect_orphans)
 
     # --- the end
 

@@ -71,8 +71,8 @@ def run_server(
         ImportError: A module to preload is missing.
     """
     # A new connection takes three descriptors, and a worker's one: a thousand, the usual limit, is soon used up. A
-    # higher limit costs nothing; only select(2), which is not used here, fails above a thousand.
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # higher limit costs nothing here; select(2), which workers or their programs may use, fails above a thousand.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     tls = settings.tls
     if tls is not None:
@@ -86,7 +86,7 @@ def run_server(
     gc.collect()
     gc.freeze()
     try:
-        context = ServerContext(settings, credentials, settings.workers, log, tls=tls)
+        context = ServerContext(settings, credentials, settings.workers, log, tls=tls, open_files=soft)
         server = NodeServer(listener, context, lifeline)
         with server.signals.heard(), contextlib.ExitStack() as failed:
             if settings.register:

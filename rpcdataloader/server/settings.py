@@ -154,6 +154,9 @@ class ServerContext:
     is_local: bool = False
     # Files for TLS, with absolute paths: sessions change the working directory, and workers the environment.
     tls: TlsFiles | None = None
+    # Soft limit on open files that the server was started with, for workers: their programs may use select(2), or close
+    # all numbers up to the limit.
+    open_files: int | None = None
     node: str = field(default_factory=socket.gethostname)
     counters: CounterTable = field(default_factory=CounterTable)
 

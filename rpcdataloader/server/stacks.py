@@ -152,6 +152,10 @@ def _describe(pid: int) -> str:
 # Recursion in many threads fills pages; the important part comes first.
 MAX_CHARACTERS = 16384
 
+# faulthandler writes other characters than ASCII so, in the names of folders, files and functions. Surrogates stand for
+# bytes that are no text, and cannot be sent as such.
+_ESCAPE = re.compile(r"\\(?:x[89a-f][\da-f]|u(?!d[89a-f])[\da-f]{4}|U[\da-f]{8})")
+
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:\n", re.MULTILINE)
 
 
@@ -160,10 +164,12 @@ def arrange(dump: str, main: int, package: str) -> str:
 
     ``main`` is the identifier of the main thread, ``package`` the folder of this package.
     """
-    own = re.escape(package)
+    own, library = (
+        re.escape(path.encode("ascii", "backslashreplace").decode()) for path in (package, threading.__file__)
+    )
     base = re.compile(rf'^  File "{own}/server/.*(?:\n|\Z)', re.MULTILINE)
     # Any line but a frame of this package or of the standard library's ``threading``.
-    user_code = re.compile(rf'^(?!  File "(?:{own}/|.*/threading\.py", line )).', re.MULTILINE)
+    user_code = re.compile(rf'^(?!  File "(?:{own}/|{library}", line )).', re.MULTILINE)
     # The text before the first header, then for each thread its identifier and lines.
     _before, *parts = _HEADER.split(dump)
     stacks = [(int(ident, 16), lines) for ident, lines in zip(parts[::2], parts[1::2], strict=True)]
@@ -176,5 +182,5 @@ def arrange(dump: str, main: int, package: str) -> str:
             kept = lines[: found.end()] if (found := base.search(lines)) else lines
             title = "Main thread" if ident == main else f"Thread 0x{ident:x}"
             arranged.append(f"{title} (most recent call first):\n{kept.rstrip()}")
-    text = "\n\n".join(arranged)
+    text = _ESCAPE.sub(lambda escape: chr(int(escape[0][2:], 16)), "\n\n".join(arranged))
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}\n... (cut here)"

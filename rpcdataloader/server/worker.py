@@ -15,6 +15,7 @@ import collections
 import contextlib
 import logging
 import os
+import resource
 import select
 import signal
 import threading
@@ -149,6 +150,10 @@ class Worker:
 
     def run(self) -> None:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
+        if (limit := self._context.open_files) is not None:
+            _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            with contextlib.suppress(ValueError):  # a dataset has set lower ones
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         if not self._context.is_local:
             forward_warnings(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
         threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True).start()

@@ -28,6 +28,9 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?7l", "\x1b[?7h\x1b[?1049l"
 # Cursor to the upper left corner; clear the rest of a line; clear the rest of the screen.
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
+# Seconds between two looks while this machine's clock may be wrong.
+_UNSURE_PAUSE = 0.5
+
 # Of seconds: poll() of any system takes as many milliseconds.
 _MAX_SECONDS = 1e6
 
@@ -215,6 +218,9 @@ class Nodes:
                 found.append(place)
             else:
                 there = place.look()
+                while isinstance(place, Register) and not there and place.is_unsure:
+                    time.sleep(_UNSURE_PAUSE)
+                    there = place.look()
                 found += there
                 nowhere += [] if there else [place]
                 # The path of a directory stands for the directory itself.

@@ -38,10 +38,10 @@ TOKEN_FILE_VARIABLE = "RPCDATALOADER_STATUS_TOKEN_FILE"
 
 PATHS = ("/", "/metrics", "/json", "/history")
 
-# Seconds for a client's request and answer, and the most requests at once; connections above that are closed. A peer
-# without a token could otherwise occupy all threads.
+# Seconds for a client's request and answer, and the most connections that have not shown the token. The oldest makes
+# room for a new one, so peers without it can neither occupy all threads nor keep a scraper out: that shows it at once.
 _REQUEST_TIMEOUT = 10
-_MAX_REQUESTS = 64
+_MAX_STRANGERS = 64
 
 _PAGE = Path(__file__).with_name("page")
 
@@ -118,7 +118,8 @@ class StatusServer(socketserver.ThreadingTCPServer):
         page, self.policy = make_page()
         self.answers = {"/": (page, "text/html; charset=utf-8")}
         self._num_failures = 0
-        self._room = threading.Semaphore(_MAX_REQUESTS)
+        self._lock = threading.Lock()
+        self._strangers: dict[Any, None] = {}  # guarded by the lock; connections that have not shown the token, by age
         try:
             found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
             self.address_family, *_, listen = found[0]
@@ -156,11 +157,24 @@ class StatusServer(socketserver.ThreadingTCPServer):
             self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread, if the limit permits one more."""
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Answer in a new thread, and end the oldest connection that has not shown the token if there are too many."""
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= _MAX_STRANGERS else None
+            self._strangers.pop(oldest, None)
+            self._strangers[request] = None
+        if oldest is not None:
+            shut_down(oldest)
+        super().process_request(request, client_address)
+
+    def has_shown_token(self, request: Any) -> None:
+        """Let a connection stay until its answer is sent."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.has_shown_token(request)
+        super().shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer within the time limit."""
@@ -171,7 +185,6 @@ class StatusServer(socketserver.ThreadingTCPServer):
             super().process_request_thread(request, client_address)
         finally:
             timer.cancel()
-            self._room.release()
 
     def _fail(self, what: str) -> None:
         self._num_failures += 1
@@ -204,7 +217,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _shows_token(self) -> bool:
         shown = self.headers.get("Authorization", "").encode(errors="replace")
-        return hmac.compare_digest(shown, b"Bearer " + self.server.token)
+        if is_right := hmac.compare_digest(shown, b"Bearer " + self.server.token):
+            self.server.has_shown_token(self.connection)
+        return is_right
 
     def _send(self, status: int, body: bytes | str, kind: str = "text/plain; charset=utf-8") -> None:
         content = body if isinstance(body, bytes) else body.encode()

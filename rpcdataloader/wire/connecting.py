@@ -9,10 +9,11 @@ import functools
 import logging
 import math
 import os
+import selectors
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
@@ -160,6 +161,36 @@ def is_listening(path: str) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):  # the former for any file that is no socket
             return False
     return True
+
+
+# Most addresses of a family that are tried.
+_MAX_PROBES = 8
+
+
+def first_that_listens(addresses: Mapping[int, Sequence[Any]], timeout: float) -> int | None:
+    """The first family of addresses of which one takes a connection; None if none does within ``timeout`` seconds."""
+    taken: set[int] = set()
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        for family, address in [(family, each) for family, some in addresses.items() for each in some[:_MAX_PROBES]]:
+            with contextlib.suppress(OSError):  # this machine has no addresses of that family
+                probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                probe.setblocking(False)
+                if (error := probe.connect_ex(address)) == errno.EINPROGRESS:
+                    waiting.register(probe, selectors.EVENT_WRITE, family)
+                elif not error:
+                    taken.add(family)
+        deadline = Deadline(timeout)
+        while families := {key.data for key in waiting.get_map().values()}:
+            # One that may still answer comes before one that has, if it is preferred.
+            if next(family for family in addresses if family in taken | families) in taken:
+                break
+            if not (ready := waiting.select(deadline.remaining())):
+                break
+            for key, _events in ready:
+                waiting.unregister(key.fileobj)
+                if not cast(socket.socket, key.fileobj).getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    taken.add(key.data)
+    return next((family for family in addresses if family in taken), None)
 
 
 @contextlib.contextmanager

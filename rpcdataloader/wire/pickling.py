@@ -16,6 +16,8 @@ import io
 import os
 import pickle
 import struct
+import time
+import traceback
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -142,6 +144,9 @@ def freeze_reply(obj: Any, *, name: str) -> Frozen:
 # No deeper than users nest objects on purpose.
 _MAX_DEPTH = 30
 
+# Longest search for the part of an object that cannot be pickled. Users take a longer one for a hang.
+_MAX_SEARCH_SECONDS = 2.0
+
 _MakePickler = Callable[[io.BytesIO, "list[memoryview]"], Pickler]
 
 
@@ -171,30 +176,69 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
 
 def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException) -> SerializationError:
     """The error for an object that cannot be pickled, with the path of the innermost part that cannot."""
-    visited: set[int] = set()
+    path, part = name, obj
+    with contextlib.suppress(_SearchTimeout):
+        path, part = _find_culprit(obj, make_pickler, name, time.monotonic() + _MAX_SEARCH_SECONDS)
+    return SerializationError(f"{path} is a {kind_of(part)}, which cannot be pickled ({_describe(error)}): {advice}")
 
-    def attempt(part: Any) -> BaseException | None:
-        try:
-            make_pickler(io.BytesIO(), []).dump(part)
-        except USER_ERRORS as error:
-            return error
-        return None
 
-    def search(whole: Any, path: str, error: BaseException, depth: int) -> tuple[str, Any, BaseException] | None:
-        visited.add(id(whole))
-        is_innermost = True
-        for part_path, part in _parts(whole, path) if depth else ():
-            part_error = attempt(part)
-            if part_error is None:
-                continue
-            # In a cycle, a part fails because it leads back to another part: then it is not the culprit.
-            is_innermost = False
-            if id(part) not in visited and (found := search(part, part_path, part_error, depth - 1)):
-                return found
-        return (path, whole, error) if is_innermost else None
+class _SearchTimeout(Exception):
+    """The search has taken too long."""
 
-    path, part, reason = search(obj, name, error, _MAX_DEPTH) or (name, obj, error)
-    return SerializationError(f"{path} is a {kind_of(part)}, which cannot be pickled ({_describe(reason)}): {advice}")
+
+def _find_culprit(obj: Any, make_pickler: _MakePickler, name: str, deadline: float) -> tuple[str, Any]:
+    """Path of the innermost part that cannot be pickled, and the part; the object itself if there is no such part.
+
+    A pickler that fails is at that part, or at something that was made to pickle it. To try each part instead would
+    take a time that is quadratic in their number, where they refer back to the whole.
+    """
+    visited = _visit_until_failure(obj, make_pickler, deadline)
+    paths = _find_paths(obj, name, visited, deadline)
+    for part in reversed(visited):
+        if id(part) in paths and _visit_until_failure(part, make_pickler, deadline):
+            return paths[id(part)], part
+    return name, obj
+
+
+def _visit_until_failure(obj: Any, make_pickler: _MakePickler, deadline: float) -> list[Any]:
+    """The objects to which a pickler comes before it fails, in order; none if it does not fail."""
+    visited: list[Any] = []
+    pickler = make_pickler(io.BytesIO(), [])
+    replace = getattr(pickler, "persistent_id", None)
+
+    def visit(part: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise _SearchTimeout
+        visited.append(part)
+        return None if replace is None else replace(part)
+
+    pickler.persistent_id = visit
+    try:
+        pickler.dump(obj)
+    except _SearchTimeout:
+        raise
+    except USER_ERRORS:
+        return visited
+    return []
+
+
+def _find_paths(obj: Any, name: str, visited: Sequence[Any], deadline: float) -> dict[int, str]:
+    """Paths of the visited parts of an object by their identity, the shortest of each, until the last one is found."""
+    wanted = {id(part) for part in visited}
+    paths, level = {id(obj): name}, [obj]
+    for _depth in range(_MAX_DEPTH):
+        below = []
+        for whole in level:
+            for path, part in _parts(whole, paths[id(whole)]):
+                if time.monotonic() > deadline:
+                    raise _SearchTimeout
+                if id(part) in wanted and id(part) not in paths:
+                    paths[id(part)] = path
+                    below.append(part)
+                    if part is visited[-1]:
+                        return paths
+        level = below
+    return paths
 
 
 def loads(
@@ -246,7 +290,21 @@ def loads(
             "on a file system that both sides see and into PYTHONPATH, or preload it with launch --preload"
         ) from error
     except USER_ERRORS as error:
-        raise SerializationError(f"a message cannot be rebuilt: {_describe(error)}") from error
+        raise SerializationError(f"a message cannot be rebuilt: {_describe_rebuilding(error)}") from error
+
+
+def _describe_rebuilding(error: BaseException) -> str:
+    """An error in words, with the class of an object whose ``__getattr__`` needs attributes that are not there yet."""
+    for frame, _line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == "__getattr__" and code.co_argcount == 2:
+            itself, name = (frame.f_locals.get(variable) for variable in code.co_varnames[:2])
+            if isinstance(name, str) and name.startswith("__"):
+                return (
+                    f"{_describe(error)}: {kind_of(itself)}.__getattr__ was asked for {name!r} before the object had "
+                    'any attributes: begin it with\n    if name.startswith("__"):\n        raise AttributeError(name)'
+                )
+    return _describe(error)
 
 
 def _load_tensors(

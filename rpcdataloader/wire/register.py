@@ -4,7 +4,8 @@ Each server has a file, which appears whole and under a name of its own, so that
 file. Its content is final: the server only renews its time, while it accepts clients.
 
 Clients write nothing, and the clocks of the machines need not agree: a server lives while the time of its file changes.
-Passes look again every second, because the kernel's notifications for directories do not cross an NFS server.
+Passes look again every 5 s, because the kernel's notifications for directories do not cross an NFS server; those of one
+process share their looks, as each asks the file server for every file.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _MAX_FILE_BYTES = 4096
 
 #: Seconds after which a server renews the time of its file.
 RENEWAL_PERIOD = 10.0
+
+# Seconds after which a live server has renewed it, with a margin.
+_RENEWED_AFTER = 1.2 * RENEWAL_PERIOD
 
 #: Seconds without a renewal after which a server is gone. An NFS client may show a time that is 60 s old (acregmax).
 MAX_SILENCE = 90.0
@@ -180,7 +184,7 @@ class Lookup(ABC):
     Attributes:
         condition: State that a server must reach to be found, in words, such as ``registered in /pool``.
         advice: Hint for a user who finds no servers.
-        pause: Seconds between two looks.
+        pause: Seconds between two looks of the passes of a process.
         problems: Reasons why the place, or entries there, were not used at the last look, by their names.
     """
 
@@ -192,6 +196,7 @@ class Lookup(ABC):
         self._name, self._arguments = name, arguments
         self._lock = threading.Lock()
         # Guarded by the lock:
+        self._looked = -math.inf  # time of the last look
         self._found: dict[Address, str] = {}
         self.problems: dict[str, str] = {}
 
@@ -201,12 +206,23 @@ class Lookup(ABC):
         The text of an address changes when another server takes it; it is empty where that cannot be told.
         """
         with self._lock:
-            try:
-                self._found, self.problems = self._look()
-            except Exception as exc:  # of a file system, a resolver, or an engine: it says nothing about the servers
-                self.problems = {self._name: getattr(exc, "strerror", None) or str(exc)}
-                client_logger.debug("cannot look for servers %s: %s", self.condition, exc)
-            return self._found
+            return self._look_now()
+
+    def follow(self) -> tuple[dict[Address, str], float]:
+        """The servers of the last moments, in the same order, and the seconds until it is time for another look."""
+        with self._lock:
+            if time.monotonic() >= self._looked + self.pause:
+                self._look_now()
+            return self._found, max(0.0, self._looked + self.pause - time.monotonic())
+
+    def _look_now(self) -> dict[Address, str]:
+        try:
+            self._found, self.problems = self._look()
+        except Exception as exc:  # of a file system, a resolver, or an engine: it says nothing about the servers
+            self.problems = {self._name: getattr(exc, "strerror", None) or str(exc)}
+            client_logger.debug("cannot look for servers %s: %s", self.condition, exc)
+        self._looked = time.monotonic()
+        return self._found
 
     @abstractmethod
     def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
@@ -243,7 +259,7 @@ class Register(Lookup):
         directory: Absolute path.
     """
 
-    pause = 1.0
+    pause = 5.0
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory, directory)
@@ -251,11 +267,17 @@ class Register(Lookup):
         self.condition = f"registered in {directory}"
         self.advice = f"start some with: python -m rpcdataloader.launch --register {directory}"
         # Guarded by the lock:
+        self._unsure_until = -math.inf
         self._last_look = time.monotonic()
         self._files: dict[str, _File] | None = None  # before the first look
 
     def __str__(self) -> str:
         return f"@{self.directory}"
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether servers seem silent by this machine's clock alone, and have had no time to renew their files."""
+        return time.monotonic() < self._unsure_until
 
     def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
         """In the order in which they registered, with the names of their files."""
@@ -268,12 +290,15 @@ class Register(Lookup):
 
     def _judge(self, statuses: dict[str, os.stat_result], elapsed: float) -> tuple[dict[Address, str], dict[str, str]]:
         known, self._files = self._files, {}
+        if known is None and statuses:  # one that renews its file shows that the clocks agree
+            is_silent = all(abs(time.time() - each.st_mtime) > MAX_SILENCE for each in statuses.values())
+            self._unsure_until = time.monotonic() + _RENEWED_AFTER if is_silent else -math.inf
         problems: dict[str, str] = {}
         usable: dict[str, ServerEntry] = {}
         for name, status in statuses.items():
             file = self._files[name] = (known or {}).get(name) or _File()
             if known is None:
-                # A wrong clock of this machine makes servers seem silent for one renewal.
+                # A wrong clock of this machine makes servers seem silent for one renewal; see `is_unsure`.
                 file.silence = abs(time.time() - status.st_mtime)
             else:
                 file.silence = file.silence + elapsed if status.st_mtime == file.changed else 0.0

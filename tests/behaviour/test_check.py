@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import textwrap
@@ -217,6 +218,28 @@ def test_what_builds_no_dataset(check, source, name, line):
     # Which says nothing about a worker that is gone.
     assert ("FACTORY called with no arguments: def make(): return Data(root=...)" in found) != ("session" in found)
     assert end == "does not work as it is: builds"
+
+
+def test_own_frames_are_shown_whatever_their_folder_is_called_and_no_others(tmp_path, monkeypatch, check):
+    folder = tmp_path / "importlib" / "rpcdataloader" / "loader"
+    folder.mkdir(parents=True)
+    (folder / "dataset.py").write_text("def fail():\n    raise ValueError('broken')")
+    monkeypatch.syspath_prepend(folder)
+    source = """
+        import dataset
+        class Data(Base):
+            def __init__(self):
+                dataset.fail()
+        class Samples(Base):
+            def __getitem__(self, index):
+                dataset.fail()
+    """
+    for name, finding in ("Data", "builds"), ("Samples", "samples"):
+        status, output = check(source, name=name)
+        files = re.findall(r"^ +(/.*), line \d+, in ", line_of(output, finding), re.MULTILINE)
+        assert status == 1
+        assert [os.path.dirname(file) for file in files] == [str(tmp_path), str(folder)]
+    del sys.modules["dataset"]
 
 
 @pytest.mark.parametrize(

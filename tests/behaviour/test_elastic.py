@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import AuthenticationError, ConnectError, RemoteProtocolError
+from rpcdataloader.wire.register import Register
 from tests.behaviour.test_recovery import take
-from tests.conftest import close_client
+from tests.conftest import close_client, wait_until
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew
 from tests.support.datasets import Hosted
@@ -66,6 +68,18 @@ def test_each_rank_gets_its_share_of_a_server_that_joins(register):
     for iterator in iterators:
         wait_for_crew(iterator, 2)
         assert take(iterator, 300)[0] == [*range(300)]
+
+
+def test_loaders_of_a_process_share_their_looks(register, monkeypatch):
+    looks, look = [], Register._list
+    monkeypatch.setattr(Register, "pause", 0.2)
+    monkeypatch.setattr(Register, "_list", lambda self: (looks.append(time.monotonic()), look(self))[1])
+    register()
+    loaders = [RPCDataloader(RPCDataset(register.workers, Hosted, 8), persistent_workers=True) for _ in range(4)]
+    assert [len(list(loader)) for loader in loaders] == [8] * 4
+    looks.clear()
+    wait_until(lambda: len(looks) > 5)
+    assert looks[5] - looks[0] > 4 * 0.2
 
 
 def test_resumed_stream_goes_on_where_another_server_registers(register):

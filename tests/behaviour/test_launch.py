@@ -85,6 +85,25 @@ def test_unknown_commands_and_options_are_refused(words, capsys):
     assert capsys.readouterr().err.startswith("usage: ")
 
 
+# --- what it logs
+
+
+@pytest.mark.parametrize("is_journal", [False, True])
+def test_each_line_of_the_log_has_one_time(serve, is_journal):
+    """systemd sets the variable for what it starts, also where standard error then goes somewhere else."""
+    inode = "file.st_ino" if is_journal else "0"
+    server = serve(before=f"file = os.fstat(2); os.environ['JOURNAL_STREAM'] = f'{{file.st_dev}}:{{{inode}}}'")
+    rpc_async(server.address, warn).wait()
+    server.logged(r"WARNING tests\[\d+\] from a worker")
+    time = "" if is_journal else r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+    for line in server.log.splitlines():
+        assert re.match(rf"(\[\S+ client \S+ worker 1\] )?{time}[A-Z]+ [\w.]+\[\d+\] [a-z]", line), line
+
+
+def warn():
+    logging.getLogger("tests").warning("from a worker")
+
+
 # --- where it listens
 
 

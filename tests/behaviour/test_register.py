@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import IterableDataset
@@ -186,3 +188,17 @@ def test_server_that_cannot_say_that_it_is_ready_leaves_no_file(folder):
     assert "registered as" in ended.stderr
     assert "error: [Errno 32] Broken pipe" in ended.stderr
     assert files(folder) == []
+
+
+@pytest.mark.parametrize("seconds", [-120, 120])
+def test_status_waits_for_a_renewal_where_the_clock_of_this_machine_may_be_wrong(
+    register, where, monkeypatch, capsys, seconds
+):
+    server, _path = register(before=in_server("renewal"))
+    clock = SimpleNamespace(time=lambda: time.time() + seconds, monotonic=time.monotonic)
+    monkeypatch.setattr("rpcdataloader.wire.register.time", clock)
+    assert main(["status", where]) == 0
+    assert server.address in capsys.readouterr().out
+    server.end(signal.SIGKILL)
+    monkeypatch.setattr("rpcdataloader.wire.register._RENEWED_AFTER", 0.5)
+    assert main(["status", where]) == 1

@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 import warnings
@@ -377,6 +378,27 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
         wait_until(lambda: len(re.findall(told, server.log)) >= 3)
         assert time.monotonic() - start > 0.6, "it does not spin meanwhile"
     assert call(server, os.getpid) > 0
+
+
+def limits_of_open_files():
+    """Soft limits of this process, and of a program that it starts."""
+    program = subprocess.run(["sh", "-c", "ulimit -Sn"], capture_output=True, check=True)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0], int(program.stdout)
+
+
+class Limits:
+    def __getitem__(self, index):
+        return limits_of_open_files()
+
+
+def test_workers_have_the_limit_of_open_files_with_which_the_server_was_started(serve):
+    """The server itself needs as many as it can get."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    server = serve(before=f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, {hard}))")
+    assert call(server, limits_of_open_files) == (200, 200)
+    loader = RPCDataloader(Limits(), None, sampler=range(3), workers=server.address, collate_fn=tuple)
+    assert list(loader) == [(200, 200)] * 3
+    assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def use_up_descriptors():

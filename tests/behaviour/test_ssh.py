@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,14 +25,18 @@ from tests.support.datasets import Numbers, node_server
 
 ROOT = Path(__file__).parents[2]
 
-SSH = """#!{python} -S
-import os, socket, subprocess, sys, threading
+# The first line of a script that names an interpreter takes no path with blanks, nor a long one.
+SSH = """#!/bin/sh
+exec {python} -S {folder}/bin/ssh.py "$@"
+"""
+
+SSH_PY = """import os, socket, subprocess, sys, threading
 
 *_options, host, command = sys.argv[1:]
 folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 with open(os.path.join(folder, "commands"), "a") as file:
     print(host, command, file=file)
-env = {{name: value for name, value in os.environ.items() if not name.startswith("RPCDATALOADER_")}}
+env = {name: value for name, value in os.environ.items() if not name.startswith("RPCDATALOADER_")}
 env["XDG_CONFIG_HOME"] = "/nonexistent"
 ours, theirs = socket.socketpair()
 process = subprocess.Popen(["sh", "-c", command], stdin=theirs, start_new_session=True, env=env)
@@ -128,7 +133,9 @@ class Starter:
 def start(tmp_path):
     """Start node servers on hosts, each a line of the host file; stand-ins unless ``python`` is another one."""
     (tmp_path / "bin").mkdir()
-    for name, text in ("ssh", SSH.format(python=sys.executable)), ("python", PYTHON.format(folder=tmp_path)):
+    (tmp_path / "bin" / "ssh.py").write_text(SSH_PY)
+    ssh = SSH.format(python=shlex.quote(sys.executable), folder=tmp_path)
+    for name, text in ("ssh", ssh), ("python", PYTHON.format(folder=tmp_path)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o700)
     os.mkfifo(tmp_path / "fifo")

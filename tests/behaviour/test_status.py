@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -260,7 +261,7 @@ def test_wrong_usage(arguments, error, capsys):
 
 @pytest.mark.parametrize(("output", "status"), [("", 1), (">&-", 2)])
 def test_output_that_takes_not_all(tmp_path, output, status):
-    command = f"{sys.executable} -m rpcdataloader.status @{tmp_path}/é {output}"
+    command = f"{shlex.join([sys.executable, '-m', 'rpcdataloader.status', f'@{tmp_path}/é'])} {output}"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == status

@@ -12,7 +12,7 @@ from rpcdataloader.wire import transport
 CLOCKS: dict[str, tuple[str, float]] = {
     # Between two looks for a node that is gone; 5 s.
     "search": ("rpcdataloader.plan.roster.MAX_PAUSE", 0.2),
-    # Between two looks into a register; 1 s.
+    # Between two looks into a register; 5 s.
     "register": ("rpcdataloader.wire.register.Register.pause", 0.05),
     # Between two questions for the addresses of a name; 2 s.
     "names": ("rpcdataloader.client.discovery.Names.pause", 0.1),

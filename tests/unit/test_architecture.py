@@ -105,3 +105,11 @@ def test_public_names_can_be_imported_and_no_others():
         assert getattr(rpcdataloader, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = rpcdataloader.no_such_name
+
+
+@pytest.mark.parametrize(("name", "meant"), [("RPCDataLoader", "RPCDataloader"), ("rpcdataset", "RPCDataset")])
+def test_other_capitals_name_the_right_ones_also_where_they_are_imported(name, meant):
+    with pytest.raises(ImportError, match=f"^module 'rpcdataloader' has no attribute '{name}': write {meant}$"):
+        exec(f"from rpcdataloader import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
+        exec("from rpcdataloader import no_such_name")

@@ -175,17 +175,51 @@ def test_token_that_cannot_be_used_is_refused(token, problem, tmp_path):
         find_token(in_file(tmp_path, token or load_credentials().secret))
 
 
-def test_requests_that_are_slow_are_cut_off_and_take_no_more_than_their_room(monkeypatch):
-    monkeypatch.setattr(serving, "_MAX_REQUESTS", 1)
+def test_requests_that_are_slow_are_cut_off(monkeypatch):
     monkeypatch.setattr(serving, "_REQUEST_TIMEOUT", 0.5)
     with running() as (server, _looks), socket.create_connection(server.server_address[:2]) as slow:
-        slow.sendall(b"G")
-        wait_until(lambda: not server._room._value, what="the request is under way")
-        with socket.create_connection(server.server_address[:2]) as other:
-            assert other.recv(1) == b""  # no room
         # Bytes that come one by one win no time.
         with contextlib.suppress(OSError):
             while not (select.select([slow], [], [], 0.05)[0] and slow.recv(1) == b""):
                 slow.sendall(b"E")
-        wait_until(lambda: server._room._value, what="room again")
-        assert get(server, "/json")[0] == 200
+        wait_until(lambda: not server._strangers)
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET / HTTP/1.1\r\nA: "])
+def test_connections_without_the_token_keep_nobody_out(monkeypatch, sent):
+    monkeypatch.setattr(serving, "_MAX_STRANGERS", 4)
+    with running() as (server, _looks), contextlib.ExitStack() as opened:
+        strangers = []
+        for count in range(1, 10):
+            strangers.append(opened.enter_context(socket.create_connection(server.server_address[:2])))
+            strangers[-1].sendall(sent)
+            wait_until(lambda count=count: len(server._strangers) == min(count, 4))
+        for old in strangers[:5]:
+            assert old.recv(1) == b""
+        for _ in range(8):
+            assert get(server, "/metrics")[0] == 200
+        assert strangers[-1].recv(1) == b""  # each has made room
+        wait_until(lambda: not server._strangers)
+
+
+def test_request_with_the_token_keeps_its_connection_until_it_is_answered(monkeypatch):
+    monkeypatch.setattr(serving, "_MAX_STRANGERS", 1)
+    with running() as (server, _looks), contextlib.ExitStack() as opened:
+        answers, asked, go_on = server.answers, threading.Event(), threading.Event()
+
+        class Waiting(dict):
+            def __contains__(self, path):
+                asked.set()
+                return go_on.wait(10)
+
+        monkeypatch.setattr(type(server), "answers", property(lambda _self: Waiting(answers), lambda *_: None), False)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(get(server, "/json")[0]))
+        thread.start()
+        assert asked.wait(10)
+        for _ in range(3):
+            opened.enter_context(socket.create_connection(server.server_address[:2]))
+        wait_until(lambda: server._strangers)
+        go_on.set()
+        thread.join()
+        assert found == [200]

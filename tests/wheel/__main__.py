@@ -48,7 +48,7 @@ def install(wheel: Path, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
     subprocess.run([*pip, "--no-index", "--no-deps", str(wheel)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    others = [path for path in sys.path if path.endswith("site-packages")]
+    others = [path for path in sys.path if path.endswith("site-packages") and path != str(ROOT)]
     (packages / "dependencies.pth").write_text("\n".join(others) + "\n")
     return python.parent
 

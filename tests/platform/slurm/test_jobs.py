@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -183,7 +184,7 @@ def ask_as_another_user(bed: Testbed, address: str) -> str:
     """What a job of another user prints that calls a function on somebody's node server."""
     folder = bed.state / "stranger"
     folder.mkdir()
-    command = [*become(NOBODY), "sh", "-c", f"{sys.executable} -c 'open(\"{ROOT}/README.md\")'"]
+    command = [*become(NOBODY), "sh", "-c", f"{shlex.quote(sys.executable)} -c 'open(\"{ROOT}/README.md\")'"]
     # Where only root can read Python or the package, it is the user of another home, and so of another secret.
     user = 0 if subprocess.run(command, capture_output=True).returncode else NOBODY
     os.chown(folder, user, user)

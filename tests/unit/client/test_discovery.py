@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ from rpcdataloader.wire.register import Register
 NODE = Address("node01", 6543)
 V6 = Address("fe80::1", 7000)
 UNIX = Address(path="/run/pool,1")
+D = Address("d", 1)
 FOLDER = Remote(lookups=(Register("/run/pool"),))
 MIXTURE = Remote((NODE,), (Names(NODE), Register("/run/pool")), Local(4))
 
@@ -27,8 +29,17 @@ MIXTURE = Remote((NODE,), (Names(NODE), Register("/run/pool")), Local(4))
         (("node01:6543", "[fe80::1]:7000"), Remote((NODE, V6))),
         (" node01:6543 , [fe80::1]:7000,", Remote((NODE, V6))),
         (iter(["node01:6543"]), Remote((NODE,))),
-        # Only a list can hold a path with a comma.
+        # Only a list can hold a path whose last part has a comma; a folder may end with a slash.
         (["unix:/run/pool,1"], Remote((UNIX,))),
+        ("@/lr=0.1,bs=64/", Remote(lookups=(Register("/lr=0.1,bs=64"),))),
+        (
+            "@/lr=0.1,bs=64,seed=1/.pool, @/a,b/c,d:1",
+            Remote((D,), (Register("/lr=0.1,bs=64,seed=1/.pool"), Register("/a,b/c"))),
+        ),
+        (
+            "unix:/a, b:x/socket,local:4,unix:/run/x,d:1",
+            Remote((Address(path="/a, b:x/socket"), Address(path="/run/x"), D), (), Local(4)),
+        ),
         ("inline", Inline()),
         (" inline ", Inline()),
         ("local", Local()),
@@ -65,6 +76,9 @@ def test_forms(workers, expected):
         ("@", "'@' names no directory; write @/path"),
         (" @ ", "'@' names no directory; write @/path"),
         ("dns://pool", "cannot read the address 'pool': write host:port"),
+        ("@/run/pool,node01", "cannot read the address 'node01': write host:port"),
+        ("@/run/pool,/run/other", "cannot read the address '/run/other': write host:port"),
+        ("@/lr=0.1,bs=64", "cannot read the address 'bs=64'"),
         ("dns://unix:/run/pool", "'dns://unix:/run/pool' names no host; write dns://host:port"),
         ("@/run/pool,node01:6543,@/run/pool", "workers names @/run/pool more than once"),
     ],
@@ -90,7 +104,8 @@ def resolver(monkeypatch):
     def getaddrinfo(host, port, type):
         if isinstance(answers[host], int):
             raise socket.gaierror(answers[host], "what it says")
-        return [(socket.AF_INET, type, 6, "", (found, port)) for found in answers[host]]
+        families = {found: socket.AF_INET6 if ":" in found else socket.AF_INET for found in answers[host]}
+        return [(families[found], type, 6, "", (found, port)) for found in answers[host]]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     return answers
@@ -118,3 +133,35 @@ def test_resolver_that_cannot_be_asked_takes_nothing_away(resolver):
         assert look(names) == ["10.0.0.1:6543"]
         resolver["pool"] = number
         assert look(names) == []
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6")
+@pytest.mark.parametrize(
+    ("family", "expected"), [("v4", ["127.0.0.1", "127.0.0.2"]), ("v6", ["[::1]"]), (None, ["[::1]"])]
+)
+def test_of_two_families_of_addresses_the_one_that_answers_counts(resolver, family, expected):
+    """The resolver prefers IPv6."""
+    resolver["pool"] = ["::1", "127.0.0.1", "127.0.0.2"]
+    with contextlib.ExitStack() as opened:
+        if family:
+            where = {"v4": (socket.AF_INET, "127.0.0.1"), "v6": (socket.AF_INET6, "::1")}[family]
+            listener = opened.enter_context(socket.create_server((where[1], 0), family=where[0]))
+            port = listener.getsockname()[1]
+        else:  # which nothing listens on
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
+        names = Names(Address("pool", port))
+        assert look(names) == [f"{host}:{port}" for host in expected]
+    # What was found out holds, also while no server is there.
+    resolver["pool"].reverse()
+    assert look(names) == [f"{host}:{port}" for host in (expected if family else ["127.0.0.1", "127.0.0.2"])]
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6")
+def test_family_that_goes_is_given_up(resolver):
+    resolver["pool"] = ["::1", "127.0.0.1"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        names = Names(Address("pool", port := listener.getsockname()[1]))
+        assert look(names) == [f"127.0.0.1:{port}"]
+        resolver["pool"] = ["::1"]
+        assert look(names) == [f"[::1]:{port}"]

@@ -16,9 +16,9 @@ from rpcdataloader.host.environment import Additions, Environment, Module, colle
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        (None, ["scripts", "library", "."]),
+        (None, ["scripts", "library", "site-packages", "site-packages/mine", "."]),
         # `import random` on a worker must not find package/random.py after `python -m package.train`.
-        ("of python -m", ["library", "."]),
+        ("of python -m", ["library", "site-packages", "site-packages/mine", "."]),
     ],
 )
 def test_folders_of_the_user_travel_in_their_order_and_the_installation_stays_at_home(
@@ -27,6 +27,8 @@ def test_folders_of_the_user_travel_in_their_order_and_the_installation_stays_at
     paths = sysconfig.get_paths()
     entries = [
         str(tmp_path / "library"),
+        str(tmp_path / "site-packages"),  # whose name says nothing
+        str(tmp_path / "site-packages/mine"),
         paths["stdlib"],
         paths["purelib"],
         os.path.join(paths["stdlib"], "lib-dynload"),

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from rpcdataloader.host import trust
 from rpcdataloader.host.trust import find_flaw, identify
 
 STRANGER = 65534
@@ -83,3 +84,15 @@ def test_another_folder_at_the_same_path_is_not_the_trainer_s(make, tmp_path):
     trusted = identify([path])
     (tmp_path / "project").rename(tmp_path / "before")
     assert find_flaw(make("project", 0o777), trusted).startswith("it is writable by others")
+
+
+def test_names_of_mounted_folders_may_hold_anything(make, monkeypatch):
+    path = make("project")
+    device = os.stat(path).st_dev
+    mounts = [
+        f"1 0 0:1 / /mnt/{name} rw - fuse.{name} source rw"
+        for name in ("a\x0b - b", "a\x1cb", "a\u2028b", "é", "\udcff")
+    ]
+    mounts.append(f"9 0 {os.major(device)}:{os.minor(device)} / / rw,relatime - nfs4 files:/home rw")
+    monkeypatch.setattr(trust, "read", lambda _path: "\n".join(mounts))
+    assert identify([path])[path].startswith("nfs4 files:/home ")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import re
+import threading
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
+from rpcdataloader.errors import SerializationError
 from rpcdataloader.fetch.raw import pack
+from rpcdataloader.wire import pickling
 from rpcdataloader.wire.pickling import dumps, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import leased_bytes
@@ -115,3 +119,107 @@ def test_requests_can_be_collected_as_garbage(kind):
     cycle.append(cycle)
     del content, views, cycle
     assert gc.collect()
+
+
+# What cannot be pickled
+
+
+class Counted:
+    """A part of ``whole``; counts how often such a part is pickled."""
+
+    count = 0
+
+    def __init__(self, whole):
+        self.whole = whole
+
+    def __reduce__(self):
+        type(self).count += 1
+        return Sample, (self.whole,)
+
+
+@pytest.mark.parametrize("num_samples", [10, 1000])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_each_part_is_pickled_a_few_times_until_the_culprit_is_found(num_samples, place):
+    whole, lock = Sample(None), threading.Lock()
+    whole.what = [Counted(whole) for _ in range(num_samples)]
+    whole.what.insert({"before": 0, "after": num_samples}[place], [{"key": lock}])
+    Counted.count = 0
+    path = rf"dataset\.what\[{whole.what.index([{'key': lock}])}\]\[0\]\['key'\]"
+    with pytest.raises(SerializationError, match=rf"^{path} is a _thread\.lock, which cannot be pickled \(TypeError: "):
+        dumps(whole, name="dataset")
+    assert Counted.count <= 2 * num_samples
+
+
+class MakesLock:
+    def __getstate__(self):
+        return [threading.Lock()]
+
+
+class Ends:
+    def __reduce__(self):
+        return Sample, (range(3), *fail())
+
+
+def fail():
+    raise OSError("no more")
+
+
+CULPRITS = {
+    "sample.what.what is a tests.unit.wire.test_pickling.MakesLock": lambda: Sample(Sample(MakesLock())),
+    "sample.what[2] is a tests.unit.wire.test_pickling.Ends": lambda: Sample([1, 2, Ends(), 3]),
+    "sample.what.__self__.what is a _thread.lock": lambda: Sample(Sample(threading.Lock()).__eq__),
+    "sample.what is a dict": lambda: Sample({threading.Lock(): 1}),
+}
+
+
+@pytest.mark.parametrize("text", CULPRITS)
+@pytest.mark.parametrize("encode", [dumps, dumps_reply])
+def test_innermost_part_that_has_a_path_is_named(text, encode):
+    with pytest.raises(SerializationError, match=f"^{re.escape(text)}, which"):
+        encode(CULPRITS[text](), name="sample")
+
+
+def test_search_has_a_limit(monkeypatch):
+    monkeypatch.setattr(pickling, "_MAX_SEARCH_SECONDS", 0)
+    with pytest.raises(SerializationError, match=r"^sample is a list, which cannot be pickled \(TypeError: .*lock"):
+        dumps([threading.Lock()], name="sample")
+
+
+# What cannot be rebuilt
+
+
+class Wrapper:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Table:
+    def __init__(self):
+        self.columns = {}
+
+    def __getattr__(self, name):
+        return self.get(name)
+
+    def get(self, name):
+        return self.__dict__["columns"][name]
+
+
+@pytest.mark.parametrize(("make", "error"), [(lambda: Wrapper([1]), "RecursionError"), (Table, "KeyError")])
+def test_class_whose_attributes_need_others_is_named_and_the_advice_mends_it(make, error, monkeypatch):
+    with pytest.raises(SerializationError, match=rf"{error}.*: {make().__class__.__module__}\.") as caught:
+        transfer(make())
+    kind, advice = type(make()), str(caught.value).partition("begin it with\n")[2]
+    assert f".{kind.__name__}.__getattr__ was asked for '__setstate__'" in str(caught.value)
+    found = {}
+    exec(f"def guard(name):\n{advice}", found)
+    asked = kind.__getattr__
+
+    def mended(self, name):
+        found["guard"](name)
+        return asked(self, name)
+
+    monkeypatch.setattr(kind, "__getattr__", mended)
+    assert vars(transfer(make())[0]) == vars(make())

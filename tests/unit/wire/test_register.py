@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import pytest
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.wire import register as module
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.register import MAX_SILENCE, PATIENCE, Register, Registration, ServerEntry
+from rpcdataloader.wire.register import MAX_SILENCE, PATIENCE, Lookup, Register, Registration, ServerEntry
+from tests.conftest import wait_until
 
 
 def server(name, started=1.0, **fields):
@@ -207,3 +209,59 @@ def test_anything_else_is_refused(content, problem):
 def test_addresses_that_are_for_their_machine_alone(alone, addresses):
     for address in addresses:
         assert dataclasses.replace(NODE, address=Address.parse(address)).is_for_its_machine_alone is alone
+
+
+def skew(monkeypatch, seconds):
+    """Set the clock of this machine forward."""
+    clock = types.SimpleNamespace(time=lambda: time.time() + seconds, monotonic=time.monotonic)
+    monkeypatch.setattr(module, "time", clock)
+
+
+@pytest.mark.parametrize("seconds", [-120, 120])
+def test_first_look_is_unsure_where_all_servers_seem_silent(tmp_path, register, monkeypatch, seconds):
+    assert (found(register), register.is_unsure) == ((), False)
+    path = write(tmp_path, server("a"))
+    skew(monkeypatch, seconds)
+    register = Register(str(tmp_path))
+    assert (found(register), register.is_unsure) == ((), True)
+    age(path, -1)  # it is renewed
+    assert found(register) == (server("a"),)
+    # One that is alive by this clock shows that it is right.
+    skew(monkeypatch, 0)
+    write(tmp_path, server("b"), "1")
+    age(path, 120)
+    register = Register(str(tmp_path))
+    assert (found(register), register.is_unsure) == ((server("b"),), False)
+
+
+def test_first_look_is_sure_after_the_time_of_a_renewal(tmp_path, register, monkeypatch):
+    monkeypatch.setattr(module, "_RENEWED_AFTER", 0.2)
+    age(write(tmp_path, server("a")), 120)
+    assert (found(register), register.is_unsure) == ((), True)
+    wait_until(lambda: not register.is_unsure)
+    assert found(register) == ()
+
+
+class Counting(Lookup):
+    condition, advice, pause = "here", "", 60.0
+
+    def __init__(self):
+        super().__init__("here")
+        self.count = 0
+
+    def _look(self):
+        self.count += 1
+        return {Address("node", self.count): ""}, {}
+
+
+def test_passes_share_looks_until_it_is_time_for_another_one():
+    lookup = Counting()
+    for _ in range(3):
+        servers, seconds = lookup.follow()
+        assert list(servers) == [Address("node", 1)]
+        assert 0 < seconds <= 60
+    # Never older than what a pass has begun with.
+    assert list(lookup.look()) == [Address("node", 2)]
+    assert list(lookup.follow()[0]) == [Address("node", 2)]
+    lookup.pause = 0.0
+    assert lookup.follow() == ({Address("node", 3): ""}, 0.0)
