@@ -7,18 +7,19 @@ thread fails all pending requests.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.background import Sender
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
+from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock, heap_blocks
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
 from rpcdataloader.wire.pickling import Encoded
@@ -169,7 +170,7 @@ class Connection:
         with self._lock:
             late = [self._pending.pop(other) for other in list(self._pending) if other > number]
         for request in late:
-            request.complete(copy.copy(error))
+            self._complete(request, copy_to_raise(error))
 
     def release(self, handle: int) -> None:
         """Let an object of the server go; for finalizers: never blocks, takes no lock."""
@@ -300,7 +301,8 @@ class Connection:
             # From now on, callers take another connection.
             self.has_ended = True
         if self.error is None:
-            error = self._owner.explain(error)
+            with self._heard("the end"):
+                error = self._owner.explain(error)
         with self._lock:
             self._borrower = None  # memory without blocks goes now
             if self.error is None:
@@ -309,16 +311,27 @@ class Connection:
         with self._sending:  # the sender may be about to take a message
             self._outbox.clear()
         for request in pending.values():
-            request.complete(self._reason())
-        self._owner.lost(self.error)
+            self._complete(request, self._reason())
+        with self._heard("the end"):
+            self._owner.lost(self.error)
+
+    def _complete(self, request: Request, error: RPCError) -> None:
+        with self._heard("a request"):
+            request.complete(error)
+
+    @contextlib.contextmanager
+    def _heard(self, what: str) -> Iterator[None]:
+        """Log an exception of a function that must not raise: others must hear that their requests have failed, too."""
+        try:
+            yield
+        except BaseException:
+            logger.exception("%s: an error while its owner heard of %s", self.name, what)
 
     def _reason(self) -> RPCError:
         """Why the connection ended; a copy for each request, as one error would collect the tracebacks of all."""
         if self.error is None:
             return ConnectionLostError(f"connection to {self.name} is lost")
-        error = copy.copy(self.error)
-        error.__cause__ = self.error.__cause__
-        return error
+        return copy_to_raise(self.error)
 
     # --- sender
 

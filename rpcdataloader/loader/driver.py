@@ -185,7 +185,7 @@ class Driver:
         """End the pass with an error."""
         with self.condition:
             if self.engine.failure is None and not self.is_closed:
-                self.engine.failure = error
+                self.engine.failure = error.with_traceback(None)
             self.condition.notify_all()
 
     def lost(self, number: int, loss: Loss) -> None:

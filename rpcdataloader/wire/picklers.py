@@ -15,6 +15,7 @@ import functools
 import io
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import attrgetter
@@ -30,6 +31,12 @@ from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, is_dense
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a signal handler may have raised it: in the main thread, and not of a kind that user code raises."""
+    return not isinstance(error, USER_ERRORS) and threading.current_thread() is threading.main_thread()
+
 
 #: Returns an object's stand-in on the wire; None for all that is pickled as usual.
 PersistentId = Callable[[Any], Any]
