@@ -45,7 +45,6 @@ _ALSO_OF_SOURCE = (
     "worker_init_fn",
     "timeout",
     "partition",
-    "max_in_flight_bytes",
     "max_retries",
     "reconnect_timeout",
     "task_timeout",

@@ -78,6 +78,9 @@ class PassSettings:
             may_repeat = bool(loader.retry_on) or isinstance(loader._where, Inline)
             transformed = Transformed(loader.transform, f"{source.name} (transform)", may_repeat=may_repeat)
             values |= {"dataset": transformed, "sampler": source, "iterable": False}
+            # Of raw samples as many bytes again: one half waits for this pass, and the other is under way in it.
+            limit = values["max_in_flight_bytes"] = _bytes(loader.max_in_flight_bytes)
+            source.loader.max_in_flight_bytes = max(1, limit // 2)
         return cls(**values)
 
     def __post_init__(self) -> None:
