@@ -27,6 +27,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
+from rpcdataloader.wire.maps import reduce_map
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, is_dense
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
@@ -121,9 +122,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return NotImplemented
             # numpy before 2.3 loses the strides of permuted arrays.
             if obj.nbytes >= MIN_BLOCK_BYTES or not obj.flags.forc:
-                return _reduce_array(obj)
+                return self._reduce_map(obj) or _reduce_array(obj)
             if not obj.flags.writeable:
                 return obj.copy(order="A").__reduce_ex__(5)
+        elif kind is np.memmap:
+            return self._reduce_map(obj) or NotImplemented
         elif kind is PackedSequence:
             return make_packed_sequence, (obj.data, obj.batch_sizes.tolist(), obj.sorted_indices, obj.unsorted_indices)
         elif kind in _CLOUDPICKLE_TABLE:
@@ -136,6 +139,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
         return NotImplemented
+
+    def _reduce_map(self, _array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
+        """Reduce an array in a memory map; None for one whose content is sent."""
+        return None
 
     def _dump_whole(self, tensor: torch.Tensor) -> bytes:
         """Pickle a tensor as torch does, with its parts: torch needs them in memory of their own, on the CPU."""
@@ -189,6 +196,9 @@ class RequestPickler(Pickler):
         spawned_main = sys.modules.get("__mp_main__")
         if spawned_main is not None:  # cloudpickle takes this name for a module importable anywhere
             cloudpickle.register_pickle_by_value(spawned_main)
+
+    def _reduce_map(self, array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
+        return reduce_map(array) if array.nbytes >= MIN_BLOCK_BYTES else None
 
     def _reduce_definition(self, obj: Any) -> Any:
         reduction = super()._reduce_definition(obj)
