@@ -80,7 +80,7 @@ class RemoteSession:
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
-        self.connection = Connection(self.name, self, settings.sender)
+        self.connection = Connection(self.name, self)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
         # What the session was sent last of what may change, and its answer.

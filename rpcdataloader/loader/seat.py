@@ -144,6 +144,8 @@ class Seat(WorkerOwner):
         sent: Unanswered copies, by the number of the task.
     """
 
+    sends_now = True
+
     def __init__(self, driver: Driver, number: int) -> None:
         self.number = number
         self.worker: RemoteWorker  # set once it was requested
