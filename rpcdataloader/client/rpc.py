@@ -64,6 +64,7 @@ def rpc_async(
         raise ValueError(f"timeout must be above 0 seconds or None, but is {timeout}")
     if args is not None and not isinstance(args, Iterable):
         raise TypeError(f"args must be a list or tuple of arguments, but is a {type(args).__name__}")
+    timeout = None if timeout is None else float(timeout)  # numpy's may be too coarse for a clock
     start = time.monotonic()
     client = get_client()
     allocator = (pinned_allocator() if pin_memory else None) or client.allocator

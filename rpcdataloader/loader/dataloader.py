@@ -222,6 +222,11 @@ class RPCDataloader(LoaderTools[_T_co]):
         if isinstance(where, Local) or (isinstance(where, Remote) and where.local is not None):
             begin_local_early()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "workers" and name in self.__dict__:  # as torch says it of its own
+            raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
+        super().__setattr__(name, value)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         check_transform(self, self._where)
         if self._where is None:

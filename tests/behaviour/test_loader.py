@@ -27,7 +27,7 @@ from rpcdataloader import (
     get_sample_seed,
     rpc_async,
 )
-from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.errors import LocalProtocolError, RPCTimeoutError
 from rpcdataloader.plan.engine import Engine
 from tests.behaviour.differential_rows import Sized
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, wait_until
@@ -333,6 +333,17 @@ def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(workers):
 
 
 # Time limit
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.int64, torch.tensor])
+def test_timeouts_may_be_numbers_of_other_libraries(workers, fifo, kind):
+    assert rpc_async(workers, abs, (-1,), timeout=kind(30)).wait() == 1
+    own = {} if kind is torch.tensor else {"task_timeout": kind(30), "reconnect_timeout": kind(30)}
+    assert flat(RPCDataloader(Numbers(4), workers=workers, timeout=kind(30), **own)) == [0, 1, 2, 3]
+    late = rpc_async(workers, open, (fifo,), timeout=0.1)  # the thread that keeps times goes on
+    with pytest.raises(RPCTimeoutError):
+        late.wait()
+    os.close(os.open(fifo, os.O_RDWR))
 
 
 def test_timeout_is_an_error_as_with_torch_and_waiting_may_go_on(workers, fifo):
