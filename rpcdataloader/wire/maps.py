@@ -4,22 +4,52 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from rpcdataloader.errors import SerializationError
 
-_ADVICE = (
-    "let each node build the dataset: RPCDataset(workers, MyDataset, *args); or send a copy in memory: numpy.array(...)"
-)
+#: From this size on, an array or tensor may be in a map, whatever it was made by. To look costs a millisecond, far less
+#: than to send it.
+MIN_SOUGHT_BYTES = 16 << 20
 
-_Open = tuple[Callable[..., Any], tuple[Any, ...]]
+_ADVICE = "let each node build the dataset: RPCDataset(workers, MyDataset, *args); or send a copy in memory"
+
+# What else has a name in /proc/self/maps: memory that processes share, and devices.
+_NO_FILE = re.compile(r"/memfd:|/SYSV|/dev/(?!shm/)|/dev/shm/.* \(deleted\)$|\[|$")
+
+_Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def reduce_map(array: np.ndarray[Any, Any]) -> _Open | None:
-    """Reduce an array in a memory map to a call of :func:`open_map`; None for an array in other memory.
+class _Map(NamedTuple):
+    """A line of ``/proc/self/maps`` (proc_pid_maps(5))."""
+
+    start: int
+    end: int
+    mode: str  # of ``numpy.memmap``
+    offset: int
+    path: str
+
+
+def _find_map(address: int) -> _Map | None:
+    """The map of a file at an address."""
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            place, rights, offset, _device, _inode, *rest = line.rstrip("\n").split(maxsplit=5)
+            start, end = (int(number, 16) for number in place.split("-"))
+            if start <= address < end:
+                path = rest[0].replace("\\012", "\n") if rest else ""
+                mode = "r" if "w" not in rights else "c" if "p" in rights else "r+"
+                return None if _NO_FILE.match(path) else _Map(start, end, mode, int(offset, 16), path)
+    return None
+
+
+def reduce_array(array: np.ndarray[Any, Any]) -> _Reduced | None:
+    """Reduce an array in a map to a call that opens the file; None for an array in other memory.
 
     Raises:
         SerializationError: A worker could not open the same content.
@@ -27,32 +57,43 @@ def reduce_map(array: np.ndarray[Any, Any]) -> _Open | None:
     whole: Any = array
     while type(whole) in (np.ndarray, memoryview):
         whole = whole.base if isinstance(whole, np.ndarray) else whole.obj
-    if not isinstance(whole, np.memmap) or (memory := getattr(whole, "_mmap", None)) is None:
+    if not isinstance(whole, (np.memmap, mmap.mmap)) and array.nbytes < MIN_SOUGHT_BYTES:
         return None
-    path = None if whole.filename is None else os.path.abspath(os.fspath(whole.filename))
-    try:
-        size_bytes = os.stat(path or "").st_size
-    except OSError as error:
-        raise SerializationError(
-            f"memory map of {path or 'a file without name'}: {error.strerror}; {_ADVICE}"
-        ) from error
-    begin = np.frombuffer(memory, np.uint8).ctypes.data
-    if whole.mode == "c" and _has_changes(begin):
-        raise SerializationError(f"memory map of {path} has changes that are not in the file (mode 'c'); {_ADVICE}")
-    if whole.mode in ("r+", "w+"):
-        whole.flush()  # for the nodes that see the file by a network
     address = array.ctypes.data
     steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
     low = address + sum(step for step in steps if step < 0)
     high = address + sum(step for step in steps if step > 0) + array.itemsize
-    # The map begins where a page does.
-    offset = whole.offset - whole.offset % mmap.ALLOCATIONGRANULARITY + low - begin
-    mode = "r" if not array.flags.writeable else "c" if whole.mode == "c" else "r+"
-    place = path, size_bytes, mode, offset, high - low
-    return open_map, (*place, type(array), array.shape, array.dtype, address - low, array.strides)
+    if (place := _place_of(low, high)) is None:
+        return None
+    mode = place[2] if array.flags.writeable else "r"
+    kind = np.memmap if isinstance(array, np.memmap) else np.ndarray
+    return open_array, (*place[:2], mode, *place[3:], kind, array.shape, array.dtype, address - low, array.strides)
 
 
-def open_map(
+def reduce_tensor(tensor: torch.Tensor) -> _Reduced | None:
+    """The same for a dense tensor in memory of the CPU."""
+    low = tensor.data_ptr()
+    steps = ((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if (place := _place_of(low, low + (sum(steps) + 1) * tensor.element_size())) is None:
+        return None
+    return open_tensor, (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _place_of(low: int, high: int) -> tuple[str, int, str, int, int] | None:
+    """The first arguments of :func:`open_array` for a range of addresses; None if it is in no map of a file."""
+    if (found := _find_map(low)) is None or high > found.end:
+        return None
+    try:
+        file_bytes = os.stat(found.path).st_size
+    except OSError as error:
+        raise SerializationError(f"memory map of {found.path}: {error.strerror}; {_ADVICE}") from error
+    if found.mode == "c" and _has_changes(low):
+        text = "has changes that are not in the file, as it is private (mode 'c')"
+        raise SerializationError(f"memory map of {found.path} {text}; {_ADVICE}")
+    return found.path, file_bytes, found.mode, found.offset + low - found.start, high - low
+
+
+def open_array(
     path: str,
     file_bytes: int,
     mode: Any,
@@ -89,6 +130,22 @@ def open_map(
     if kind is np.memmap:
         found.__array_finalize__(part)  # takes its attributes
     return found  # type: ignore[no-any-return]
+
+
+def open_tensor(
+    path: str,
+    file_bytes: int,
+    mode: str,
+    offset: int,
+    size_bytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """The same as a tensor, which is writable."""
+    mode = "c" if mode == "r" else mode
+    part = open_array(path, file_bytes, mode, offset, size_bytes, np.ndarray, (size_bytes,), np.dtype("u1"), 0, (1,))
+    return torch.from_numpy(part).view(dtype).as_strided(shape, strides)
 
 
 def _has_changes(address: int) -> bool:

@@ -27,7 +27,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
-from rpcdataloader.wire.maps import reduce_map
+from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tensor
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, is_dense
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
@@ -96,6 +96,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # cost a microsecond for every object, so reducer_override looks into cloudpickle's own table instead.
     dispatch_table = copyreg.dispatch_table
 
+    _opens_maps = False  # True if arrays and tensors in memory maps are opened by the receiver
+
     def __init__(self, file: io.BytesIO, buffers: list[memoryview] | None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.modules: set[str] = set()
@@ -108,6 +110,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce special objects; the C pickler calls this for everything but the basic types."""
         kind = type(obj)
         if issubclass(kind, torch.Tensor):
+            is_sought = self._opens_maps and kind is torch.Tensor and obj.nbytes >= MIN_SOUGHT_BYTES
+            if is_sought and is_dense(obj) and obj.is_cpu and (reduced := reduce_tensor(obj)) is not None:
+                return reduced
             if self._is_in_band:
                 own = _in_own_memory(obj)
                 return NotImplemented if own is obj else own.__reduce_ex__(5)  # type: ignore[no-untyped-call]
@@ -122,11 +127,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return NotImplemented
             # numpy before 2.3 loses the strides of permuted arrays.
             if obj.nbytes >= MIN_BLOCK_BYTES or not obj.flags.forc:
-                return self._reduce_map(obj) or _reduce_array(obj)
+                return (self._opens_maps and reduce_array(obj)) or _reduce_array(obj)
             if not obj.flags.writeable:
                 return obj.copy(order="A").__reduce_ex__(5)
         elif kind is np.memmap:
-            return self._reduce_map(obj) or NotImplemented
+            is_large = obj.nbytes >= MIN_BLOCK_BYTES
+            return (self._opens_maps and is_large and reduce_array(obj)) or NotImplemented
         elif kind is PackedSequence:
             return make_packed_sequence, (obj.data, obj.batch_sizes.tolist(), obj.sorted_indices, obj.unsorted_indices)
         elif kind in _CLOUDPICKLE_TABLE:
@@ -139,10 +145,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
         return NotImplemented
-
-    def _reduce_map(self, _array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
-        """Reduce an array in a memory map; None for one whose content is sent."""
-        return None
 
     def _dump_whole(self, tensor: torch.Tensor) -> bytes:
         """Pickle a tensor as torch does, with its parts: torch needs them in memory of their own, on the CPU."""
@@ -187,6 +189,8 @@ class RequestPickler(Pickler):
         persistent_id: Function called with every object; its result replaces the object on the wire, None keeps it.
     """
 
+    _opens_maps = True
+
     def __init__(
         self, file: io.BytesIO, buffers: list[memoryview] | None, persistent_id: PersistentId | None = None
     ) -> None:
@@ -196,9 +200,6 @@ class RequestPickler(Pickler):
         spawned_main = sys.modules.get("__mp_main__")
         if spawned_main is not None:  # cloudpickle takes this name for a module importable anywhere
             cloudpickle.register_pickle_by_value(spawned_main)
-
-    def _reduce_map(self, array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
-        return reduce_map(array) if array.nbytes >= MIN_BLOCK_BYTES else None
 
     def _reduce_definition(self, obj: Any) -> Any:
         reduction = super()._reduce_definition(obj)
