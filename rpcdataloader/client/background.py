@@ -1,8 +1,7 @@
 """The threads of a client that serve all of its connections, each started when it is first needed.
 
-The sender sends what the connections could not send at once, so that a peer that takes nothing holds up none of the
-others. The alarm calls functions at the deadlines of requests, the janitor closes objects without references, the
-callers run callbacks of the user, and the printer prints the output of workers (``forward_output=``).
+The alarm calls functions at the deadlines of requests, the janitor closes objects without references, the callers run
+callbacks of the user, and the printer prints the output of workers (``forward_output=``).
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import contextlib
 import heapq
 import itertools
 import logging
-import os
 import queue
-import select
 import signal
 import sys
 import threading
@@ -21,41 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.messages import MAX_CHARS, printable
-
-if TYPE_CHECKING:
-    from rpcdataloader.client.connection import Connection
+from rpcdataloader.wire.picklers import is_interrupt
 
 logger = logging.getLogger("rpcdataloader.client")
-
-
-class _Bell:
-    """Wakes a thread that polls it.
-
-    It is closed with its last reference: a thread that still rings must not reach the next file of that number.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def ring(self) -> None:
-        os.eventfd_write(self._descriptor, 1)
-
-    def silence(self) -> None:  # once it was rung
-        os.eventfd_read(self._descriptor)
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    __del__ = close
 
 
 def _started(name: str, target: Callable[[], None]) -> threading.Thread:
@@ -67,80 +35,6 @@ def _started(name: str, target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=target, name=name, daemon=True)
     thread.start()
     return thread
-
-
-class Sender:
-    """A thread that flushes connections.
-
-    A connection sends what it can itself. It wakes the sender for the rest: messages from callers that must not be
-    interrupted while they send, those of finalizers, and what a kernel has had no room for.
-    """
-
-    def __init__(self) -> None:
-        self._woken: deque[Connection] = deque()  # and not flushed since
-        self._bell: _Bell | None = _Bell()
-        self._lock = threading.Lock()
-        # Guarded by the lock:
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def start(self) -> None:
-        """Start the thread, unless it runs."""
-        with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = _started("rpcdl-send", self._run)
-
-    def wake(self, connection: Connection) -> None:
-        """Let the thread flush ``connection``; also for finalizers: never blocks, takes no lock."""
-        self._woken.append(connection)
-        self._ring()
-
-    def _ring(self) -> None:
-        if (bell := self._bell) is not None:
-            bell.ring()
-
-    def close(self) -> None:
-        """End the thread; idempotent."""
-        with self._lock:
-            self._closed = True
-            thread = self._thread
-        if thread is not None:
-            self._ring()
-            thread.join()
-        self._bell = None
-
-    def forget(self) -> None:
-        """Close the descriptor; for a fork, in the child, where the frames of the parent's threads refer to it."""
-        bell, self._bell = self._bell, None
-        if bell is not None:
-            bell.close()
-
-    def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        bell = self._bell
-        assert bell is not None  # it is not closed while the thread runs
-        blocked: list[Connection] = []
-        while not self._closed:
-            _wait(bell, blocked)
-            woken = dict.fromkeys(blocked)
-            for _ in range(len(self._woken)):
-                woken[self._woken.popleft()] = None
-            blocked = [connection for connection in woken if not connection.flush()]
-            woken.clear()  # this frame must not keep them while it waits
-
-
-def _wait(bell: _Bell, blocked: list[Connection]) -> None:
-    """Wait until the bell is rung, or a kernel has room."""
-    # Made anew each time: receivers close the sockets, whose numbers may then be those of others. Such a wait ends
-    # early, and nothing else happens.
-    poll = select.poll()
-    poll.register(bell, select.POLLIN)
-    for connection in blocked:
-        if (descriptor := connection.fileno()) >= 0:
-            poll.register(descriptor, select.POLLOUT)
-    for descriptor, _events in poll.poll():
-        if descriptor == bell.fileno():
-            bell.silence()
 
 
 # Nearly all calls are answered long before their deadline. Fewer cancelled ones than this may wait for it.
@@ -244,8 +138,12 @@ class Janitor:
         _run_all(self._queue.get, "cleaning up failed")
 
 
+# Callbacks that run at a time. Many calls may end at once, and a thread for each would be thousands.
+MAX_CALLERS = 64
+
+
 class Callers:
-    """Runs callbacks of the user, which may wait, in threads of their own."""
+    """Runs callbacks of the user, which may wait, in threads that end when there is nothing left to run."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -256,7 +154,8 @@ class Callers:
         """Run ``function`` in a thread; or in :meth:`close`, if no thread can be started."""
         self._waiting.append(function)
         with self._lock, contextlib.suppress(RuntimeError):
-            self._threads.add(_started("rpcdl-call", self._run))
+            if len(self._threads) < MAX_CALLERS:  # each of them may be waiting
+                self._threads.add(_started("rpcdl-call", self._run))
 
     def close(self, timeout: float) -> None:
         """Wait for the threads; a callback that still runs after ``timeout`` seconds is left alone."""
@@ -270,9 +169,12 @@ class Callers:
     def _run(self) -> None:
         # Its parent may be a receiver, which blocks all of them; so would the programs that a callback starts.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self._run_waiting()
-        with self._lock:
-            self._threads.discard(threading.current_thread())
+        while True:
+            self._run_waiting()
+            with self._lock:
+                if not self._waiting:  # now, with no thread more for it
+                    self._threads.discard(threading.current_thread())
+                    return
 
     def _run_waiting(self) -> None:
         _run_all(self._next, "a callback of a future failed")
@@ -288,7 +190,9 @@ def _run_all(following: Callable[[], Callable[[], None] | None], failure: str) -
     while (function := following()) is not None:
         try:
             function()
-        except Exception:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             logger.exception(failure)
         # Its objects must not live on while the next one is awaited.
         del function

@@ -261,13 +261,8 @@ class Client:
             thread.join(timeout)
         for node in nodes:
             node.close()
-        self._settings.sender.close()
         self.callers.close(CALLBACK_TIMEOUT)
         self._settings.printer.close()
-
-    def forget_in_child(self) -> None:
-        """After a fork, in the child, where the descriptors of connections are closed already."""
-        self._settings.sender.forget()
 
 
 def _connects(session: RemoteSession) -> bool:
@@ -318,7 +313,6 @@ def _forget_in_child() -> None:
     client, _client = _client, None
     if client is not None:
         atexit.unregister(client.close)
-        client.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

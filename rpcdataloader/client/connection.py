@@ -1,26 +1,25 @@
 """One connection of a client: requests are numbered, pipelined, and answered in any order.
 
-Each has a receiver thread, which also connects; one thread sends for all. Callers, in any thread, never wait: what the
-kernel has no room for is left to the sender. The receiver never sends and holds no lock across I/O; an error in a
-thread fails all pending requests.
+Each has a receiver thread, which also connects, and an outbox. Callers, in any thread, never wait. The receiver waits
+for nothing but input, and holds no lock across I/O; an error in a thread fails all pending requests.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import logging
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rpcdataloader.client.background import Sender
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
+from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock, heap_blocks
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
+from rpcdataloader.wire.outbox import LONG_BYTES, Outbox
 from rpcdataloader.wire.pickling import Encoded
 from rpcdataloader.wire.shared import Borrower
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PageLock, PinnedAllocator
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from rpcdataloader.client.worker import RemoteWorker
 
 logger = logging.getLogger("rpcdataloader.client")
-
-# Larger messages take the caller too long to seal.
-MAX_SENT_NOW_BYTES = 1 << 16
 
 _ALL_SIGNALS = signal.valid_signals()
 
@@ -47,6 +43,7 @@ class Request:
     allocator: Allocator
     is_task: bool = False  # a batch for a loader, which owns its worker: see :meth:`Connection.cancel_all`
     flags: int = 0  # bits of :class:`~rpcdataloader.wire.frames.Flag` to send with it
+    size_bytes: int = 0  # set when it is submitted
 
 
 class Connection:
@@ -57,37 +54,31 @@ class Connection:
         owner: Object that the receiver thread lets ``open`` the channel, up to its welcome. It is told when the server
             is ``ready``, what was ``received`` and answers no request, and that the connection is ``lost``, after it
             was asked to ``explain`` the error.
-        sender: Thread that sends what callers do not.
+        sends_now: True to let callers send small messages themselves; Ctrl-C in the middle ends the connection.
 
     Attributes:
         has_ended: True if requests are refused, before the first pending one fails.
     """
 
-    def __init__(self, name: str, owner: RemoteSession | RemoteWorker, sender: Sender) -> None:
+    def __init__(self, name: str, owner: RemoteSession | RemoteWorker, *, sends_now: bool = False) -> None:
         self.name = name
         self.error: RPCError | None = None
         self._owner = owner
         self._channel: Channel | None = None
         self._borrower: Borrower | None = None  # of a worker on this machine
-        self._sender = sender
-        # Appended to by any thread, and by finalizers: an append is atomic.
-        self._outbox: deque[Outgoing] = deque()
+        self._sends_now = sends_now
+        self._outbox = Outbox(f"rpcdl-send {name}", self._sending_failed)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._pending: dict[int, Request] = {}
         self._last_request = 0
         self.has_ended = False
-        # Held while a message is taken from the outbox, sealed and sent, so that messages keep their order.
-        self._sending = threading.Lock()
-        # Guarded by that lock: whether the sender seals a message, or a part of the last one waits for room in the
-        # kernel.
-        self._is_under_way = False
         self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
 
     def rename(self, name: str) -> None:
         """Use another name from now on; also for the thread, as py-spy and faulthandler show it."""
         self.name = name
-        self._receiver.name = f"rpcdl-recv {name}"
+        self._receiver.name, self._outbox.name = f"rpcdl-recv {name}", f"rpcdl-send {name}"
 
     def start(self) -> None:
         """Start to connect.
@@ -101,7 +92,7 @@ class Connection:
             raise ConnectionLostError(f"cannot connect to {self.name}: {exc}") from exc
 
     def submit(self, type: MessageType, content: Encoded, request: Request, digest_of_blocks: bytes = b"") -> int:
-        """Enqueue a request; returns its number. The sender computes the digest of its blocks if it is not given.
+        """Send a request; returns its number. The digest of its blocks is computed if it is not given.
 
         Raises:
             ConnectionLostError: The connection has ended. ``request`` is not completed.
@@ -110,75 +101,67 @@ class Connection:
             if self.has_ended:
                 raise self._reason()
             number = self._last_request = self._last_request + 1
+            request.size_bytes = content.size_bytes if content.buffers else len(content.payload)
             self._pending[number] = request
             messages = [Outgoing(type, number, content.payload, content.buffers, request.flags, digest_of_blocks)]
             if self._borrower is not None and (ended := self._borrower.take_ended()):
                 # Before the request, which may need the memory.
                 messages.insert(0, Outgoing(MessageType.RETURN, payload=pack_blocks(ended)))
-            # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
-            # Only small requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
-            is_small = not content.buffers and len(content.payload) <= MAX_SENT_NOW_BYTES
-            if not (is_small and request.is_task and self._send_now(messages)):
-                self._put(*messages)
+            try:
+                # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it
+                # serves. To wake a thread costs two changes of the GIL's holder, which is more than a small message.
+                self._put(*messages, now=self._sends_now and request.size_bytes <= LONG_BYTES)
+            except RuntimeError as exc:
+                del self._pending[number]
+                raise ConnectionLostError(f"cannot send to {self.name}: {exc}") from exc
         return number
 
-    def _put(self, *messages: Outgoing) -> None:
-        self._outbox.extend(messages)
-        self._sender.wake(self)
-
-    def _send_now(self, messages: Sequence[Outgoing]) -> bool:
-        """Send small messages, or begin to, unless others are to be sent before; returns whether that was done.
-
-        Waking the sender costs two changes of the GIL's holder, which is more than the message does.
-        """
-        channel = self._channel
-        if channel is None or self._is_under_way or self._outbox:
-            return False
-        # Not acquired in another way: Ctrl-C must not leave the lock held, which the sender takes for this connection.
-        with self._sending:
-            if self._is_under_way or self._outbox:
-                return False
-            try:
-                self._is_under_way = not channel.begin(*messages)
-            except RPCError:
-                return True  # the receiver sees the same error and reports it
-        if self._is_under_way:
-            self._sender.wake(self)
-        return True
+    def _put(self, *messages: Outgoing, now: bool = False) -> None:
+        with contextlib.suppress(RPCError):  # the receiver sees the same error and reports it
+            self._outbox.put(*messages, now=now)
 
     def cancel(self, number: int) -> None:
-        """Ask the server not to begin a request, or not to send its result. The server still answers it.
+        """Withdraw a request, which is dropped, or ask the server not to begin it, or not to send its result.
 
-        Before the server is ready, the request is dropped.
+        The server still answers one that was sent, or is a task.
         """
         with self._lock:
-            if self._channel is None:
-                self._pending.pop(number, None)
-            elif number in self._pending:
-                self._put(Outgoing(MessageType.CANCEL, number))
+            if (request := self._pending.get(number)) is None:
+                return
+            if (self._channel is None or not request.is_task) and self._outbox.withdraw(number):
+                del self._pending[number]
+            else:
+                self._cancel(number)
 
     def cancel_all(self) -> None:
         """Cancel every task of a loader."""
         with self._lock:
             for number, request in list(self._pending.items()):
                 if request.is_task:
-                    self._put(Outgoing(MessageType.CANCEL, number))
+                    self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        with contextlib.suppress(RPCError):
+            self._outbox.cancel(number, now=self._sends_now)
 
     def fail_above(self, number: int, error: RPCError) -> None:
         """Fail the requests above ``number``, each with a copy of ``error``; for the receiver thread."""
         with self._lock:
-            late = [self._pending.pop(other) for other in list(self._pending) if other > number]
+            numbers = [other for other in self._pending if other > number]
+            late = [self._pending.pop(other) for other in numbers]
+            for other in numbers:
+                self._outbox.withdraw(other)
         for request in late:
-            request.complete(copy.copy(error))
+            self._complete(request, copy_to_raise(error))
 
     def release(self, handle: int) -> None:
         """Let an object of the server go; for finalizers: never blocks, takes no lock."""
-        self._put(Outgoing(MessageType.RELEASE, payload=pack_handles([handle])))
+        self._outbox.post(Outgoing(MessageType.RELEASE, payload=pack_handles([handle])))
 
     def tell(self, type: MessageType, payload: bytes) -> None:
-        """Send a message without reply, unless others wait to be sent; never blocks."""
-        if self._channel is not None and not self._outbox:
-            self._put(Outgoing(type, payload=payload))
+        """Send a message without reply, unless others wait to be sent; for threads without signal handlers."""
+        if self._channel is not None and self._outbox.is_idle:
+            self._put(Outgoing(type, payload=payload), now=True)
 
     @property
     def is_open(self) -> bool:
@@ -227,9 +210,8 @@ class Connection:
                 self._serve(channel)
             finally:
                 channel.transport.shutdown()
-                with self._sending:
-                    channel.transport.close()
-                self._sender.wake(self)  # which may wait for room
+                self._outbox.close()
+                channel.transport.close()
             error = ConnectionLostError(f"{self.name} closed the connection")
         except RPCError as exc:
             error = _without_frames(exc)
@@ -249,9 +231,8 @@ class Connection:
             self._borrower = Borrower()
             channel.borrow_with(self._borrow)
         channel.transport.read_ahead()
-        self._sender.start()
+        self._outbox.open(channel)  # with earlier requests
         self._owner.ready()
-        self._sender.wake(self)  # for earlier requests
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):
                 # Without the lock, which may be held during a send: one dict operation is atomic.
@@ -260,6 +241,7 @@ class Connection:
                     raise RemoteProtocolError(
                         f"{self.name} answered request {message.request_id}, which is not pending"
                     )
+                self._outbox.answered(request.size_bytes)
                 request.complete(message)
                 del request
             elif message.type == MessageType.MAPPING:
@@ -286,7 +268,7 @@ class Connection:
             page_lock = _page_lock_of(allocator)
             is_registered = page_lock is not None and self._borrower.register(number, page_lock)
             flags = Flag.REGISTERED if is_registered else 0
-            self._put(Outgoing(MessageType.MAPPING, payload=bytes(payload), flags=flags))
+            self._put(Outgoing(MessageType.MAPPING, payload=bytes(payload), flags=flags), now=True)
 
     def _borrow(self, request_id: int, shared: SharedBlock) -> Block:
         assert self._borrower is not None
@@ -305,65 +287,44 @@ class Connection:
             # From now on, callers take another connection.
             self.has_ended = True
         if self.error is None:
-            error = self._owner.explain(error)
+            with self._heard("the end"):
+                error = self._owner.explain(error)
         with self._lock:
             self._borrower = None  # memory without blocks goes now
             if self.error is None:
                 self.error = error
             pending, self._pending = self._pending, {}
-        with self._sending:  # the sender may be about to take a message
-            self._outbox.clear()
+        self._outbox.close()
         for request in pending.values():
-            request.complete(self._reason())
-        self._owner.lost(self.error)
+            self._complete(request, self._reason())
+        with self._heard("the end"):
+            self._owner.lost(self.error)
+
+    def _complete(self, request: Request, error: RPCError) -> None:
+        with self._heard("a request"):
+            request.complete(error)
+
+    @contextlib.contextmanager
+    def _heard(self, what: str) -> Iterator[None]:
+        """Log an exception of a function that must not raise: others must hear that their requests have failed, too."""
+        try:
+            yield
+        except BaseException:
+            logger.exception("%s: an error while its owner heard of %s", self.name, what)
 
     def _reason(self) -> RPCError:
         """Why the connection ended; a copy for each request, as one error would collect the tracebacks of all."""
         if self.error is None:
             return ConnectionLostError(f"connection to {self.name} is lost")
-        error = copy.copy(self.error)
-        error.__cause__ = self.error.__cause__
-        return error
+        return copy_to_raise(self.error)
 
     # --- sender
 
-    def fileno(self) -> int:
-        """The descriptor of its socket; -1 before it is open, and once it is closed."""
-        return -1 if self._channel is None else self._channel.transport.fileno()
-
-    def flush(self) -> bool:
-        """Send what the kernel takes without a wait; returns False if it has no room for the rest. Never raises."""
-        channel = self._channel
-        if channel is None:
-            return True  # once it is ready
-        try:
-            with self._sending:
-                while not self.has_ended:
-                    if self._is_under_way and not channel.go_on():
-                        return False
-                    self._is_under_way = False
-                    if (message := self._next_message()) is None:
-                        return True
-                    self._is_under_way = True  # callers do not wait while a large one is sealed
-                    self._is_under_way = not channel.begin(message)
-        except RPCError:
-            channel.transport.shutdown()  # the receiver sees the same error and reports it
-        except BaseException:
-            logger.exception("sending to %s failed", self.name)
-            channel.transport.shutdown()
-        return True
-
-    def _next_message(self) -> Outgoing | None:
-        while self._outbox:
-            message = self._outbox.popleft()
-            if message.type == MessageType.RELEASE:
-                payloads = [message.payload]
-                while self._outbox and self._outbox[0].type == MessageType.RELEASE:
-                    payloads.append(self._outbox.popleft().payload)
-                return Outgoing(MessageType.RELEASE, payload=b"".join(payloads))
-            if not message.request_id or message.request_id in self._pending:
-                return message
-        return None
+    def _sending_failed(self, error: BaseException) -> None:
+        if not isinstance(error, RPCError):
+            logger.error("sending to %s failed", self.name, exc_info=error)
+        if self._channel is not None:
+            self._channel.transport.shutdown()  # the receiver sees the same error and reports it
 
 
 def _page_lock_of(allocator: Allocator | None) -> PageLock | None:

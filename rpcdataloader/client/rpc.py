@@ -47,8 +47,9 @@ def rpc_async(
         :class:`~rpcdataloader.errors.RPCTimeoutError`; with :class:`~rpcdataloader.errors.ConnectionLostError` if the
         worker dies, or has died with the object of an RRef among the arguments; with
         :class:`~rpcdataloader.errors.SerializationError` if the result cannot be sent; or with
-        :class:`~rpcdataloader.errors.ConnectError` if there is no server. Its callbacks (``then``) run in threads of
-        their own, so they may wait for further calls; those of :func:`torch.futures.collect_all` may not.
+        :class:`~rpcdataloader.errors.ConnectError` if there is no server. Its callbacks (``then``) run in up to
+        64 threads of their own, so they may wait for further calls, and for a few further callbacks; those of
+        :func:`torch.futures.collect_all` may not.
 
     Raises:
         ValueError: The address is malformed, or the timeout is not positive.
@@ -63,6 +64,7 @@ def rpc_async(
         raise ValueError(f"timeout must be above 0 seconds or None, but is {timeout}")
     if args is not None and not isinstance(args, Iterable):
         raise TypeError(f"args must be a list or tuple of arguments, but is a {type(args).__name__}")
+    timeout = None if timeout is None else float(timeout)  # numpy's may be too coarse for a clock
     start = time.monotonic()
     client = get_client()
     allocator = (pinned_allocator() if pin_memory else None) or client.allocator

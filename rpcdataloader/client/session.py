@@ -6,7 +6,6 @@ The loss of the control connection ends the session and all of its workers.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import time
 from collections.abc import Callable, Set
@@ -28,6 +27,7 @@ from rpcdataloader.host.environment import Additions, collect, import_modules, s
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import Encoded, dumps
@@ -84,7 +84,7 @@ class RemoteSession:
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
-        self.connection = Connection(self.name, self, settings.sender)
+        self.connection = Connection(self.name, self)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
         # What the session was sent last of what may change, and its answer.
@@ -134,7 +134,7 @@ class RemoteSession:
         with self._condition:
             self._condition.wait_for(lambda: self.welcome is not None or self._lost is not None or not is_wanted())
             if self._lost is not None:
-                raise copy.copy(self._lost)
+                raise copy_to_raise(self._lost)
             if self.welcome is None:
                 raise ConnectionLostError(f"{self.name} has not answered yet")
             return self.welcome

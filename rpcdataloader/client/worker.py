@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rpcdataloader.client.background import Alarm, Printer, Sender
+from rpcdataloader.client.background import Alarm, Printer
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.modules import SharedAdditions
 from rpcdataloader.errors import (
@@ -58,7 +58,6 @@ class ClientSettings:
     waits_for_servers: bool = True  # True if a server that refuses connections may be about to start
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
-    sender: Sender = field(default_factory=Sender)
     proven: dict[Address, Credentials] = field(default_factory=dict)  # those of the last handshake with each server
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: Condition = field(default_factory=Condition)
@@ -233,7 +232,13 @@ def log_from_server(name: str, message: Message, printer: Printer) -> None:
 
 
 class WorkerOwner:
-    """A worker's owner; the worker's receiver thread calls every method. Methods do nothing here."""
+    """A worker's owner; the worker's receiver thread calls every method. Methods do nothing here.
+
+    Attributes:
+        sends_now: True if its callers may send small requests themselves: Ctrl-C in the middle ends the worker.
+    """
+
+    sends_now = False
 
     def worker_ready(self, worker: RemoteWorker) -> None:
         """The worker takes requests; earlier ones have waited for this moment."""
@@ -270,7 +275,7 @@ class RemoteWorker:
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._wait = Deadline(None)  # for the present wait, to connect or for room
-        self.connection = Connection(session.name, self, settings.sender)
+        self.connection = Connection(session.name, self, sends_now=owner.sends_now)
 
     @property
     def is_usable(self) -> bool:

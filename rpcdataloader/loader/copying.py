@@ -30,7 +30,7 @@ class DeviceCopies:
     """Copies to a device, that are under way.
 
     Attributes:
-        memory: The target: one ``uint8`` tensor for each copied block.
+        memory: The target, until :meth:`wait`: one ``uint8`` tensor for each copied block.
     """
 
     def __init__(self, carrier: Carrier, memory: list[torch.Tensor], event: Any, start: Any) -> None:
@@ -49,7 +49,9 @@ class DeviceCopies:
             before = _recorded(self._module, stream)
             stream.wait_event(self._event)
             self._waits = [before, _recorded(self._module, stream)]
-        for copy in self.memory:
+        # The batch keeps it from now on, and no longer than the loop does: a probe is kept for its times.
+        memory, self.memory = self.memory, []
+        for copy in memory:
             copy.record_stream(stream)
 
     def times(self) -> tuple[float, float] | None:

@@ -52,7 +52,6 @@ _ALSO_OF_SOURCE = (
     "worker_init_fn",
     "timeout",
     "partition",
-    "max_in_flight_bytes",
     "max_retries",
     "reconnect_timeout",
     "task_timeout",
@@ -230,6 +229,11 @@ class RPCDataloader(LoaderTools[_T_co]):
         for name in ("env", "py_modules"):
             if arguments[name] is not None:
                 setattr(self, name, getattr(settings, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "workers" and name in self.__dict__:  # as torch says it of its own
+            raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
+        super().__setattr__(name, value)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         keep_out_of_graphs()

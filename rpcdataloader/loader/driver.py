@@ -185,7 +185,7 @@ class Driver:
         """End the pass with an error."""
         with self.condition:
             if self.engine.failure is None and not self.is_closed:
-                self.engine.failure = error
+                self.engine.failure = error.with_traceback(None)
             self.condition.notify_all()
 
     def lost(self, number: int, loss: Loss) -> None:
@@ -263,9 +263,18 @@ class Driver:
             )
 
     def may_draw(self, *, has_batch: bool = False) -> bool:
-        """Whether to draw from the sampler. Not while that waits for a stream, and a batch is here or under way."""
-        is_ready = self.begun.source.is_ready
-        return is_ready is None or is_ready() or not (has_batch or self.engine.table.tasks)
+        """Whether to draw from the sampler.
+
+        Not while that waits for a stream, and a batch is here or under way; nor while there are too many raw samples.
+        """
+        is_ready, tasks = self.begun.source.is_ready, self.engine.table.tasks
+        if is_ready is None:
+            return True
+        if not is_ready():
+            return not (has_batch or tasks)
+        # A table of a few dozen tasks, whose requests keep the raw samples until they are delivered.
+        sizes = [entry.payload.request.size_bytes for entry in list(tasks.values())]
+        return not sizes or sum(sizes) + max(sizes) <= self.settings.max_in_flight_bytes // 2
 
     def take(self) -> Entry | None:
         """Return :attr:`taken`, or else the next delivery, if it is here; with the condition."""

@@ -35,7 +35,7 @@ from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Returned, Task, describe
 from rpcdataloader.loader.waits import Wants, tell, to_status
 from rpcdataloader.plan.engine import Engine
-from rpcdataloader.wire.exceptions import take_state
+from rpcdataloader.wire.exceptions import copy_to_raise, take_state
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 from rpcdataloader.wire.status import LoopStatus
 
@@ -188,7 +188,8 @@ class RemoteIterator(PassIterator):
             if wants is not None:
                 driver.wants = wants
                 engine.crew.use(wants.most)
-            weakref.finalize(self, get_client().janitor.leave, driver.close).atexit = False
+            self._end = weakref.finalize(self, get_client().janitor.leave, driver.close)
+            self._end.atexit = False
             try:
                 # After the sampler has begun, which may change the dataset: workers of this machine see that.
                 prepare(dataset, placement.homes[: None if wants is None else wants.most], wait=False)
@@ -304,7 +305,9 @@ class RemoteIterator(PassIterator):
         driver, engine = self.driver, self.driver.engine
         if engine.failure is not None:
             driver.close()
-            raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
+            # An exception of which there is no copy refers to the loop, whose variables would live as long as that.
+            self._end.detach()
+            raise of_rank(copy_to_raise(engine.failure), self._settings.partition)
         wants_input = engine.table.wants_input
         if wants_input and driver.may_draw():
             return 0.0  # a stream has ended, which makes room for others

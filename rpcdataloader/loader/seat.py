@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
@@ -33,6 +34,8 @@ from rpcdataloader.wire.tensors import Movable
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
+
+logger = logging.getLogger("rpcdataloader.loader")
 
 
 @dataclass(slots=True)
@@ -115,12 +118,33 @@ class Sent:
     probe: Probe | None = None
 
 
+_Event = TypeVar("_Event", bound=Callable[..., None])
+
+
+def _ends_pass(handle: _Event) -> _Event:
+    """Let an exception of a function that a receiver thread calls end the pass, whose consumer would wait for ever."""
+
+    @functools.wraps(handle)
+    def checked(self: Seat, *args: Any) -> None:
+        try:
+            handle(self, *args)
+        except RemoteProtocolError:
+            raise  # the peer's, which ends the connection
+        except BaseException as exc:
+            logger.exception("%s: an event was not handled", self.worker.name)
+            self._driver.fail(exc.with_traceback(None))
+
+    return checked  # type: ignore[return-value]  # of the same arguments
+
+
 class Seat(WorkerOwner):
     """A worker of a pass. The worker's receiver thread reports events to it.
 
     Attributes:
         sent: Unanswered copies, by the number of the task.
     """
+
+    sends_now = True
 
     def __init__(self, driver: Driver, number: int) -> None:
         self.number = number
@@ -168,6 +192,7 @@ class Seat(WorkerOwner):
             self.worker.connection.cancel_all()
             self.worker.submit(starting, self.started)
 
+    @_ends_pass
     def started(self, reply: Message | RPCError) -> None:
         """Handle the answer to an epoch's first request, perhaps an exception of user code."""
         if not isinstance(reply, Message):
@@ -183,6 +208,7 @@ class Seat(WorkerOwner):
                 start.opened, start.init = self._driver.now(), init or 0.0
             self._driver.feed(lambda engine, now: engine.worker_at_work(self.number, now))
 
+    @_ends_pass
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
         if isinstance(reply, Message):
             if reply.flags:
@@ -233,14 +259,17 @@ class Seat(WorkerOwner):
         if task is not None and task.stream is not None and answer.stream is not None:
             driver.streams[task.stream] = answer.stream
 
+    @_ends_pass
     def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  the only one
         start = self._driver.recorder.start
         start.ready = start.ready or self._driver.now()
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
 
+    @_ends_pass
     def worker_draining(self, worker: RemoteWorker) -> None:  # noqa: ARG002
         self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
 
+    @_ends_pass
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
         task = None
         if (exited := worker.exited) is not None and self._is_at_work:  # at a task of this epoch

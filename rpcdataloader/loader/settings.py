@@ -78,11 +78,18 @@ class PassSettings:
             may_repeat = bool(loader.retry_on) or isinstance(loader._where, Inline)
             transformed = Transformed(loader.transform, f"{source.name} (transform)", may_repeat=may_repeat)
             values |= {"dataset": transformed, "sampler": source, "iterable": False}
+            # Of raw samples as many bytes again: one half waits for this pass, and the other is under way in it.
+            limit = values["max_in_flight_bytes"] = _bytes(loader.max_in_flight_bytes)
+            source.loader.max_in_flight_bytes = max(1, limit // 2)
         return cls(**values)
 
     def __post_init__(self) -> None:
         names = "prefetch_factor", "max_retries", "reconnect_timeout", "max_skipped"
         check_numbers(**{name: getattr(self, name) for name in names}, task_timeout=self.task_timeout or 0)
+        for name in "timeout", "reconnect_timeout", "task_timeout":
+            # Numbers of 32 bits are too coarse for a clock, and locks refuse those of numpy.
+            if not isinstance(value := getattr(self, name), int | None):
+                object.__setattr__(self, name, float(value))
         if self.prefetch_factor < 0:
             raise ValueError("prefetch_factor option should be non-negative")  # torch's text
         most, limit = threading.TIMEOUT_MAX, self.task_timeout

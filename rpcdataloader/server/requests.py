@@ -1,69 +1,13 @@
-"""A worker's unsent messages, and the timing of its requests."""
+"""The timing of a worker's requests."""
 
 from __future__ import annotations
 
-import queue
 import resource
-import threading
 import time
-from collections.abc import Callable
 
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.host.resources import CpuUse, read
-from rpcdataloader.wire.channel import Outgoing
 from rpcdataloader.wire.messages import Stages
-
-# Limit in bytes of received requests: little against the memory of a node with many workers, and enough to keep a
-# network busy.
-MAX_WAITING_BYTES = 64 << 20
-
-
-class Outbox:
-    """Messages for the sender, a thread that is started for the first of them: replies, warnings, the last GOAWAY.
-
-    A batch is sent while the next one is computed: a loader limits its own requests. Of remote calls, a script can make
-    thousands at once, with results of any size, so each result is sent before the next call.
-
-    Args:
-        send: Function that sends a message; must not raise.
-
-    Attributes:
-        num_waiting: Number of messages that are not sent.
-    """
-
-    def __init__(self, send: Callable[[Outgoing], None]) -> None:
-        self._send = send
-        # Reentrant: a destructor may run anywhere, and warn.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._messages: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.num_waiting = 0
-
-    def put(self, message: Outgoing) -> None:
-        """Queue a message; never blocks. Raises ``RuntimeError`` if the thread that sends it cannot be started."""
-        with self._lock:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="rpcdl-send", daemon=True)
-                thread.start()
-                self._thread = thread
-            self.num_waiting += 1
-            self._messages.put(message)
-
-    def join(self) -> None:
-        """Wait until all messages are sent."""
-        with self._lock:
-            self._changed.wait_for(lambda: not self.num_waiting)
-
-    def _run(self) -> None:
-        while True:
-            message = self._messages.get()
-            self._send(message)
-            with self._lock:
-                self.num_waiting -= 1
-                self._changed.notify_all()
-            # This frame must not keep the reply while it waits for the next one.
-            del message
 
 
 def _cpu_seconds() -> float:

@@ -5,8 +5,8 @@ sends large replies while the next request is computed, and is started for the f
 middle of a task, a drain or the end of the client or session, and writes the stacks of all threads when asked.
 
 No thread only reads: between two tasks the main thread takes in everything that has arrived. So a cancelled request is
-not begun, and a small task costs no change of thread. A call begins once the reply before it is sent, and the worker
-pauses receiving while many large requests wait. So a client that requests more than it reads is the one that waits.
+not begun, and a small task costs no change of thread. A call begins once the reply before it is sent, and a client
+sends no more than :data:`~rpcdataloader.wire.outbox.WINDOW_BYTES` without answers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Drain, GaveUp, Link, Row, WantsStacks, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
-from rpcdataloader.server.requests import MAX_WAITING_BYTES, Meter, Outbox
+from rpcdataloader.server.requests import Meter
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import write_stacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import add_state, dumps_exception, summarize
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, pack_handles, unpack_blocks, unpack_handles
+from rpcdataloader.wire.outbox import Outbox
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
@@ -123,11 +124,10 @@ class Worker:
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
         channel.transport.read_ahead()
-        # Of the main thread, as all that follows but the outbox: received requests that are not begun, in order, each
-        # with its size; the number of calls among them, and their size together.
-        self._inbox: collections.deque[tuple[Message, int]] = collections.deque()
+        # Of the main thread, as all that follows but the outbox: received requests that are not begun, in order, and
+        # the number of calls among them.
+        self._inbox: collections.deque[Message] = collections.deque()
         self._num_calls = 0
-        self._waiting_bytes = 0
         self._last_request = self._last_begun = 0  # numbers of the last call received, and begun
         self._cancelled: set[int] = set()  # calls of the inbox that the client has given up
         self._next_look = 0
@@ -136,7 +136,9 @@ class Worker:
         self._meter = Meter()
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
-        self._outbox = Outbox(self._send)
+        # A batch is sent while the next one is computed: a loader limits its own requests. Of remote calls, a script
+        # can make thousands at once, with results of any size, so each result is sent before the next call.
+        self._outbox = Outbox("rpcdl-send", self._sending_failed, channel)
         # Written by the watcher on a drain.
         self._drain_read, self._drain_write = os.pipe()
         self._poll = select.poll()
@@ -162,7 +164,7 @@ class Worker:
                 self._receive()
                 if not self._inbox:
                     continue
-                message, size_bytes = self._inbox.popleft()
+                message = self._inbox.popleft()
                 if message.type == MessageType.RELEASE:
                     for handle in unpack_handles(message.payload):  # destructors run here
                         self._held.pop(handle, None)
@@ -170,11 +172,10 @@ class Worker:
                     if message.type == MessageType.CALL:
                         self._look()  # the client may have given it up
                     self._call(message)
-                    if message.type == MessageType.CALL and self._outbox.num_waiting:
+                    if message.type == MessageType.CALL and not self._outbox.is_idle:
                         # The next one may change what the result refers to, or be cancelled meanwhile.
                         self._outbox.join()
                     self._num_calls -= 1
-                    self._waiting_bytes -= size_bytes
                 del message  # this frame must not keep it while it waits
             goaway = Goaway(self._last_request, self._life is Life.RETIRING)
             self._outbox.put(Outgoing(MessageType.GOAWAY, payload=goaway.encode()))
@@ -200,7 +201,7 @@ class Worker:
             raise self._broken
         transport = self._channel.transport
         now = time.monotonic_ns()
-        if self._inbox and (now < self._next_look or self._is_full()):
+        if self._inbox and now < self._next_look:
             return
         self._next_look = now + LOOK_PERIOD_NS
         if not self._inbox:
@@ -213,10 +214,6 @@ class Worker:
                 self._take()
             while transport.has_unread:
                 self._take()
-
-    def _is_full(self) -> bool:
-        """Whether further requests stay in the kernel. One of any size may wait alone."""
-        return self._num_calls > 1 and self._waiting_bytes > MAX_WAITING_BYTES
 
     def _wait(self, now: int) -> dict[int, int]:
         """Wait for input; returns the ready descriptors.
@@ -243,7 +240,7 @@ class Worker:
     def _take_all(self) -> None:
         """Receive what has arrived."""
         transport = self._channel.transport
-        while not self._is_full() and (transport.has_unread or transport.has_input()):
+        while transport.has_unread or transport.has_input():
             self._take()
 
     def _look(self) -> None:
@@ -265,15 +262,11 @@ class Worker:
                 # would let a busy client keep this worker from ending.
                 return
             self._last_request = message.request_id
-            size_bytes = len(message.payload)
-            for block in message.blocks:
-                size_bytes += block.view.nbytes
             self._num_calls += 1
-            self._waiting_bytes += size_bytes
-            self._inbox.append((message, size_bytes))
+            self._inbox.append(message)
         elif message.type == MessageType.RELEASE:
             # In the order of the requests: destructors run in this thread, too.
-            self._inbox.append((message, 0))
+            self._inbox.append(message)
         elif message.type == MessageType.CANCEL and self._last_begun < message.request_id <= self._last_request:
             self._cancelled.add(message.request_id)
         elif self._lender is not None and message.type == MessageType.MAPPING:
@@ -284,19 +277,17 @@ class Worker:
 
     def _announce(self, mapping: int, descriptor: int) -> None:
         with contextlib.suppress(RPCError):  # the main thread sees the same error
-            self._channel.send_descriptor(MessageType.MAPPING, pack_handles([mapping]), descriptor)
+            message = Outgoing(MessageType.MAPPING, payload=pack_handles([mapping]), descriptor=os.dup(descriptor))
+            self._outbox.put(message, now=True)
 
     # --- the sender
 
-    def _send(self, message: Outgoing) -> None:
-        try:
-            self._channel.send(*message[:5])
-        except RPCError:
+    def _sending_failed(self, error: BaseException) -> None:
+        if isinstance(error, RPCError):
             # The client left while we wrote.
             os._exit(0)
-        except BaseException:
-            logger.exception("%s: the sender failed", self._where)
-            os._exit(1)
+        logger.error("%s: the sender failed", self._where, exc_info=error)
+        os._exit(1)
 
     # --- requests
 
@@ -374,11 +365,8 @@ class Worker:
         self._row.unanswered[0] = self._num_calls - 1
         payload, buffers = encoded.payload, encoded.buffers
         size_bytes = encoded.size_bytes if buffers else len(payload)
-        if self._outbox.num_waiting or size_bytes > MAX_SENT_NOW_BYTES:
-            self._outbox.put(Outgoing(type, request_id, payload, buffers, flags))
-            return
         try:
-            self._channel.send(type, request_id, payload, buffers, flags)
+            self._outbox.put(Outgoing(type, request_id, payload, buffers, flags), now=size_bytes <= MAX_SENT_NOW_BYTES)
         except RPCError:
             return  # the next receive sees the same error and ends this process
 

@@ -55,7 +55,7 @@ from rpcdataloader.wire.transport import Deadline, Transport, without_start
 
 
 class Outgoing(NamedTuple):
-    """A message to send; the fields are the arguments of :func:`~rpcdataloader.wire.frames.encode`."""
+    """A message to send; the first fields are the arguments of :func:`~rpcdataloader.wire.frames.encode`."""
 
     type: MessageType
     request_id: int = 0
@@ -63,6 +63,12 @@ class Outgoing(NamedTuple):
     buffers: Sequence[memoryview] = ()
     flags: int = 0
     digest_of_blocks: bytes = b""
+    descriptor: int = -1  # to send with it, over a Unix socket; closed then
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of payload and blocks together."""
+        return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 class Receiver:
@@ -177,30 +183,29 @@ class Channel:
                 self.transport.shutdown()
                 raise
 
-    def send_descriptor(self, type: MessageType, payload: bytes, descriptor: int) -> None:
-        """Seal and send one small message with a descriptor, over a Unix socket."""
-        with self._send_lock:
-            (message,) = encode(self._sealer, type, payload=payload)
-            self.transport.send_descriptor(message, descriptor)
+    def seal(self, message: Outgoing) -> list[bytes | memoryview]:
+        """Seal a message, which is sent next; for a single thread at a time, as :meth:`begin`."""
+        return encode(self._sealer, *message[:6])
 
     def begin(self, *messages: Outgoing) -> bool:
         """Seal messages, and send what the kernel takes of them without a wait; True if that is all.
 
-        Otherwise :meth:`go_on` sends the rest, before another message begins. For a single thread at a time.
+        Otherwise the transport's ``send`` begins with the rest. A message with a descriptor comes alone, and is small:
+        it is sent whole.
         """
         try:
             pieces: list[bytes | memoryview] = []
             for message in messages:
-                pieces += encode(self._sealer, *message)
-            return self.transport.send_now(pieces)
+                pieces += self.seal(message)
+            if messages[0].descriptor < 0:
+                return self.transport.send_now(pieces)
+            with contextlib.closing(os.fdopen(messages[0].descriptor, "rb", 0)) as file:
+                self.transport.send_descriptor(b"".join(pieces), file.fileno())
+            return True
         except BaseException:
             # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
             self.transport.shutdown()
             raise
-
-    def go_on(self) -> bool:
-        """Send what the kernel takes of the rest of a message; True if that is all."""
-        return self.transport.send_now()
 
 
 def open_channel(

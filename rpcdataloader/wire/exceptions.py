@@ -9,7 +9,7 @@ Python 3.10 has no notes: there, it stands below the traceback of the worker.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import io
 import itertools
 import os
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback
 from rpcdataloader.host.environment import hint_at
-from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler, parts_of, put_together
+from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler, is_interrupt, parts_of, put_together
 
 #: A longer text is cut in the middle: a message with a whole array in it is of no use.
 _MAX_TEXT_CHARACTERS = 1 << 16
@@ -35,6 +35,7 @@ _HAS_NOTES = hasattr(BaseException, "add_note")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 _Result = TypeVar("_Result")
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 def name_sample(exc: BaseException, sample: str) -> None:
@@ -56,6 +57,19 @@ def add_note(exc: BaseException, note: str) -> None:
     """Add a note, also to an exception that refuses changes; no effect in Python 3.10."""
     if _HAS_NOTES:
         _guard(lambda: object.__setattr__(exc, "__notes__", [*getattr(exc, "__notes__", ()), note]), None)
+
+
+def copy_to_raise(exc: _Error) -> _Error:
+    """Copy an exception that is kept, perhaps for other callers: a raised one keeps the variables of every caller.
+
+    Returns:
+        The copy; the exception itself if its class does not make the same one again.
+    """
+    again = _guard(lambda: copy.copy(exc), exc)
+    if type(again) is not type(exc) or _texts(again) != _texts(exc):
+        return exc
+    again.__cause__ = exc.__cause__
+    return again
 
 
 def summarize(exc: BaseException) -> str:
@@ -93,17 +107,15 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
         return RemoteError(f"a task raised an exception whose message cannot be read ({type(error).__name__}: {error})")
     cause = RemoteTraceback("\n".join([f"{where}:\n\n{text}", *([] if _HAS_NOTES else notes)]))
     exc: Exception = RemoteError(f"{where} raised {summary}")
-    with contextlib.suppress(*USER_ERRORS):  # its class is missing here
-        found = None if pickled is None else _unpickle(pickled)
-        if isinstance(found, Exception):  # SystemExit or KeyboardInterrupt of a worker must not end the trainer
-            exc = found
+    found = None if pickled is None else _rebuilt(pickled)
+    if isinstance(found, Exception):  # SystemExit or KeyboardInterrupt of a worker must not end the trainer
+        exc = found
     # Also of a class that refuses changes.
     object.__setattr__(exc, "__cause__", cause)
     for note in notes:
         add_note(exc, note)
     if state is not None:
-        with contextlib.suppress(*USER_ERRORS):
-            add_state(exc, _unpickle(state))
+        add_state(exc, _rebuilt(state))
     return exc
 
 
@@ -184,3 +196,13 @@ def _dumps(value: object) -> bytes:
 
 def _unpickle(data: bytes) -> Any:
     return Unpickler(io.BytesIO(data)).load()
+
+
+def _rebuilt(data: bytes) -> Any:
+    """The object of a pickle; None if its class is missing here, or fails."""
+    try:
+        return _unpickle(data)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        return None

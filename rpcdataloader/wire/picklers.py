@@ -16,6 +16,7 @@ import functools
 import io
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from multiprocessing.reduction import ForkingPickler
@@ -30,11 +31,18 @@ from torch._tensor import _rebuild_from_type_v2
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
+from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tensor
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, is_dense, place, span_of
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a signal handler may have raised it: in the main thread, and not of a kind that user code raises."""
+    return not isinstance(error, USER_ERRORS) and threading.current_thread() is threading.main_thread()
+
 
 #: Returns an object's stand-in on the wire; None for all that is pickled as usual.
 PersistentId = Callable[[Any], Any]
@@ -101,6 +109,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # cost a microsecond for every object, so reducer_override looks into cloudpickle's own table instead.
     dispatch_table = copyreg.dispatch_table
 
+    _opens_maps = False  # True if arrays and tensors in memory maps are opened by the receiver
+
     def __init__(self, file: io.BytesIO, buffers: list[memoryview] | None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.modules: set[str] = set()
@@ -113,6 +123,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce special objects; the C pickler calls this for everything but the basic types."""
         kind = type(obj)
         if issubclass(kind, torch.Tensor):
+            is_sought = self._opens_maps and kind is torch.Tensor and obj.nbytes >= MIN_SOUGHT_BYTES
+            if is_sought and is_dense(obj) and obj.is_cpu and (reduced := reduce_tensor(obj)) is not None:
+                return reduced
             if self._is_in_band:
                 own = _in_own_memory(obj)
                 return NotImplemented if own is obj else own.__reduce_ex__(5)  # type: ignore[no-untyped-call]
@@ -129,9 +142,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return NotImplemented
             # numpy before 2.3 loses the strides of permuted arrays.
             if obj.nbytes >= MIN_BLOCK_BYTES or not obj.flags.forc:
-                return _reduce_array(obj)
+                return (self._opens_maps and reduce_array(obj)) or _reduce_array(obj)
             if not obj.flags.writeable:
                 return obj.copy(order="A").__reduce_ex__(5)
+        elif kind is np.memmap:
+            is_large = obj.nbytes >= MIN_BLOCK_BYTES
+            return (self._opens_maps and is_large and reduce_array(obj)) or NotImplemented
         elif kind is PackedSequence:
             return make_packed_sequence, (obj.data, obj.batch_sizes.tolist(), obj.sorted_indices, obj.unsorted_indices)
         elif kind in _CLOUDPICKLE_TABLE:
@@ -213,6 +229,8 @@ class RequestPickler(Pickler):
         persistent_id: Function called with every object; its result replaces the object on the wire, None keeps it.
         names_main: Name what the script defines, for a process that has the same ``__main__``.
     """
+
+    _opens_maps = True
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
-from rpcdataloader.wire.exceptions import loads_exception
+from rpcdataloader.wire.exceptions import copy_to_raise, loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
@@ -39,6 +39,7 @@ from rpcdataloader.wire.picklers import (
     RequestPickler,
     Unpickler,
     UnresolvedError,
+    is_interrupt,
 )
 from rpcdataloader.wire.slabs import Allocator, Block, PinnedAllocator
 from rpcdataloader.wire.strings import set_apart
@@ -289,7 +290,9 @@ def loads(
             f"{error} on {os.uname().nodename}; it must be importable there too: send it with py_modules=, put it "
             "on a file system that both sides see and into PYTHONPATH, or preload it with launch --preload"
         ) from error
-    except USER_ERRORS as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise SerializationError(f"a message cannot be rebuilt: {_describe_rebuilding(error)}") from error
 
 
@@ -339,7 +342,7 @@ def result_of(reply: Message | RPCError, allocator: Allocator | None = None, mov
         Exception: The request failed, or has no reply.
     """
     if not isinstance(reply, Message):
-        raise reply
+        raise copy_to_raise(reply)
     if reply.type == MessageType.ERROR:
         raise loads_exception(reply.payload)
     return loads(reply.payload, reply.blocks, allocator=allocator, movable=movable)

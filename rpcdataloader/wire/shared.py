@@ -22,7 +22,7 @@ import os
 import select
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ import torch
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.memory import F_GET_SEALS, F_SEAL_SHRINK, before_unmapping, create_memory, map_memory
+from rpcdataloader.wire.shelf import Shelf, round_up
 from rpcdataloader.wire.slabs import Block, PageablePool, PageLock
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -43,10 +44,6 @@ MIN_SHARED_BYTES = 1 << 18
 # Address space, no memory, unless a device reads it: the kernel gives that when it is written. Few mappings serve any
 # number of small blocks: each has twice the size of the one before, from the least to the most.
 _LEAST_MAPPING_BYTES, _MOST_MAPPING_BYTES = 1 << 25, 1 << 28
-
-# Free memory kept for reuse, and how many leases may pass without its use; see ``slabs.py``.
-_MAX_KEPT_BYTES = 1 << 30
-_MAX_UNUSED_LEASES = 64
 
 # Every dtype's alignment. Pages are the unit of the worker.
 _ALIGNMENT = 64
@@ -61,7 +58,7 @@ def _address_of(view: memoryview) -> int:
 
 
 class _Mapping:
-    """A mapping of a worker, and which ranges of it are free.
+    """A mapping of a worker, of which pieces are cut, one behind the other.
 
     Args:
         announce: As for :class:`Lender`.
@@ -81,57 +78,36 @@ class _Mapping:
             os.close(descriptor)
         self.address = _address_of(self.memory)
         self.is_mapped = self.is_registered = False
-        # In order: start, end, and the number of leases when it was returned; None for a range without any pages.
-        self._free: list[tuple[int, int, int | None]] = [(0, size_bytes, None)]
+        self._end = 0  # of the last piece
 
-    def take(self, size_bytes: int, *, has_pages: bool) -> int | None:
-        """The offset of a free range, from now on in use; None without one of this size."""
-        for i, (start, end, returned) in enumerate(self._free):
-            if end - start >= size_bytes and (returned is not None) == has_pages:
-                self._free[i : i + 1] = [(start + size_bytes, end, returned)] if end - start > size_bytes else []
-                return start
-        return None
-
-    def put(self, start: int, end: int, returned: int | None) -> None:
-        """Add a free range, and join it with its neighbours."""
-        at = bisect.bisect(self._free, start, key=lambda free: free[0])
-        for i in (at, at - 1):
-            if 0 <= i < len(self._free):
-                other_start, other_end, other = self._free[i]
-                if (other_end == start or end == other_start) and (other is None) == (returned is None):
-                    start, end = min(start, other_start), max(end, other_end)
-                    # The earlier time: the unused end of a range gets old, however often its beginning is used.
-                    returned = None if returned is None or other is None else min(returned, other)
-                    del self._free[i]
-                    at = min(at, i)
-        self._free.insert(at, (start, end, returned))
-
-    def free_pages(self, limit: float) -> None:
-        """Give the kernel the pages of free ranges that were returned before ``limit``."""
-        if self.is_registered or not self.is_mapped:
-            return
-        for start, end, returned in list(self._free):
-            if returned is not None and returned < limit:
-                _libc.madvise(self.address + start, end - start, _MADV_REMOVE)
-                self._free.remove((start, end, returned))
-                self.put(start, end, None)
-
-    @property
-    def kept_bytes(self) -> int:
-        """The size of free ranges that have pages."""
-        return sum(end - start for start, end, returned in self._free if returned is not None)
+    def cut(self, size_bytes: int) -> _Piece | None:
+        """A new piece; None without room for it."""
+        start, end = self._end, self._end + size_bytes
+        if end > len(self.memory):
+            return None
+        self._end = end
+        return _Piece(self, start, size_bytes)
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    """A range of a mapping that is in use."""
+class _Piece:
+    """A range of a mapping, which is in use, on the shelf, or put aside."""
 
     mapping: _Mapping
     offset: int
     size_bytes: int
-    num_uses: int = 1  # by the lease, while this process has a reference to the memory, and by the trainer
+    num_uses: int = 0  # by the lease, while this process has a reference to the memory, and by the trainer
     is_lent: bool = False
     lease: Callable[[], memoryview | None] = field(default=lambda: None)  # weak reference
+
+    @property
+    def address(self) -> int:
+        return self.mapping.address + self.offset
+
+    def free_pages(self) -> None:
+        """Give the kernel the pages, unless a device reads them, or may be about to."""
+        if self.mapping.is_mapped and not self.mapping.is_registered:
+            _libc.madvise(self.address, self.size_bytes, _MADV_REMOVE)
 
 
 class Lender:
@@ -154,11 +130,12 @@ class Lender:
         self._can_share = True
         self._lock = threading.Lock()
         # Uses that have ended. Finalizers run in any thread at any point, also inside this lock: they only append here.
-        self._ended: deque[_Part] = deque()
+        self._ended: deque[_Piece] = deque()
         # Guarded by the lock:
         self._mappings: list[_Mapping] = []
-        self._parts: dict[int, _Part] = {}  # in use, by address
-        self._num_leases = 0
+        self._used: dict[int, _Piece] = {}  # by address
+        self._shelf: Shelf[_Piece] = Shelf()
+        self._aside: defaultdict[int, list[_Piece]] = defaultdict(list)  # by size; as a rule without pages
 
     def forget(self) -> None:
         """Begin anew in a forked child, whose parent goes on to use the memory."""
@@ -167,51 +144,54 @@ class Lender:
 
     def allocate(self, size_bytes: int) -> Block:
         """Lend a block of exactly ``size_bytes`` uninitialised bytes to this process."""
-        part = None
+        piece = None
         if self._can_share and size_bytes >= MIN_SHARED_BYTES:
             self._look()
-            part = self._take(size_bytes)
-        if part is None:
+            piece = self._take(round_up(size_bytes, mmap.PAGESIZE))
+        if piece is None:
             return self._pool.allocate(size_bytes)
-        lease = part.mapping.memory[part.offset : part.offset + size_bytes]
-        part.lease = weakref.ref(lease)
-        weakref.finalize(lease, self._ended.append, part).atexit = False
+        lease = piece.mapping.memory[piece.offset : piece.offset + size_bytes]
+        piece.lease = weakref.ref(lease)
+        weakref.finalize(lease, self._ended.append, piece).atexit = False
         return Block(torch.frombuffer(lease, dtype=torch.uint8))
 
-    def _take(self, size_bytes: int) -> _Part | None:
-        capacity = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    def _take(self, size_bytes: int) -> _Piece | None:
+        """A piece that is in use from now on; None if no memory can be shared."""
         with self._lock:
-            self._num_leases += 1
             self._collect()
-            for has_pages in (True, False):
-                for mapping in self._mappings:
-                    if (offset := mapping.take(capacity, has_pages=has_pages)) is not None:
-                        return self._use(mapping, offset, capacity)
-            usual = min(_LEAST_MAPPING_BYTES << len(self._mappings), _MOST_MAPPING_BYTES)
-            try:
-                mapping = _Mapping(len(self._mappings) + 1, max(capacity, usual), self._announce)
-            except OSError:
-                self._can_share = False
-                return None
-            self._mappings.append(mapping)
-            mapping.take(capacity, has_pages=False)
-            return self._use(mapping, 0, capacity)
+            piece = self._shelf.take(size_bytes)
+            if piece is None:
+                aside = self._aside[size_bytes]
+                piece = aside.pop() if aside else self._cut(size_bytes)
+            if piece is not None:
+                piece.num_uses, piece.is_lent = 1, False
+                self._used[piece.address] = piece
+            return piece
 
-    def _use(self, mapping: _Mapping, offset: int, size_bytes: int) -> _Part:
-        part = self._parts[mapping.address + offset] = _Part(mapping, offset, size_bytes)
-        return part
+    def _cut(self, size_bytes: int) -> _Piece | None:
+        for mapping in self._mappings:
+            if (piece := mapping.cut(size_bytes)) is not None:
+                return piece
+        usual = min(_LEAST_MAPPING_BYTES << len(self._mappings), _MOST_MAPPING_BYTES)
+        try:
+            mapping = _Mapping(len(self._mappings) + 1, max(size_bytes, usual), self._announce)
+        except OSError:
+            self._can_share = False
+            return None
+        self._mappings.append(mapping)
+        return mapping.cut(size_bytes)
 
     def _collect(self) -> None:
         """Free what has no user left. Called with the lock held."""
         while self._ended:
-            part = self._ended.popleft()
-            part.num_uses -= 1
-            if not part.num_uses:
-                del self._parts[part.mapping.address + part.offset]
-                part.mapping.put(part.offset, part.offset + part.size_bytes, self._num_leases)
-        is_too_much = sum(mapping.kept_bytes for mapping in self._mappings) > _MAX_KEPT_BYTES
-        for mapping in self._mappings:
-            mapping.free_pages(self._num_leases + 1 if is_too_much else self._num_leases - _MAX_UNUSED_LEASES)
+            piece = self._ended.popleft()
+            piece.num_uses -= 1
+            if not piece.num_uses:
+                del self._used[piece.address]
+                self._shelf.put(piece, piece.size_bytes)
+        for piece in self._shelf.take_unused():
+            piece.free_pages()
+            self._aside[piece.size_bytes].append(piece)
 
     def lend(self, buffers: list[Any]) -> None:
         """Replace the large buffers of a message that is about to be sent by shared blocks.
@@ -225,34 +205,34 @@ class Lender:
 
     def _lend(self, buffers: list[Any], i: int) -> None:
         size_bytes = buffers[i].nbytes
-        part = self._part_of(buffers[i])
-        if part is not None:
-            if not self._is_mapped(part.mapping):
+        piece = self._piece_of(buffers[i])
+        if piece is not None:
+            if not self._is_mapped(piece.mapping):
                 return
             with self._lock:
-                part.num_uses += 1
+                piece.num_uses += 1
             buffers[i] = None
-            if (rest := part.lease()) is None:
-                part.is_lent = True
-                buffers[i] = SharedBlock(part.mapping.number, part.offset, size_bytes)
+            if (rest := piece.lease()) is None:
+                piece.is_lent = True
+                buffers[i] = SharedBlock(piece.mapping.number, piece.offset, size_bytes)
                 return
-            self._ended.append(part)
+            self._ended.append(piece)
             buffers[i] = rest[:size_bytes]
             del rest
         block = self.allocate(size_bytes)
-        part = self._part_of(block.view)
-        if part is None or not self._is_mapped(part.mapping):
+        piece = self._piece_of(block.view)
+        if piece is None or not self._is_mapped(piece.mapping):
             return
         np.copyto(np.frombuffer(block.view, np.uint8), np.frombuffer(buffers[i], np.uint8))
         with self._lock:
-            part.num_uses += 1
-            part.is_lent = True
-        buffers[i] = SharedBlock(part.mapping.number, part.offset, size_bytes)
+            piece.num_uses += 1
+            piece.is_lent = True
+        buffers[i] = SharedBlock(piece.mapping.number, piece.offset, size_bytes)
 
-    def _part_of(self, buffer: memoryview) -> _Part | None:
-        """The part that begins where the buffer does, if it is free to be lent."""
-        part = self._parts.get(_address_of(buffer))
-        return None if part is None or part.is_lent else part
+    def _piece_of(self, buffer: memoryview) -> _Piece | None:
+        """The piece that begins where the buffer does, if it is free to be lent."""
+        piece = self._used.get(_address_of(buffer))
+        return None if piece is None or piece.is_lent else piece
 
     def _is_mapped(self, mapping: _Mapping) -> bool:
         """Whether the trainer has mapped it."""
@@ -271,11 +251,11 @@ class Lender:
         """Take back blocks from the trainer, each given by mapping and offset."""
         for number, offset in blocks:
             mapping = self._mappings[number - 1] if 0 < number <= len(self._mappings) else None
-            part = self._parts.get(mapping.address + offset) if mapping is not None else None
-            if part is None or not part.is_lent:
+            piece = self._used.get(mapping.address + offset) if mapping is not None else None
+            if piece is None or not piece.is_lent:
                 raise RemoteProtocolError(f"the peer returned a block of shared memory {number} that it did not have")
-            part.is_lent = False
-            self._ended.append(part)
+            piece.is_lent = False
+            self._ended.append(piece)
 
 
 class _Children:

@@ -20,15 +20,10 @@ from typing import Protocol
 
 import torch
 
+from rpcdataloader.wire.shelf import MAX_KEPT_BYTES, Shelf, round_up
+
 #: Below this, malloc reuses its own memory without page faults, and a lease would cost more than it saves.
 _MIN_POOLED_BYTES = 1 << 20
-
-#: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
-_MAX_KEPT_BYTES = 1 << 30
-
-#: Free memory that this number of leases did not use is unmapped: one giant batch must not stay with every worker of a
-#: node. More than the blocks of a prefetch window, which come back all at once when a slow consumer continues.
-_MAX_UNUSED_LEASES = 256
 
 #: One huge page; smaller mappings cannot contain any.
 _HUGE_PAGE_BYTES = 1 << 21
@@ -68,7 +63,7 @@ class PageablePool:
             many leases: the pool follows a change of batch size.
     """
 
-    def __init__(self, max_bytes: int = _MAX_KEPT_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._start_empty()
         _pools.add(self)
@@ -77,41 +72,32 @@ class PageablePool:
         self._lock = threading.Lock()
         # Finalizers run in any thread at any point, also inside this lock: they only append here.
         self._returned: deque[mmap.mmap] = deque()
-        # Guarded by _lock:
-        self._free: list[tuple[mmap.mmap, int]] = []  # oldest return first, with the number of leases before it
-        self._num_leases = 0
+        self._shelf: Shelf[mmap.mmap] = Shelf(self._max_bytes)  # guarded by _lock
 
     def allocate(self, size_bytes: int) -> Block:
         """Lend a block of exactly ``size_bytes`` uninitialised bytes."""
         if size_bytes < _MIN_POOLED_BYTES:
             return Block(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
-        capacity = _round_up(size_bytes)
-        memory = self._take(capacity) or _map(capacity)
+        capacity = round_up(size_bytes, _HUGE_PAGE_BYTES)
+        with self._lock:
+            self._collect()
+            memory = self._shelf.take(capacity)
+        memory = memory or _map(capacity)
         # A new exporter of the buffer for each lease: its end, unlike a memoryview's, means that neither a tensor nor a
         # numpy array uses the memory. Capacities are few, so ctypes makes few array types.
-        lease = (ctypes.c_uint8 * capacity).from_buffer(memory)
+        lease = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
         weakref.finalize(lease, self._returned.append, memory).atexit = False
         return Block(torch.frombuffer(lease, dtype=torch.uint8, count=size_bytes))
-
-    def _take(self, capacity: int) -> mmap.mmap | None:
-        with self._lock:
-            self._num_leases += 1
-            self._collect()
-            for position in range(len(self._free) - 1, -1, -1):  # the last one returned is warm in the cache
-                if len(self._free[position][0]) == capacity:
-                    return self._free.pop(position)[0]
-            return None
 
     def _collect(self) -> None:
         """Take back what finalizers returned. Called with the lock held."""
         while self._returned:
-            self._free.append((self._returned.popleft(), self._num_leases))
-        kept_bytes = self._kept_bytes()
-        while self._free and (kept_bytes > self._max_bytes or self._num_leases - self._free[0][1] > _MAX_UNUSED_LEASES):
-            kept_bytes -= len(self._free.pop(0)[0])  # unmapped with its last reference
+            memory = self._returned.popleft()
+            self._shelf.put(memory, len(memory))
+        self._shelf.take_unused()  # unmapped with its last reference
 
     def _kept_bytes(self) -> int:
-        return sum(len(memory) for memory, _num_leases in self._free)
+        return self._shelf.kept_bytes
 
 
 class PageLock:
@@ -212,15 +198,6 @@ def _pinned_empty(device_index: int | None) -> Callable[[int], torch.Tensor]:
 
 def _has_accelerator() -> bool:
     return bool(getattr(torch, "accelerator", torch.cuda).is_available())  # torch.accelerator came with torch 2.6
-
-
-def _round_up(size_bytes: int) -> int:
-    """Round up to one of four sizes per power of two, so that batches of similar size share blocks.
-
-    Only address space is rounded up: the kernel gives no memory that is never touched.
-    """
-    step = max(1 << (size_bytes.bit_length() - 3), _HUGE_PAGE_BYTES)
-    return -(-size_bytes // step) * step
 
 
 def _map(capacity: int) -> mmap.mmap:

@@ -209,21 +209,20 @@ class TlsTransport(Transport):
             if not self._receive(0):
                 raise ConnectionLostError(f"{self.name} closed the connection during the handshake of TLS")
 
-    def send(self, pieces: Views, flags: int = 0) -> Views:
+    def send(self, pieces: Views) -> None:
         """Encrypt and send all of ``pieces`` in order; one thread at a time."""
+        super().send(())
         self._plain.extend(pieces)
         while encrypted := self._encrypt():
-            super().send([encrypted], flags)
-        return ()
+            super().send([encrypted])
 
-    def send_now(self, pieces: Views = ()) -> bool:
+    def send_now(self, pieces: Views) -> bool:
         """Encrypt and send what the kernel takes without a wait; see :meth:`Transport.send_now`."""
         self._plain.extend(pieces)
-        encrypted = b""
-        while super().send_now([encrypted] if encrypted else ()):
-            if not (encrypted := self._encrypt()):
-                return True
-        return False
+        while encrypted := self._encrypt():
+            if not super().send_now([encrypted]):
+                return False
+        return True
 
     def _encrypt(self) -> bytes:
         """Encrypt further pieces, about :data:`CHUNK_BYTES` of them; empty if there are none."""

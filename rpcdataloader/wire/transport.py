@@ -115,15 +115,17 @@ class Transport:
             raise RPCTimeoutError(f"no answer from {self.name} in time")
         self._sock.settimeout(remaining)
 
-    def send(self, pieces: Views, flags: int = 0) -> Views:
-        """Send all of ``pieces`` in order, without joining or copying them.
-
-        Returns:
-            Pieces that the kernel did not take, which under ``MSG_DONTWAIT`` may be some.
+    def send(self, pieces: Views) -> None:
+        """Send what :meth:`send_now` has left, and all of ``pieces``, in order, without joining or copying them.
 
         Raises:
             ConnectionLostError: The peer is gone.
         """
+        rest, self._rest = self._rest, ()
+        self._transmit([*rest, *pieces] if rest else pieces, 0)
+
+    def _transmit(self, pieces: Views, flags: int) -> Views:
+        """Send pieces; returns those that the kernel did not take, which under ``MSG_DONTWAIT`` may be some."""
         size = 0
         try:
             while pieces:
@@ -146,16 +148,16 @@ class Transport:
             raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
         return pieces
 
-    def send_now(self, pieces: Views = ()) -> bool:
-        """Send what the kernel takes without a wait, of the rest of earlier calls and then of ``pieces``.
+    def send_now(self, pieces: Views) -> bool:
+        """Send what the kernel takes of ``pieces`` without a wait.
 
         Returns:
-            True if that is all; False if a rest is kept for the next call, to be made when the descriptor is writable.
+            True if that is all; False if a rest is kept, with which :meth:`send` begins.
 
         Raises:
             ConnectionLostError: The peer is gone.
         """
-        self._rest = Transport.send(self, [*self._rest, *pieces] if self._rest else pieces, socket.MSG_DONTWAIT)
+        self._rest = self._transmit(pieces, socket.MSG_DONTWAIT)
         return not self._rest
 
     def send_descriptor(self, piece: bytes | memoryview, descriptor: int) -> None:

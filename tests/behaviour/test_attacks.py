@@ -100,12 +100,12 @@ def test_worker_whose_first_bytes_come_in_parts_is_no_session(server, monkeypatc
     """Or its client would wait for batches without end. It opens another one."""
     session_id, before, send = peers.session_id_of(server.address), server.processes(), Transport.send
 
-    def send_in_parts(transport, pieces, flags=0):
+    def send_in_parts(transport, pieces):
         monkeypatch.undo()
         start = bytes(pieces[0])
         send(transport, [start[:8]])
         wait_until(lambda: server.processes() != before, what="a gate that reads it")
-        return send(transport, [start[8:], *pieces[1:]], flags)
+        send(transport, [start[8:], *pieces[1:]])
 
     monkeypatch.setattr(Transport, "send", send_in_parts)
     with pytest.raises(ConnectionLostError, match="closed the connection instead of sending WELCOME"):

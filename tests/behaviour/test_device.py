@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
+import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.loader import iterator, seat
+from rpcdataloader.loader.copying import Carrier, DeviceCopies
+from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import wait_until
 from tests.support.causes import Causes
 from tests.support.datasets import Failing
@@ -247,6 +253,52 @@ def test_one_batch_is_copied_ahead_and_no_more(device, workers):
         wait_until(lambda: run.ahead is not None and num_answered(run) >= 7, what="a full window")
         assert len(device.copied) == num_delivered + 1
         assert len(device.waits) == num_delivered
+
+
+class Listed(Carrier):
+    """A carrier to a made-up device that is quick.
+
+    Attributes:
+        memory: What each batch occupies there, as weak references.
+    """
+
+    def __init__(self):
+        driver = Mock()
+        driver.Event.return_value.elapsed_time.return_value = 1.0
+        super().__init__(torch.device("cpu"), PageablePool(), driver)
+        self.memory = []
+
+    def is_device_busy(self):
+        return False
+
+    def copy(self, blocks, is_timed=False):  # noqa: ARG002
+        leases = [(ctypes.c_uint8 * len(block))() for block in blocks]
+        self.memory.append(weakref.ref(leases[0]))
+        memory = [
+            torch.frombuffer(lease, dtype=torch.uint8).copy_(block) for lease, block in zip(leases, blocks, strict=True)
+        ]
+        done = self.module.Event()
+        return DeviceCopies(self, memory, done, done)
+
+
+@pytest.mark.usefixtures("device")
+def test_the_device_holds_the_batch_in_use_and_the_next_one(workers, monkeypatch):
+    carrier = Listed()
+    for module in seat, iterator:
+        monkeypatch.setattr(module, "make_carrier", lambda _found, _pageable: carrier)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _self, _stream: None)
+    batches = iter(RPCDataloader(Images(), batch_size=2, device=NAME, workers=workers))
+    for number in range(10):
+        batches.driver.recorder.next_probe = 0.0  # each batch is one
+        batch = next(batches)
+
+        def on_device():
+            return {other for other, memory in enumerate(carrier.memory) if memory() is not None}
+
+        wait_until(lambda now=number: on_device() <= {now, now + 1}, 5)
+        assert number in on_device()
+        del batch
+        wait_until(lambda now=number: on_device() <= {now + 1}, 5)
 
 
 def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import re
@@ -118,6 +119,31 @@ def test_exception_whose_attributes_fail_ends_no_worker(workers):
     first, second, third, _end = load(functools.partial(RPCDataloader, workers=workers), range(3), Forgetfuls({2: 2}))
     assert {type(first), type(second)} == {Forgetful}
     assert third == 2
+
+
+def cancelled_elsewhere(pid):
+    if os.getpid() != pid:
+        raise asyncio.CancelledError
+    return Rebuilt()
+
+
+class Rebuilt(Exception):
+    """Its rebuilding raises something else in the trainer."""
+
+    def __reduce__(self):
+        return cancelled_elsewhere, (os.getpid(),)
+
+
+class Rebuilts(dict):
+    def __missing__(self, index):
+        raise Rebuilt
+
+
+def test_exception_whose_rebuilding_raises_anything_ends_no_worker(workers):
+    first, second, _end = load(functools.partial(RPCDataloader, workers=workers), range(2), Rebuilts({1: 1}))
+    assert type(first) is RemoteError
+    assert "Rebuilt" in str(first)
+    assert second == 1
 
 
 def fail_at_five(samples):

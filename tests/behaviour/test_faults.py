@@ -38,6 +38,9 @@ FAULTS = [
     *((when, how, SerializationError, text + said) for when, text in WHERE.items() for how, said in SAID.items()),
     ("running", "exception", ValueError, "a fault"),
     ("running", "system_exit", RemoteError, r"worker 1 \(pid \d+\) on .* raised SystemExit: 3"),
+    # Neither an Exception nor one that ends a process.
+    *((when, "cancelled", RemoteError, "CancelledError: a fault") for when in ("unpickling", "running", "replying")),
+    ("collecting", "cancelled", SerializationError, REBUILT + "CancelledError: a fault"),
     *((when, *end) for when in ("unpickling", "running", "replying") for end in ENDS),
 ]
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,9 +27,10 @@ from rpcdataloader import (
     get_sample_seed,
     rpc_async,
 )
-from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.errors import LocalProtocolError, RPCTimeoutError
+from rpcdataloader.plan.engine import Engine
 from tests.behaviour.differential_rows import Sized
-from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.conftest import AT_ONCE, TIMEOUT_SCALE, wait_until
 from tests.support import datasets
 from tests.support.comparison import assert_same
 from tests.support.datasets import Numbers, notes
@@ -106,6 +108,74 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers, p
     assert num_told == num_failed
     assert (num_failed > 0) == (place == "workers")
     assert num_checked >= 5
+
+
+class Model:
+    """Stands for what a loop has in its variables."""
+
+
+def fail(_worker):
+    raise ValueError("a fault of the init function")
+
+
+@pytest.mark.parametrize("how", ["by a signal", "in a worker"])
+def test_pass_that_has_failed_and_the_variables_of_its_loop_go_with_their_last_reference(workers, how):
+    options = {} if how == "by a signal" else {"worker_init_fn": fail}
+
+    def interrupt(frame, event, _argument):
+        if event == "call" and frame.f_globals["__name__"] == "rpcdataloader.plan.engine":
+            raise Alarm
+
+    def train():
+        model = Model()
+        batches = iter(RPCDataloader(range(20), 2, workers=workers, **options))
+        if how == "by a signal":
+            next(batches)
+            before = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
+                next(batches)
+            except Alarm:
+                pass
+            finally:
+                sys.settrace(before)
+        errors = []
+        for _ in range(2):  # it says so again
+            try:
+                for _ in batches:
+                    pass
+            except (RuntimeError, ValueError) as error:
+                errors.append(str(error))
+        return weakref.ref(model), weakref.ref(batches), errors
+
+    gc.disable()
+    try:
+        model, batches, (error, again) = train()
+        assert error == again
+        assert ("Alarm has interrupted" if how == "by a signal" else "a fault of the init") in error
+        assert model() is None
+        wait_until(lambda: batches() is None, what="another thread has told the pass of its failure")
+    finally:
+        gc.enable()
+
+
+class KillsItsWorker:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return os.kill(os.getpid(), signal.SIGKILL) if index == 2 else index
+
+
+@pytest.mark.parametrize("event", ["answered", "worker_at_work", "worker_ready", "worker_lost"])
+def test_error_in_a_thread_that_receives_ends_the_pass(workers, event, monkeypatch, caplog):
+    def fail(*_args, **_options):
+        raise LookupError("a fault of ours")
+
+    monkeypatch.setattr(Engine, event, fail)
+    with pytest.raises(LookupError, match="a fault of ours"):
+        flat(RPCDataloader(KillsItsWorker(), workers=workers, num_workers=1, timeout=AT_ONCE))
+    assert "an event was not handled" in caplog.text
 
 
 def test_warning_that_is_an_error_takes_the_place_of_a_batch_as_with_torch():
@@ -263,6 +333,17 @@ def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(workers):
 
 
 # Time limit
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.int64, torch.tensor])
+def test_timeouts_may_be_numbers_of_other_libraries(workers, fifo, kind):
+    assert rpc_async(workers, abs, (-1,), timeout=kind(30)).wait() == 1
+    own = {} if kind is torch.tensor else {"task_timeout": kind(30), "reconnect_timeout": kind(30)}
+    assert flat(RPCDataloader(Numbers(4), workers=workers, timeout=kind(30), **own)) == [0, 1, 2, 3]
+    late = rpc_async(workers, open, (fifo,), timeout=0.1)  # the thread that keeps times goes on
+    with pytest.raises(RPCTimeoutError):
+        late.wait()
+    os.close(os.open(fifo, os.O_RDWR))
 
 
 def test_timeout_is_an_error_as_with_torch_and_waiting_may_go_on(workers, fifo):

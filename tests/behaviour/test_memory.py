@@ -42,7 +42,7 @@ def is_waiting(server, worker):
         main(["status", server.address, "--stacks", "--json"])
     (client,) = json.loads(told.getvalue())["nodes"][0]["clients"]
     (stack,) = [each["stack"] for each in client["workers"] if each["pid"] == worker]
-    return re.search(r"requests\.py\", line \d+ in join", stack)
+    return re.search(r"outbox\.py\", line \d+ in join", stack)
 
 
 # --- asked for more than is read

@@ -17,7 +17,9 @@ import pytest
 from torch.futures import Future
 
 from rpcdataloader import RPCDataset, RRef, rpc_async
+from rpcdataloader.client.background import MAX_CALLERS
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError, SerializationError
+from rpcdataloader.wire import frames
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client, wait_until
 from tests.support import tasks
 from tests.support.peers import MessageType, session_of
@@ -107,6 +109,32 @@ def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, err
 # --- exceptions
 
 
+def test_callbacks_that_wait_have_a_limited_number_of_threads(shared_server):
+    gate = threading.Event()
+
+    def wait(done):
+        gate.wait()
+        if done.wait() == 1:
+            raise SystemExit  # which costs no thread
+        return done.wait()
+
+    def leave(_done):
+        raise SystemExit
+
+    first = rpc_async(shared_server.address, tasks.add)
+    for _ in range(MAX_CALLERS):
+        first.add_done_callback(leave)
+    first.wait()
+    futures = [rpc_async(shared_server.address, tasks.add, (number,)) for number in range(3 * MAX_CALLERS)]
+    chained = [future.then(wait) for future in futures]
+    for future in futures:
+        future.wait()
+    threads = [thread for thread in threading.enumerate() if thread.name == "rpcdl-call"]
+    gate.set()
+    assert len(threads) <= MAX_CALLERS
+    assert [future.wait() for future in chained[2:]] == list(range(2, 3 * MAX_CALLERS))
+
+
 def test_unpicklable_arguments_are_an_error_that_names_their_path(call):
     worker, _session = call(tasks.whereabouts)
     reader = tasks.Box(reader=tasks.Box(lock=threading.Lock()))
@@ -173,6 +201,33 @@ def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, fifo, a
         open_gate(fifo)
         assert (first.wait(), log.wait()) == (b"", [])
         close_client()
+
+
+def test_large_calls_that_timed_out_before_their_turn_do_not_run(shared_server, call, fifo):
+    data = np.zeros(20 << 20, np.uint8)
+    call(tasks.whereabouts)
+    busy = rpc_async(shared_server.address, tasks.read_all, (fifo,))
+    late = [rpc_async(shared_server.address, tasks.append, (data,), timeout=0.3) for _ in range(6)]
+    for future in late:
+        with pytest.raises(RPCTimeoutError):
+            future.wait()
+    open_gate(fifo)
+    assert busy.wait() == b""
+    assert call(tasks.read_log) == []
+
+
+def test_message_that_takes_long_to_send_holds_up_no_other_server(shared_server, second_server, monkeypatch):
+    begun, gate, digest = threading.Event(), threading.Event(), frames.digest_blocks
+    monkeypatch.setattr(frames, "digest_blocks", lambda blocks: (begun.set(), gate.wait(), digest(blocks))[2])
+    for address in shared_server.address, second_server.address:
+        rpc_async(address, len, ("",)).wait()
+    large = rpc_async(shared_server.address, len, (np.ones(1 << 20, np.uint8),))
+    try:
+        assert begun.wait(AT_ONCE)
+        assert rpc_async(second_server.address, len, ("abc",), timeout=AT_ONCE).wait() == 3
+    finally:
+        gate.set()
+    assert large.wait() == 1 << 20
 
 
 def test_timeout_bounds_connecting_to_a_server_that_never_answers():

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +24,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, SerializationError
-from rpcdataloader.fetch.raw import RawIndices
+from rpcdataloader.fetch.raw import RawBatch, RawIndices
+from rpcdataloader.loader import sampler
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.datasets import note, notes, wait_for
 
@@ -368,6 +370,41 @@ def test_error_at_the_beginning_of_the_stream_names_the_rank_once(wide_servers):
     stream.lock = threading.Lock()
     with pytest.raises(SerializationError, match=r"^\[rank 1 of 2\] dataset.lock is a"):
         iter(make(wide_servers[0].address, stream, partition=(1, 2)))
+
+
+class Gated(Decode):
+    """Transforms nothing before a FIFO was opened."""
+
+    def __init__(self, fifo):
+        super().__init__()
+        self.fifo = fifo
+
+    def __call__(self, sample):
+        if self.fifo is not None:
+            wait_for(self.fifo)
+            self.fifo = None
+        return super().__call__(sample)
+
+
+def test_raw_samples_have_a_limit(wide_servers, fifo, monkeypatch):
+    held = []  # bytes of raw samples in this process, as each batch of them is dealt out
+
+    def noted(batch):
+        held.append(sum(each._block.nbytes for each in gc.get_objects() if type(each) is RawBatch))
+        return RawIndices(batch)
+
+    monkeypatch.setattr(sampler, "RawIndices", noted)
+    options = {"num_workers": 1, "prefetch_factor": 16, "max_in_flight_bytes": 6_000_000}
+    batches = iter(make(wide_servers[0].address, decode=Gated(fifo), **options))
+    driver = batches.driver
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(next, batches)
+        # Until no more may be drawn, though there is one; or all were.
+        wait_until(lambda: len(held) == 10 or (driver.begun.source.is_ready() and not driver.may_draw()))
+        open(fifo, "w").close()
+        found = numbers([first.result()])
+    assert found + numbers(batches) == list(range(LENGTH))
+    assert max(held) <= 6_000_000  # of 10, which the window allows
 
 
 class Sums(Dataset):

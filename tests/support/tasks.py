@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
@@ -111,6 +112,9 @@ class Fault:
 
     def system_exit(self) -> None:
         raise SystemExit(3)
+
+    def cancelled(self) -> None:
+        raise asyncio.CancelledError("a fault")
 
     def exit_process(self) -> None:
         os._exit(3)

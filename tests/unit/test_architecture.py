@@ -40,7 +40,7 @@ BELOW = {
     "check": {"loader", "fetch", "client", "server", "wire", "errors"},
     "status": {"client", "diagnosis", "wire", "errors"},
 }
-PURE = {f"rpcdataloader.wire.{name}" for name in ("address", "frames", "handshake", "messages", "status")}
+PURE = {f"rpcdataloader.wire.{name}" for name in ("address", "frames", "handshake", "messages", "shelf", "status")}
 PURE |= {"rpcdataloader.status.report", "rpcdataloader.loader.order"}
 PURE |= {name for name in SOURCES if name.startswith(("rpcdataloader.plan.", "rpcdataloader.diagnosis."))}
 IMPURE = {"asyncio", "multiprocessing", "select", "selectors", "signal", "socket", "ssl", "subprocess"}

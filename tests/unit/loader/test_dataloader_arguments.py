@@ -82,6 +82,13 @@ def test_every_argument_stays_an_attribute():
     assert ARGUMENTS.keys() == ours - {"transform", "source_workers", "in_order"}  # which torch 2.4 lacks
 
 
+def test_workers_cannot_be_changed_later():
+    """Nothing would happen."""
+    loader = RPCDataloader(range(10), workers=ADDRESS)
+    with pytest.raises(ValueError, match="workers attribute should not be set after RPCDataloader is initialized"):
+        loader.workers = "local:2"
+
+
 # Refused for torch's reason
 
 

@@ -9,10 +9,8 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from rpcdataloader.server import processes
 from rpcdataloader.server.events import Link, Printed, WantsStacks
 from rpcdataloader.server.logs import Forwarding
 from rpcdataloader.server.processes import Loop, describe_exit, fork
-from rpcdataloader.server.requests import Outbox
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -149,18 +146,3 @@ def test_lines_of_output_leave_room_for_events_that_must_go():
         assert server.offer(WantsStacks())
         events = iter(lambda: session.recv()[0], WantsStacks())
         assert {event.text for event in events} == {"x" * 900}
-
-
-def test_replies_are_sent_though_a_thread_could_not_be_started_for_the_first_one(pipe, monkeypatch):
-    def run():
-        sent = []
-        outbox = Outbox(sent.append)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-            with pytest.raises(RuntimeError):
-                outbox.put("a warning")
-        outbox.put("the reply")
-        outbox.join()
-        return sent
-
-    assert answer(run, pipe) == "['the reply']"  # in a fork, as its thread never ends

@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import multiprocessing
 import os
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire import shared
+from rpcdataloader.wire import shelf
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.memory import create_memory
 from rpcdataloader.wire.shared import Borrower, Lender
@@ -102,7 +103,8 @@ def test_nothing_is_shared_before_the_trainer_has_mapped_it():
 @pytest.fixture(params=[0, 64])
 def unused_leases(request, monkeypatch):
     """After how many leases without their use the kernel gets pages back."""
-    monkeypatch.setattr(shared, "_MAX_UNUSED_LEASES", request.param)
+    monkeypatch.setattr(shelf, "MAX_UNUSED_LEASES", request.param)
+    monkeypatch.setattr(shelf, "_TURNS", 0)
 
 
 @pytest.mark.usefixtures("unused_leases")
@@ -136,12 +138,35 @@ def test_blocks_stay_whole_in_any_order(steps, chance):
 def test_pages_that_are_long_unused_go_unless_a_device_reads_them(machine, monkeypatch, is_registered):
     """It would go on to read the old ones."""
     machine.worker.mapped(1, is_registered=is_registered)
-    monkeypatch.setattr(shared, "_MAX_UNUSED_LEASES", 0)
+    monkeypatch.setattr(shelf, "MAX_UNUSED_LEASES", 0)
+    monkeypatch.setattr(shelf, "_TURNS", 0)
     address = machine.trainer.borrow(machine.lend(7)).tensor.data_ptr()
     for _ in range(3):
         machine.give_back()
         machine.trainer.borrow(machine.lend(8, MIB))
     assert ctypes.string_at(address + 2 * MIB, 1) == bytes([7 * is_registered])
+
+
+@pytest.mark.parametrize("num_blocks", [20, 128])
+def test_batches_of_any_number_of_blocks_find_their_memory_again(machine, num_blocks):
+    batches, num_faults = [], []
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(num_blocks):
+            block = machine.worker.allocate(300 << 10)
+            block.view[::4096] = bytes(75)  # each page
+            buffers = [block.view]
+            del block
+            machine.worker.lend(buffers)
+            if machine.news:
+                machine.introduce(buffers[0])
+            else:
+                batches.append(machine.trainer.borrow(buffers[0]))
+            del buffers
+        del batches[: max(0, len(batches) - 2 * num_blocks)]
+        machine.give_back()
+        num_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert min(num_faults[4:]) < num_blocks  # of 75 pages each
 
 
 # Forks
