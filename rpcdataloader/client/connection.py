@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rpcdataloader.client.background import Sender
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
+from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock, heap_blocks
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
 from rpcdataloader.wire.pickling import Encoded
@@ -58,12 +59,15 @@ class Connection:
             is ``ready``, what was ``received`` and answers no request, and that the connection is ``lost``, after it
             was asked to ``explain`` the error.
         sender: Thread that sends what callers do not.
+        known: What the process there has of the script's definitions from the beginning.
 
     Attributes:
         has_ended: True if requests are refused, before the first pending one fails.
     """
 
-    def __init__(self, name: str, owner: RemoteSession | RemoteWorker, sender: Sender) -> None:
+    def __init__(
+        self, name: str, owner: RemoteSession | RemoteWorker, sender: Sender, known: Known | None = None
+    ) -> None:
         self.name = name
         self.error: RPCError | None = None
         self._owner = owner
@@ -76,6 +80,7 @@ class Connection:
         # Guarded by the lock:
         self._pending: dict[int, Request] = {}
         self._last_request = 0
+        self._known = known or Known()
         self.has_ended = False
         # Held while a message is taken from the outbox, sealed and sent, so that messages keep their order.
         self._sending = threading.Lock()
@@ -109,6 +114,8 @@ class Connection:
         with self._lock:
             if self.has_ended:
                 raise self._reason()
+            if content.definitions:
+                content = self._with_lacking(content, request)
             number = self._last_request = self._last_request + 1
             self._pending[number] = request
             messages = [Outgoing(type, number, content.payload, content.buffers, request.flags, digest_of_blocks)]
@@ -121,6 +128,27 @@ class Connection:
             if not (is_small and request.is_task and self._send_now(messages)):
                 self._put(*messages)
         return number
+
+    def _with_lacking(self, content: Encoded, request: Request) -> Encoded:
+        """The content with those definitions that the process there may lack; with the lock."""
+        if not (lacking := self._known.lacking(content.definitions)):
+            return content
+        complete = request.complete
+
+        def completed(reply: Message | RPCError) -> None:
+            if isinstance(reply, Message) and reply.type == MessageType.REPLY:
+                with self._lock:
+                    self._known.arrived(lacking)
+            complete(reply)
+
+        request.complete = completed
+        self._known.sending(lacking)
+        return content.with_definitions(lacking)
+
+    def inherited(self) -> Known:
+        """What a process has of the definitions that is forked later from the one there."""
+        with self._lock:
+            return self._known.inherit()
 
     def _put(self, *messages: Outgoing) -> None:
         self._outbox.extend(messages)

@@ -63,6 +63,8 @@ class RemoteDataset(DatasetRef):
 
     Attributes:
         blocks: ``pickled`` and its buffers, as bytes.
+        names: Names of the script that its workers need.
+        definitions: What the script meant by these names, and by those that they refer to.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class RemoteDataset(DatasetRef):
         self.name = name
         self.spent = 0.0  # seconds of the longest build on a node in the present pass, with sending
         self._modules = pickled.modules
+        self.names = pickled.names
+        self.definitions = pickled.definitions
         self.blocks = pickled.blocks
         self._copied: Copied | None = None  # for all sessions on this machine, which have the pages in common
         self._digest_of_blocks = b""
@@ -182,7 +186,8 @@ class RemoteDataset(DatasetRef):
         def ask(copies: Copies | None) -> dict[str, Any]:
             payload = Build(self.key, self.name, shared, self._generators, copies).encode()
             blocks, found = ([], b"") if copies else (self.blocks, self._digest())
-            answer = session.submit(MessageType.BUILD, Encoded(payload, blocks), found)
+            content = Encoded(payload, blocks, definitions=self.definitions)
+            answer = session.submit(MessageType.BUILD, content, found)
             try:
                 wait_until_updated()
                 reply: dict[str, Any] = answer.wait()
@@ -436,13 +441,16 @@ def ship(instance: object, name: str) -> RemoteDataset:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
     pickled = dumps_named((instance,), {"dataset": instance})
-    found = digest_memory(pickled.blocks)
+    # A class of the script may be another one than that of an equal instance before.
+    named = [(name, pickled.definitions[name].object_of(name)) for name in sorted(pickled.names)]
+    found = digest_memory([*pickled.blocks, memoryview(repr(named).encode())])
     with _shipped_lock:
         remote = _shipped.get(found)
         if remote is None:
             remote = RemoteDataset(name, pickled, shared=True)
             _shipped[found] = remote
-        remote.blocks = pickled.blocks  # the script may have changed those of an earlier instance
+        # The script may have changed those of an earlier instance.
+        remote.blocks, remote.definitions = pickled.blocks, pickled.definitions
         return remote
 
 

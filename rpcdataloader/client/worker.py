@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -152,28 +152,36 @@ def reference_of(value: Any) -> tuple[str, int] | None:
 
 
 def dumps_named(
-    content: Any, parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None, in_band: bool = False
+    content: Any,
+    parts: Mapping[str, Any],
+    *,
+    persistent_id: PersistentId | None = None,
+    in_band: bool = False,
+    names: Set[str] = frozenset(),
 ) -> Encoded:
     """Pickle ``content``.
 
     Args:
         parts: Its parts, by the names that the user knows.
+        names: Further names of the script whose definitions the receiver needs.
 
     Raises:
         SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
     """
     try:
-        return dumps(content, persistent_id=persistent_id, in_band=in_band)
+        return dumps(content, persistent_id=persistent_id, in_band=in_band, names=names)
     except SerializationError:
         for name, part in parts.items():
             dumps(part, persistent_id=persistent_id, name=name)
         raise
 
 
-def freeze(parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None) -> Frozen:
+def freeze(
+    parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None, names: Set[str] = frozenset()
+) -> Frozen:
     """Pickle ``parts`` as they are now, for messages that are sent later; raises as :func:`dumps_named`."""
-    encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True)
-    return Frozen(encoded.payload, encoded.modules)
+    encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True, names=names)
+    return Frozen(encoded.payload, encoded.modules, encoded.definitions)
 
 
 class PendingReply(concurrent.futures.Future["Message | RPCError"]):
@@ -251,7 +259,7 @@ class RemoteWorker:
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._wait = Deadline(None)  # for the present wait, to connect or for room
-        self.connection = Connection(session.name, self, settings.sender)
+        self.connection = Connection(session.name, self, settings.sender, session.connection.inherited())
 
     @property
     def is_usable(self) -> bool:

@@ -106,7 +106,7 @@ def pack(samples: Sequence[Any]) -> RawBatch:
         SerializationError: One cannot be pickled.
     """
     worker = get_worker_info()
-    encoded = dumps(list(map(_set_apart, samples)), name="samples")
+    encoded = dumps(list(map(_set_apart, samples)), name="samples").with_definitions()
     # One block: each costs the trainer an allocation, and a good part of a system call.
     sizes = tuple(buffer.nbytes for buffer in encoded.buffers)
     block = np.empty(end_of(sizes), np.uint8)

@@ -179,7 +179,8 @@ class Executor:
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
         if self._functions is None:
-            self._functions = freeze(functions_of(self._settings), persistent_id=self._reference_of)
+            functions, names = functions_of(self._settings), self._dataset.names
+            self._functions = freeze(functions, persistent_id=self._reference_of, names=names)
         changes = self._dataset.changes_of_workers(self)
         call = Call(remote.open_loader, (self._dataset, spec, self._functions, self._dataset.key, changes), {})
         return Opening(begun, dumps(tuple(call), persistent_id=reference_of))

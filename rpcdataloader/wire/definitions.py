@@ -1,0 +1,276 @@
+"""What the script defines: it travels once to each process, and everything else names it.
+
+A worker cannot import ``__main__`` of its client. It has a module of that name, into which the client's functions,
+classes and other globals are put as they are needed: *the same object here is the same object there*. A message brings
+those that its receiver lacks, and those that the script has bound anew since they were sent, or whose content it has
+changed. All else stays as the receiver has made it.
+
+Each global is a pickle of its own, in which others are named; those that contain each other share one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import itertools
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from rpcdataloader.wire.by_value import digest_of, main_globals
+from rpcdataloader.wire.picklers import DefinitionPickler, Unpickler, adopt
+
+# Globals that the receiver's module has of its own.
+_OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec__")
+
+
+class Definition(NamedTuple):
+    """A global of the script, or several that contain each other."""
+
+    tokens: tuple[tuple[str, bytes], ...]  # for each name, what tells its value from the one before
+    pickled: bytes  # of a dict of the values by name
+    modules: frozenset[str]  # in which an unpickler looks for functions and classes
+    objects: tuple[int, ...]  # for each name, a number that tells the object from those that it named before
+    order: int  # later definitions have higher numbers
+
+    def object_of(self, name: str) -> int:
+        """The number of the object that ``name`` means."""
+        return next(number for (each, _token), number in zip(self.tokens, self.objects, strict=True) if each == name)
+
+
+#: Definitions by name; one of several names is there under each.
+Table = Mapping[str, Definition]
+
+
+def merge(one: Table, other: Table) -> Table:
+    """Both tables; where they differ, the later definitions."""
+    return {**one, **{name: each for name, each in other.items() if name not in one or each.order > one[name].order}}
+
+
+class _Part(NamedTuple):
+    """A global by itself."""
+
+    token: bytes
+    pickled: bytes
+    modules: frozenset[str]
+    used: Mapping[str, str]  # names of other globals that it needs, each with what uses it
+    contained: frozenset[str]  # names of those that are there before it is rebuilt
+    number: int
+
+
+class _Script:
+    """The definitions of this process as a client; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        # Guarded by the lock: the object that each name meant last, with a number; and the last definitions.
+        self._objects: dict[str, tuple[Any, int]] = {}
+        self._order = itertools.count()
+        self._last: dict[str, Definition] = {}
+
+    def collect(self, names: Mapping[str, str], explain: Callable[[str, str, Any, Exception], Exception]) -> Table:
+        """The definitions of ``names``, and of all that they refer to, as they are now.
+
+        Args:
+            names: The names, each with what uses it.
+            explain: Function that makes an error of a name, its user, its value, and the error in pickling that.
+        """
+        with self._lock:
+            namespace, parts = main_globals(), dict[str, _Part]()
+            owners, waiting = _owners(namespace), dict(names)
+            if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
+                waiting.setdefault("__package__", "")
+            while waiting:
+                name, user = waiting.popitem()
+                if name in parts or name not in namespace or name in _OF_EVERY_MODULE:
+                    continue
+                try:
+                    parts[name] = self._part(name, namespace[name], owners)
+                except Exception as error:
+                    raise explain(name, user, namespace[name], error) from error
+                waiting |= parts[name].used
+            found: dict[str, Definition] = {}
+            for name in parts:
+                if name not in found:
+                    group = sorted(_circle(name, parts))
+                    found |= dict.fromkeys(group, self._definition(group, parts, namespace, owners))
+            self._last |= found
+            return found
+
+    def _part(self, name: str, value: Any, owners: Mapping[int, str]) -> _Part:
+        before = self._objects.get(name)
+        if before is None or before[0] is not value:
+            self._objects[name] = before = value, 0 if before is None else before[1] + 1
+        number = before[1]
+        pickled, pickler = _pickle({name: value}, owners)
+        token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
+        contained = frozenset(pickler.contained)
+        return _Part(token, pickled, frozenset(pickler.modules), pickler.used, contained, number)
+
+    def _definition(
+        self, group: list[str], parts: Mapping[str, _Part], namespace: Mapping[str, Any], owners: Mapping[int, str]
+    ) -> Definition:
+        tokens = tuple((name, parts[name].token) for name in group)
+        if (last := self._last.get(group[0])) is not None and last.tokens == tokens:
+            return last
+        pickled = parts[group[0]].pickled
+        if len(group) > 1:
+            pickled, _pickler = _pickle({name: namespace[name] for name in group}, owners)
+        modules = frozenset[str]().union(*(parts[name].modules for name in group))
+        numbers = tuple(parts[name].number for name in group)
+        return Definition(tokens, pickled, modules, numbers, next(self._order))
+
+
+def _pickle(values: dict[str, Any], owners: Mapping[int, str]) -> tuple[bytes, DefinitionPickler]:
+    file = io.BytesIO()
+    pickler = DefinitionPickler(file, values.keys(), owners)
+    pickler.dump(values)
+    return file.getvalue(), pickler
+
+
+def _owners(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Names of the objects that only one global should own, by their ids: globals, and variables of closures."""
+    owners: dict[int, str] = {}
+    for name, value in list(namespace.items()):
+        if isinstance(value, (types.ModuleType, str, bytes, int, float, complex, bool, type(None), tuple, type)):
+            continue
+        owners.setdefault(id(value), name)
+        if isinstance(value, types.FunctionType):
+            for number, cell in enumerate(value.__closure__ or ()):
+                owners.setdefault(id(cell), f"{name}.{number}")
+    return owners
+
+
+def _circle(name: str, parts: Mapping[str, _Part]) -> set[str]:
+    """The globals that contain ``name``, and are contained in it."""
+    return {other for other in _reachable(name, parts) if name in _reachable(other, parts)} | {name}
+
+
+def _reachable(name: str, parts: Mapping[str, _Part]) -> set[str]:
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for other in parts[waiting.pop()].contained & parts.keys() - found:
+            found.add(other)
+            waiting.append(other)
+    return found
+
+
+script = _Script()
+
+
+def prefix(definitions: Iterable[Definition]) -> bytes:
+    """What comes before the pickle of a message, so that loading it first adopts the definitions."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5)
+    pickler.fast = True  # no memo, on whose numbers the pickle that follows would depend
+    pickler.dump(_Adopt(pickle.dumps([(each.tokens, each.pickled) for each in definitions], 5)))
+    return file.getvalue()[:-1] + pickle.POP
+
+
+class _Adopt:
+    def __init__(self, pickled: bytes) -> None:
+        self.pickled = pickled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return adopt, (self.pickled,)
+
+
+# Smaller definitions are sent to each worker. It has inherited most of them, and then skips them; but a session may get
+# others between the request for a worker and the fork.
+_MIN_INHERITED_BYTES = 1 << 16
+
+
+class Known:
+    """What one process of a server has of the definitions, as far as its client knows.
+
+    With a lock of the caller held.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, bytes] = {}  # of what has arrived
+        self._sent: dict[str, bytes] = {}  # of what was sent last
+        self._large: set[str] = set()
+
+    def inherit(self) -> Known:
+        """What a process has that is forked from this one later."""
+        child = Known()
+        child._tokens = {name: token for name, token in self._tokens.items() if name in self._large}
+        return child
+
+    def lacking(self, table: Table) -> list[Definition]:
+        """The definitions that the process may lack."""
+        found = dict.fromkeys(table.values())
+        return [each for each in found if any(self._tokens.get(name) != token for name, token in each.tokens)]
+
+    def sending(self, definitions: Iterable[Definition]) -> None:
+        """Note that definitions are sent: until they have arrived, the process may have these or others."""
+        for each in definitions:
+            for name, token in each.tokens:
+                self._tokens.pop(name, None)
+                self._sent[name] = token
+
+    def arrived(self, definitions: Iterable[Definition]) -> None:
+        """Note that the process has used a message with these definitions."""
+        for each in definitions:
+            for name, token in each.tokens:
+                if self._sent.get(name) == token:
+                    self._tokens[name] = token
+                    (self._large.add if len(each.pickled) >= _MIN_INHERITED_BYTES else self._large.discard)(name)
+
+
+# The receiver's side
+
+
+class _Adopted:
+    """The definitions of a client in this process, which serves it; for one thread at a time.
+
+    Attributes:
+        tokens: Tokens of the present values by name.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, bytes] = {}
+        self._pending: dict[str, tuple[tuple[tuple[str, bytes], ...], bytes]] = {}
+        self._main: types.ModuleType | None = None
+
+    def adopt(self, pickled: bytes) -> None:
+        """Put definitions into ``__main__``, which is a new module from the first ones on."""
+        if self._main is None or sys.modules.get("__main__") is not self._main:
+            self._main = types.ModuleType("__main__")
+            vars(self._main)["__builtins__"] = builtins
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = self._main
+        for tokens, content in pickle.loads(pickled):
+            if any(self.tokens.get(name) != token for name, token in tokens):
+                self._pending |= dict.fromkeys([name for name, _token in tokens], (tokens, content))
+        try:
+            while self._pending:
+                self._load(next(iter(self._pending)))
+        finally:
+            self._pending.clear()
+
+    def find(self, name: str) -> Any:
+        """The object of a dotted name."""
+        root = name.partition(".")[0]
+        if root in self._pending:
+            self._load(root)
+        return attrgetter(name)(sys.modules["__main__"])
+
+    def _load(self, name: str) -> None:
+        tokens, content = self._pending[name]
+        for each, _token in tokens:
+            self._pending.pop(each, None)
+        unpickler = Unpickler(io.BytesIO(content))
+        unpickler.find = unpickler.resolve = self.find
+        values = unpickler.load()
+        for each, token in tokens:
+            if self.tokens.get(each) != token:
+                main_globals()[each] = values[each]
+                self.tokens[each] = token
+
+
+adopted = _Adopted()
