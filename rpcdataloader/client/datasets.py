@@ -440,7 +440,7 @@ def ship(instance: object, name: str) -> RemoteDataset:
     Raises:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
-    pickled = dumps_named((instance,), {"dataset": instance})
+    pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True)
     # A class of the script may be another one than that of an equal instance before.
     named = [(name, pickled.definitions[name].object_of(name)) for name in sorted(pickled.names)]
     found = digest_memory([*pickled.blocks, memoryview(repr(named).encode())])

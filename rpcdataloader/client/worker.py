@@ -31,7 +31,7 @@ from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
+from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Reference, Welcome
 from rpcdataloader.wire.picklers import Frozen, PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps, result_of
 from rpcdataloader.wire.slabs import Allocator
@@ -146,9 +146,9 @@ class DatasetRef:
         raise LocalProtocolError("a dataset reference has a meaning only in calls to a node that has the dataset")
 
 
-def reference_of(value: Any) -> tuple[str, int] | None:
+def reference_of(value: Any) -> Reference | None:
     """The persistent id of a dataset; None for other objects, which are pickled."""
-    return ("dataset", value.key) if isinstance(value, DatasetRef) else None
+    return ("dataset", value.key, ()) if isinstance(value, DatasetRef) else None
 
 
 def dumps_named(
@@ -158,18 +158,18 @@ def dumps_named(
     persistent_id: PersistentId | None = None,
     in_band: bool = False,
     names: Set[str] = frozenset(),
+    with_rest: bool = False,
 ) -> Encoded:
-    """Pickle ``content``.
+    """Pickle ``content``; further arguments as for :func:`~rpcdataloader.wire.pickling.dumps`.
 
     Args:
         parts: Its parts, by the names that the user knows.
-        names: Further names of the script whose definitions the receiver needs.
 
     Raises:
         SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
     """
     try:
-        return dumps(content, persistent_id=persistent_id, in_band=in_band, names=names)
+        return dumps(content, persistent_id=persistent_id, in_band=in_band, names=names, with_rest=with_rest)
     except SerializationError:
         for name, part in parts.items():
             dumps(part, persistent_id=persistent_id, name=name)
@@ -287,7 +287,7 @@ class RemoteWorker:
         request = Request(complete, allocator or self._settings.allocator)
         return self.connection.submit(MessageType.CALL, encoded, request)
 
-    def _reference_of(self, value: Any) -> tuple[str, int] | None:
+    def _reference_of(self, value: Any) -> Reference | None:
         if isinstance(value, RRef):
             if not value.owner.is_usable:
                 raise ConnectionLostError(f"the object behind {value!r} was lost with its worker")
@@ -296,7 +296,7 @@ class RemoteWorker:
                     f"this object lives in {value.owner.name}, and cannot be used by {self.name}: "
                     "run the call where the object is"
                 )
-            return ("handle", value.handle)
+            return ("handle", value.handle, ())
         return reference_of(value)
 
     def close(self, error: RPCError | None = None) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.collate import Rows, TensorCollator
+from rpcdataloader.fetch.collate import Rows, TensorCollator, registered
 from rpcdataloader.fetch.raw import FailedSample
 from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
@@ -33,7 +33,6 @@ logger = logging.getLogger("rpcdataloader.worker")
 # torch's own functions draw no random numbers, so they need no seeded generators: 7 us of a batch of one integer.
 # Functions that the user has registered for more types may draw.
 _TORCH_COLLATE = (default_collate, default_convert)
-_NUM_TORCH_TYPES = len(default_collate_fn_map)
 
 # Seconds until a sample is retried after an exception: first and longest back-off.
 RETRY_PAUSE = 0.5
@@ -203,7 +202,7 @@ class BatchLoader:
 
     def _collate_samples(self, samples: Any, batch_number: int) -> Any:
         """Collate the samples of a batch."""
-        if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
+        if self._collate not in _TORCH_COLLATE or registered():
             self._begin_sample(batch_number, BATCH)
         try:
             return self._collate(samples)
@@ -252,7 +251,7 @@ class BatchLoader:
     def _begin_rows(self, num_samples: int) -> Rows | None:
         """The rows of a batch; None where a function of the user collates, which may keep or change samples."""
         rows = self._collate_tensors.rows
-        if rows is None or self._collate is not default_collate or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
+        if rows is None or self._collate is not default_collate or registered():
             return None
         rows.begin(num_samples)
         return rows

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data._utils.collate import default_collate_fn_map
+
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
@@ -53,12 +55,14 @@ def open_loader(
     """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
 
     Returns the seconds that it took, nearly all of them in ``worker_init_fn``, without those in which a stream goes on.
-    ``functions`` are those of the loader's ``spec``.
+    ``functions`` are those of the loader's ``spec``, and what the script has registered with torch's default collate.
 
     Its exceptions are raised by :func:`load`, so that a loop that goes on comes to its end.
     """
     catch_up(dataset, key, changes)
-    return _open(dataset, replace(spec, **functions))
+    of_spec = dict(functions)
+    default_collate_fn_map.update(of_spec.pop("registered"))
+    return _open(dataset, replace(spec, **of_spec))
 
 
 def _open(dataset: Any, spec: LoaderSpec) -> float:

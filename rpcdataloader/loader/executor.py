@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
@@ -22,6 +22,8 @@ from rpcdataloader.client.worker import RemoteWorker, WorkerOwner, freeze, refer
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.fetch.collate import registered
+from rpcdataloader.host.parts import find_parts
 from rpcdataloader.host.state import Change
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
 from rpcdataloader.loader.placement import Placement, build
@@ -30,7 +32,7 @@ from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.condition import Condition, Event
-from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.messages import Call, Path, Reference
 from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import Encoded, dumps
 
@@ -179,8 +181,12 @@ class Executor:
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
         if self._functions is None:
-            functions, names = functions_of(self._settings), self._dataset.names
-            self._functions = freeze(functions, persistent_id=self._reference_of, names=names)
+            functions = {**functions_of(self._settings), "registered": registered()}
+            names = self._dataset.names
+            parts = find_parts(self._settings.dataset)
+            self._functions = freeze(
+                functions, persistent_id=lambda value: self._reference_of(value, parts), names=names
+            )
         changes = self._dataset.changes_of_workers(self)
         call = Call(remote.open_loader, (self._dataset, spec, self._functions, self._dataset.key, changes), {})
         return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
@@ -205,9 +211,11 @@ class Executor:
         args = *changed, begun.progress.epoch, begun.first
         return dumps(tuple(Call(remote.start_epoch, args, {})), persistent_id=reference_of)
 
-    def _reference_of(self, value: Any) -> tuple[str, int] | None:
-        """The persistent id of the dataset, also inside a user's function, such as a bound method."""
-        return reference_of(self._dataset if value is self._settings.dataset else value)
+    def _reference_of(self, value: Any, parts: Mapping[int, tuple[Any, Path]]) -> Reference | None:
+        """The persistent id of the dataset or a part of it, also inside a user's function, such as a bound method."""
+        if (found := parts.get(id(value))) is not None:
+            return "dataset", self._dataset.key, found[1]
+        return reference_of(value)
 
     def end(self, late: Sequence[tuple[RemoteWorker, Task]]) -> None:
         """End workers that exceed a task's time limit, all at the same time; a new thread reports their stacks."""

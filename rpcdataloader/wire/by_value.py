@@ -15,6 +15,7 @@ import dis
 import functools
 import hashlib
 import itertools
+import logging
 import sys
 import threading
 import types
@@ -152,6 +153,8 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
         if "__slots__" in attributes:
             slots = attributes.pop("__slots__")
             own["__slots__"] = slots if isinstance(slots, str) else tuple(slots)
+        if "__orig_bases__" in attributes:  # which typing.Generic looks for
+            own["__orig_bases__"] = attributes.pop("__orig_bases__")
         make, args = make_class, (type(cls), cls.__name__, cls.__bases__, own, args[4])
     tokens = _received.setdefault(cls, None)
     if tokens is None:
@@ -238,14 +241,16 @@ def make_thread_local(content: dict[str, Any]) -> threading.local:
     return made
 
 
-#: Reducers for the globals, class attributes and closures of a script, which a fork would copy: locks arrive open.
-OF_DEFINITIONS: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
-    type(threading.Lock()): lambda _lock: (threading.Lock, ()),
-    type(threading.RLock()): lambda _lock: (threading.RLock, ()),
-    threading.local: reduce_thread_local,
-    weakref.WeakKeyDictionary: lambda mapping: (weakref.WeakKeyDictionary, (dict(mapping),)),
-    weakref.WeakValueDictionary: lambda mapping: (weakref.WeakValueDictionary, (dict(mapping),)),
-}
+def reduce_logger(logger: logging.Logger) -> tuple[Any, ...]:
+    """Take apart a logger: its handlers stay here."""
+    state = {"level": logger.level, "disabled": logger.disabled}
+    return logging.getLogger, (logger.name,), state, None, None, fill_logger
+
+
+def fill_logger(logger: logging.Logger, state: dict[str, Any]) -> None:
+    """Give a logger the level that the script has set."""
+    logger.setLevel(state["level"])
+    logger.disabled = state["disabled"]
 
 
 def reduce_cached_property(attribute: functools.cached_property[Any]) -> tuple[Any, ...]:
@@ -264,3 +269,14 @@ def make_cached_property(function: Callable[[Any], Any], name: str | None) -> fu
 def digest_of(pickled: bytes) -> bytes:
     """A digest of a pickle, for comparisons within one client."""
     return hashlib.blake2b(pickled, digest_size=16).digest()
+
+
+#: Reducers for the globals, class attributes and closures of a script, which a fork would copy: locks arrive open.
+OF_DEFINITIONS: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
+    type(threading.Lock()): lambda _lock: (threading.Lock, ()),
+    type(threading.RLock()): lambda _lock: (threading.RLock, ()),
+    logging.Logger: reduce_logger,
+    threading.local: reduce_thread_local,
+    weakref.WeakKeyDictionary: lambda mapping: (weakref.WeakKeyDictionary, (dict(mapping),)),
+    weakref.WeakValueDictionary: lambda mapping: (weakref.WeakValueDictionary, (dict(mapping),)),
+}

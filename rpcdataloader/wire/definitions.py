@@ -6,11 +6,15 @@ those that its receiver lacks, and those that the script has bound anew since th
 changed. All else stays as the receiver has made it.
 
 Each global is a pickle of its own, in which others are named; those that contain each other share one.
+
+Code may find names in other ways than by writing them: a file of pickles names its classes. With a dataset, a node gets
+all functions, classes and plain constants of the script that can be sent, and rebuilds those that are asked for.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import itertools
 import pickle
@@ -21,11 +25,15 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from rpcdataloader.wire.by_value import digest_of, main_globals
-from rpcdataloader.wire.picklers import DefinitionPickler, Unpickler, adopt
+from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals
+from rpcdataloader.wire.picklers import USER_ERRORS, DefinitionPickler, Unpickler, UnresolvedError, adopt
 
 # Globals that the receiver's module has of its own.
 _OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec__")
+
+
+# Larger ones are sent when they are needed.
+_MAX_REST_BYTES = 1 << 16
 
 
 class Definition(NamedTuple):
@@ -36,6 +44,8 @@ class Definition(NamedTuple):
     modules: frozenset[str]  # in which an unpickler looks for functions and classes
     objects: tuple[int, ...]  # for each name, a number that tells the object from those that it named before
     order: int  # later definitions have higher numbers
+    on_demand: tuple[str, ...] | None = None  # names that it uses, if it is rebuilt when asked for; None for at once
+    contained: tuple[str, ...] = ()  # those that are parts of it
 
     def object_of(self, name: str) -> int:
         """The number of the object that ``name`` means."""
@@ -71,13 +81,21 @@ class _Script:
         self._objects: dict[str, tuple[Any, int]] = {}
         self._order = itertools.count()
         self._last: dict[str, Definition] = {}
+        self._rest: dict[str, tuple[Any, Definition | None]] = {}
 
-    def collect(self, names: Mapping[str, str], explain: Callable[[str, str, Any, Exception], Exception]) -> Table:
+    def collect(
+        self,
+        names: Mapping[str, str],
+        explain: Callable[[str, str, Any, Exception], Exception],
+        *,
+        with_rest: bool = False,
+    ) -> Table:
         """The definitions of ``names``, and of all that they refer to, as they are now.
 
         Args:
             names: The names, each with what uses it.
             explain: Function that makes an error of a name, its user, its value, and the error in pickling that.
+            with_rest: Also give what may be asked for in other ways.
         """
         with self._lock:
             namespace, parts = main_globals(), dict[str, _Part]()
@@ -99,7 +117,33 @@ class _Script:
                     group = sorted(_circle(name, parts))
                     found |= dict.fromkeys(group, self._definition(group, parts, namespace, owners))
             self._last |= found
-            return found
+            return {**self._collect_rest(namespace, owners), **found} if with_rest else found
+
+    def _collect_rest(self, namespace: Mapping[str, Any], owners: Mapping[int, str]) -> Table:
+        """What the script defines, but for values that may be large; what cannot be sent is left out."""
+        waiting = [name for name, value in list(namespace.items()) if _may_be_rest(name, value)]
+        names = dict.fromkeys(waiting)
+        while waiting:
+            name = waiting.pop()
+            value, definition = self._rest.get(name, (self, None))
+            if value is not namespace[name]:
+                value, definition = namespace[name], None
+                with contextlib.suppress(*USER_ERRORS):
+                    definition = self._definition_on_demand(self._part(name, value, owners), name)
+                self._rest[name] = value, definition
+            if definition is not None:
+                new = [each for each in definition.contained if each in namespace and each not in names]
+                names |= dict.fromkeys(new)
+                waiting += new
+        found = {name: self._rest[name][1] for name in names}
+        return {name: definition for name, definition in found.items() if definition is not None}
+
+    def _definition_on_demand(self, part: _Part, name: str) -> Definition | None:
+        if len(part.pickled) > _MAX_REST_BYTES:
+            return None
+        used, contained = (*part.used,), (*part.contained,)
+        tokens, numbers = ((name, part.token),), (part.number,)
+        return Definition(tokens, part.pickled, frozenset(), numbers, next(self._order), used, contained)
 
     def _part(self, name: str, value: Any, owners: Mapping[int, str]) -> _Part:
         before = self._objects.get(name)
@@ -130,6 +174,12 @@ def _pickle(values: dict[str, Any], owners: Mapping[int, str]) -> tuple[bytes, D
     pickler = DefinitionPickler(file, values.keys(), owners)
     pickler.dump(values)
     return file.getvalue(), pickler
+
+
+def _may_be_rest(name: str, value: Any) -> bool:
+    if isinstance(value, (types.FunctionType, type, CachedFunction)):
+        return is_of_main(value)
+    return not name.startswith("_") and (value is None or type(value) in (bool, int, float, str))
 
 
 def _owners(namespace: Mapping[str, Any]) -> dict[int, str]:
@@ -168,7 +218,7 @@ def prefix(definitions: Iterable[Definition]) -> bytes:
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 5)
     pickler.fast = True  # no memo, on whose numbers the pickle that follows would depend
-    pickler.dump(_Adopt(pickle.dumps([(each.tokens, each.pickled) for each in definitions], 5)))
+    pickler.dump(_Adopt(pickle.dumps([(each.tokens, each.pickled, each.on_demand) for each in definitions], 5)))
     return file.getvalue()[:-1] + pickle.POP
 
 
@@ -218,7 +268,7 @@ class Known:
         """Note that the process has used a message with these definitions."""
         for each in definitions:
             for name, token in each.tokens:
-                if self._sent.get(name) == token:
+                if self._sent.get(name) == token and each.on_demand is None:
                     self._tokens[name] = token
                     (self._large.add if len(each.pickled) >= _MIN_INHERITED_BYTES else self._large.discard)(name)
 
@@ -235,21 +285,27 @@ class _Adopted:
 
     def __init__(self) -> None:
         self.tokens: dict[str, bytes] = {}
-        self._pending: dict[str, tuple[tuple[tuple[str, bytes], ...], bytes]] = {}
+        self._pending: dict[str, _Sent] = {}
+        self._on_demand: dict[str, _Sent] = {}
         self._main: types.ModuleType | None = None
 
     def adopt(self, pickled: bytes) -> None:
         """Put definitions into ``__main__``, which is a new module from the first ones on."""
         if self._main is None or sys.modules.get("__main__") is not self._main:
             self._main = types.ModuleType("__main__")
-            vars(self._main)["__builtins__"] = builtins
+            own = {"__builtins__": builtins, "__getattr__": self._demand, "globals": self._demand_all}
+            vars(self._main).update(own)
             sys.modules["__main__"] = sys.modules["__mp_main__"] = self._main
-        for tokens, content in pickle.loads(pickled):
-            if any(self.tokens.get(name) != token for name, token in tokens):
-                self._pending |= dict.fromkeys([name for name, _token in tokens], (tokens, content))
+        for tokens, content, used in pickle.loads(pickled):
+            names = [name for name, _token in tokens]
+            sent = _Sent(tokens, content, used)
+            if used is not None:
+                self._on_demand[names[0]] = sent
+            elif any(self.tokens.get(name) != token for name, token in tokens):
+                self._pending |= dict.fromkeys(names, sent)
         try:
             while self._pending:
-                self._load(next(iter(self._pending)))
+                self._load(self._pending, next(iter(self._pending)))
         finally:
             self._pending.clear()
 
@@ -257,20 +313,52 @@ class _Adopted:
         """The object of a dotted name."""
         root = name.partition(".")[0]
         if root in self._pending:
-            self._load(root)
+            self._load(self._pending, root)
         return attrgetter(name)(sys.modules["__main__"])
 
-    def _load(self, name: str) -> None:
-        tokens, content = self._pending[name]
+    def _demand(self, name: str) -> Any:
+        """An attribute of ``__main__`` that is not there yet."""
+        if name in self._on_demand:
+            used = self._load(self._on_demand, name)
+            for each in used or ():
+                if each in self._on_demand and each not in main_globals():
+                    self._demand(each)
+        if name not in main_globals():
+            raise AttributeError(f"module '__main__' has no attribute {name!r} here, and the script sent none")
+        return main_globals()[name]
+
+    def _demand_all(self) -> dict[str, Any]:
+        """The globals, with all that can be rebuilt here."""
+        for name in list(self._on_demand):
+            if name not in main_globals():
+                with contextlib.suppress(*USER_ERRORS):
+                    self._demand(name)
+        self._on_demand.clear()
+        return main_globals()
+
+    def _load(self, where: dict[str, _Sent], name: str) -> tuple[str, ...] | None:
+        tokens, content, used = where[name]
         for each, _token in tokens:
-            self._pending.pop(each, None)
+            where.pop(each, None)
         unpickler = Unpickler(io.BytesIO(content))
         unpickler.find = unpickler.resolve = self.find
-        values = unpickler.load()
+        try:
+            values = unpickler.load()
+        except UnresolvedError as unresolved:
+            raise unresolved.error from unresolved.error.__cause__
         for each, token in tokens:
             if self.tokens.get(each) != token:
                 main_globals()[each] = values[each]
                 self.tokens[each] = token
+        return used
+
+
+class _Sent(NamedTuple):
+    """A definition as it was received."""
+
+    tokens: tuple[tuple[str, bytes], ...]
+    content: bytes
+    used: tuple[str, ...] | None
 
 
 adopted = _Adopted()

@@ -114,6 +114,7 @@ def dumps(
     name: str = "object",
     in_band: bool = False,
     names: Set[str] = frozenset(),
+    with_rest: bool = False,
     reducers: Mapping[type, Callable[[Any], Any]] | None = None,
 ) -> Encoded:
     """Encode a client's object.
@@ -125,6 +126,7 @@ def dumps(
         name: The caller's name for the object; errors give attribute paths from here.
         in_band: Put a copy of everything into the payload.
         names: Further names of the script whose definitions the receiver needs.
+        with_rest: Also give all other definitions of the script, for code that finds them in other ways.
         reducers: Further reducers by type, which come before all others.
 
     Raises:
@@ -138,8 +140,9 @@ def dumps(
     advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
     encoded, pickler = _dumps(obj, make_pickler, name, advice)
     assert isinstance(pickler, RequestPickler)
-    if pickler.used or pickler.frozen or names:
-        table = definitions.script.collect({**dict.fromkeys(names, ""), **pickler.used}, _explain_global)
+    if pickler.used or pickler.frozen or names or with_rest:
+        used = {**dict.fromkeys(names, ""), **pickler.used}
+        table = definitions.script.collect(used, _explain_global, with_rest=with_rest)
         for frozen in pickler.frozen:
             table = definitions.merge(table, frozen.definitions)
         encoded.definitions, encoded.names = table, frozenset(pickler.used)

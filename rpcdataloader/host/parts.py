@@ -1,0 +1,54 @@
+"""Parts of a dataset: objects that are in it here, and in its copy in a worker. Pure.
+
+A function of a loader may be a method of the dataset, of one that it is a part of (``Subset``), or of what it has as an
+attribute. Sent with the function, that object would be another one in the worker than the dataset's own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+# Enough for what users nest. An item of a long list of samples is not looked for.
+_MAX_OBJECTS = 10_000
+_MAX_ITEMS = 1000
+
+_WITHOUT_PARTS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType)
+
+# How objects are pickled that do not choose another way.
+_USUAL = {name: getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__")}
+
+
+def find_parts(whole: Any) -> dict[int, tuple[Any, Any]]:
+    """The objects in ``whole``, by their ids: each with its path, for :func:`follow` in a copy made by pickle.
+
+    What an object leaves out of its pickle, or puts together itself, is not looked at.
+    """
+    found: dict[int, tuple[Any, Any]] = {id(whole): (whole, ())}
+    waiting: deque[tuple[Any, Any]] = deque([(whole, ())])
+    while waiting and len(found) < _MAX_OBJECTS:
+        owner, path = waiting.popleft()
+        for step, part in _steps(owner):
+            if id(part) not in found and not isinstance(part, _WITHOUT_PARTS):
+                found[id(part)] = part, (*path, step)
+                waiting.append((part, (*path, step)))
+    return found
+
+
+def _steps(owner: Any) -> list[tuple[tuple[bool, Any], Any]]:
+    kind: Any = type(owner)
+    if kind is dict:
+        return [((False, key), value) for key, value in owner.items() if type(key) in (str, int)][:_MAX_ITEMS]
+    if kind in (list, tuple):
+        return [((False, number), value) for number, value in enumerate(owner[:_MAX_ITEMS])]
+    if hasattr(kind, "__setstate__") or any(getattr(kind, name, None) is not usual for name, usual in _USUAL.items()):
+        return []
+    return [((True, name), value) for name, value in getattr(owner, "__dict__", {}).items()]
+
+
+def follow(whole: Any, path: Any) -> Any:
+    """The object at the end of a path."""
+    for is_attribute, key in path:
+        whole = vars(whole)[key] if is_attribute else whole[key]
+    return whole
