@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.client.sharing import Partition, current_partition, has_process_group
 from rpcdataloader.client.worker import (
     ClientSettings,
     PendingReply,
@@ -84,7 +84,7 @@ class RemoteSession:
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
         # What the session was sent last of what may change, and its answer.
-        self._sent: tuple[Additions, Partition, PendingReply] | None = None
+        self._sent: tuple[Additions, tuple[Partition, bool], PendingReply] | None = None
         self._imported: set[str] = set()
         self.connection.start()
 
@@ -147,10 +147,14 @@ class RemoteSession:
             A function that waits until the session has applied it, and raises its errors, or ``RPCTimeoutError`` after
             as many seconds as its argument.
         """
-        sent, additions, partition = self._sent, self._settings.additions.current, current_partition()
-        if sent is None or sent[0] is not additions or sent[1] != partition:
-            answer = self.call(update, additions, partition.rank, partition.world_size)
-            sent = self._sent = additions, partition, answer
+        sent, additions, ranks = (
+            self._sent,
+            self._settings.additions.current,
+            (current_partition(), has_process_group()),
+        )
+        if sent is None or sent[0] is not additions or sent[1] != ranks:
+            answer = self.call(update, additions, ranks[0].rank, ranks[0].world_size, ranks[1])
+            sent = self._sent = additions, ranks, answer
         return sent[2].wait
 
     def import_early(self, modules: Set[str]) -> None:
@@ -284,9 +288,9 @@ class RemoteSession:
         return channel
 
     def ready(self) -> None:
-        additions, partition = self._settings.additions.current, self._partition
-        answer = self.call(set_up, collect(), additions, partition.rank, partition.world_size)
-        self._sent = additions, partition, answer
+        additions, partition, has_group = self._settings.additions.current, self._partition, has_process_group()
+        answer = self.call(set_up, collect(), additions, partition.rank, partition.world_size, has_group)
+        self._sent = additions, (partition, has_group), answer
         slow = self._settings.alarm.call_after(SLOW_SET_UP_SECONDS, self._warn_of_set_up)
         answer.add_done_callback(lambda _answer: slow.cancel())
         answer.add_done_callback(self._is_set_up)

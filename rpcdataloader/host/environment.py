@@ -5,7 +5,8 @@ Only the client's own paths travel: the script's folder, the current folder, and
 that is missing here, or that other users of this node may have made, is a warning, and errors that it may have caused
 say so.
 
-Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it numbers trainers of another machine.
+Datasets that split their files read RANK and WORLD_SIZE, or ask ``torch.distributed``. LOCAL_RANK stays: it numbers
+trainers of another machine.
 
 Datasets and loaders may add environment variables, modules, and a wish for the workers' output. A client has one
 session per node for all of its loaders, which share variables and modules. The files of a module lie as they do beside
@@ -27,6 +28,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+
+import torch.distributed
 
 from rpcdataloader.host.trust import find_flaw, identify
 
@@ -88,10 +91,10 @@ def _under(path: str, prefixes: tuple[str, ...]) -> bool:
     return any(path == prefix or path.startswith(prefix + os.sep) for prefix in prefixes)
 
 
-def set_up(environment: Environment, additions: Additions, rank: int, world_size: int) -> None:
+def set_up(environment: Environment, additions: Additions, rank: int, world_size: int, has_group: bool) -> None:
     """Make this process a session of the client; see :func:`install` and :func:`update`."""
     install(environment)
-    update(additions, rank, world_size)
+    update(additions, rank, world_size, has_group)
 
 
 def install(environment: Environment) -> None:
@@ -204,7 +207,15 @@ def set_variables(variables: Mapping[str, str]) -> None:
         tempfile.tempdir = None
 
 
-def update(additions: Additions, rank: int, world_size: int) -> None:
+def set_group(rank: int, world_size: int, has_group: bool) -> None:
+    """Let ``torch.distributed`` tell the rank, as in a fork of a trainer with a process group; it connects nothing."""
+    if not torch.distributed.is_available():
+        return
+    group = torch.distributed.ProcessGroup(rank, world_size) if has_group else None
+    torch.distributed.GroupMember.WORLD = group  # type: ignore[assignment]
+
+
+def update(additions: Additions, rank: int, world_size: int, has_group: bool) -> None:
     """Take over the client's additions and rank, for this session and its later workers.
 
     Modules come before all others of the same name. Variables come after those of the rank.
@@ -214,6 +225,7 @@ def update(additions: Additions, rank: int, world_size: int) -> None:
         OSError: The files cannot be written.
     """
     set_variables({"RANK": str(rank), "WORLD_SIZE": str(world_size), **additions.variables})
+    set_group(rank, world_size, has_group)
     if additions.forward_output:
         _forward_output()
     hashes = {name: hash(frozenset(module.files.items())) for name, module in additions.modules.items()}

@@ -101,7 +101,7 @@ def test_folders_that_others_can_write_to_are_neither_searched_nor_entered(here,
 
 
 def give(content):
-    update(Additions.of({}, [Module("squares", {"squares.py": content})], forward_output=False), 0, 1)
+    update(Additions.of({}, [Module("squares", {"squares.py": content})], forward_output=False), 0, 1, has_group=False)
 
 
 @pytest.fixture
