@@ -32,6 +32,7 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
+from rpcdataloader.host.sources import recorder
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
 from rpcdataloader.wire.copies import MIN_COPIED_BYTES, Copied, Copies
 from rpcdataloader.wire.digests import digest_memory
@@ -441,9 +442,10 @@ def ship(instance: object, name: str) -> RemoteDataset:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
     pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True)
-    # A class of the script may be another one than that of an equal instance before.
+    # Its class may be another one than that of an equal instance before: defined again, or reloaded.
+    recorder.look()
     named = [(name, pickled.definitions[name].object_of(name)) for name in sorted(pickled.names)]
-    found = digest_memory([*pickled.blocks, memoryview(repr(named).encode())])
+    found = digest_memory([*pickled.blocks, memoryview(repr((named, recorder.num_reloaded)).encode())])
     with _shipped_lock:
         remote = _shipped.get(found)
         if remote is None:

@@ -24,7 +24,8 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.environment import Additions, collect, import_modules, set_up, update
+from rpcdataloader.host.environment import collect, import_modules, place, set_up
+from rpcdataloader.host.sources import Source, recorder
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
@@ -83,8 +84,9 @@ class RemoteSession:
         self.connection = Connection(self.name, self, settings.sender)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
-        # What the session was sent last of what may change, and its answer.
-        self._sent: tuple[Additions, tuple[Partition, bool], PendingReply] | None = None
+        # What the session was sent last of what may change, and its answer; and the sources that it has.
+        self._sent: tuple[tuple[Any, ...], PendingReply] | None = None
+        self._sources: dict[str, Source] = {}
         self._imported: set[str] = set()
         self.connection.start()
 
@@ -141,21 +143,25 @@ class RemoteSession:
             self._condition.notify_all()
 
     def update(self) -> Callable[[float | None], None]:
-        """Tell the session of what it does not know: additions, and a rank set by ``init_process_group``.
+        """Tell the session of what it does not know: additions, paths, sources, and the rank of a process group.
 
         Returns:
             A function that waits until the session has applied it, and raises its errors, or ``RPCTimeoutError`` after
             as many seconds as its argument.
         """
-        sent, additions, ranks = (
-            self._sent,
-            self._settings.additions.current,
-            (current_partition(), has_process_group()),
-        )
-        if sent is None or sent[0] is not additions or sent[1] != ranks:
-            answer = self.call(update, additions, ranks[0].rank, ranks[0].world_size, ranks[1])
-            sent = self._sent = additions, ranks, answer
-        return sent[2].wait
+        return self._tell(current_partition()).wait
+
+    def _tell(self, partition: Partition) -> PendingReply:
+        additions, where, has_group = self._settings.additions.current, place(), has_process_group()
+        new = {name: source for name, source in recorder.look().items() if self._sources.get(name) is not source}
+        state = additions, partition, has_group, where
+        if self._sent is None or new or self._sent[0] != state or self._sent[0][0] is not additions:
+            is_elsewhere = self._sent is None or self._sent[0][3] != where
+            environment = collect(new) if new or is_elsewhere else None
+            ranks = partition.rank, partition.world_size, has_group
+            self._sent = state, self.call(set_up, environment, additions, *ranks)
+            self._sources |= new
+        return self._sent[1]
 
     def import_early(self, modules: Set[str]) -> None:
         """Let the session import modules, so that workers forked later have them; returns at once."""
@@ -288,9 +294,7 @@ class RemoteSession:
         return channel
 
     def ready(self) -> None:
-        additions, partition, has_group = self._settings.additions.current, self._partition, has_process_group()
-        answer = self.call(set_up, collect(), additions, partition.rank, partition.world_size, has_group)
-        self._sent = additions, (partition, has_group), answer
+        answer = self._tell(self._partition)
         slow = self._settings.alarm.call_after(SLOW_SET_UP_SECONDS, self._warn_of_set_up)
         answer.add_done_callback(lambda _answer: slow.cancel())
         answer.add_done_callback(self._is_set_up)

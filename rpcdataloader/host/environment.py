@@ -1,5 +1,7 @@
 """The part of a client's process that its sessions take over: paths, rank, variables, and modules.
 
+What changes later, such as an entry of ``sys.path``, reaches sessions before the next pass.
+
 Only the client's own paths travel: the script's folder, the current folder, and entries that the user added to
 ``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation. A client's folder
 that is missing here, or that other users of this node may have made, is a warning, and errors that it may have caused
@@ -23,7 +25,6 @@ import logging
 import os
 import socket
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed
 
+from rpcdataloader.host.sources import Source, installed_prefixes, is_under, take_over
 from rpcdataloader.host.trust import find_flaw, identify
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -52,21 +54,27 @@ class Environment:
     import_path: tuple[str, ...]  # absolute paths of the client's own modules, in the order of its ``sys.path``
     directory: str  # working directory; empty if it was deleted
     identities: Mapping[str, str] = field(default_factory=dict)  # of what leads to these paths; see ``trust``
+    sources: Mapping[str, Source] = field(default_factory=dict)  # of its own modules, by name
 
 
-def collect() -> Environment:
-    """Describe this process."""
+def place() -> tuple[str, ...]:
+    """What :func:`collect` depends on, but for the sources; cheap."""
+    return _current_directory(), *sys.path
+
+
+def collect(sources: Mapping[str, Source]) -> Environment:
+    """Describe this process, with those of its sources that its session lacks."""
     directory = _current_directory()
     main = sys.modules.get("__main__")
     # None for `python -m package.train`: names in the package's folder would shadow others, which they do not here.
     script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
     own = [os.path.dirname(os.path.abspath(script))] if script else []
-    installed = _installed_prefixes()
+    installed = installed_prefixes()
     for entry in [*sys.path, directory]:
         path = os.path.abspath(entry) if directory or os.path.isabs(entry) else ""
-        if path and path not in own and not _under(path, installed):
+        if path and path not in own and not is_under(path, installed):
             own.append(path)
-    return Environment(tuple(own), directory, identify([*own, directory] if directory else own))
+    return Environment(tuple(own), directory, identify([*own, directory] if directory else own), sources)
 
 
 def _current_directory() -> str:
@@ -76,25 +84,14 @@ def _current_directory() -> str:
         return ""
 
 
-def _installed_prefixes() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    # The standard library and site-packages, and the zip beside them. The prefix itself may be /usr, or a folder that
-    # also holds the user's project (a .venv in it is covered by its own site-packages).
-    library = paths["stdlib"]
-    zipped = os.path.join(os.path.dirname(library), f"python{sys.version_info[0]}{sys.version_info[1]}.zip")
-    return tuple({library, paths["platstdlib"], paths["purelib"], paths["platlib"], zipped})
-
-
-def _under(path: str, prefixes: tuple[str, ...]) -> bool:
-    if {"site-packages", "dist-packages"} & set(path.split(os.sep)):
-        return True
-    return any(path == prefix or path.startswith(prefix + os.sep) for prefix in prefixes)
-
-
-def set_up(environment: Environment, additions: Additions, rank: int, world_size: int, has_group: bool) -> None:
-    """Make this process a session of the client; see :func:`install` and :func:`update`."""
-    install(environment)
+def set_up(environment: Environment | None, additions: Additions, rank: int, world_size: int, has_group: bool) -> None:
+    """Make this process a session of the client, or tell it what is new; see :func:`install` and :func:`update`."""
+    if environment is not None:
+        install(environment)
     update(additions, rank, world_size, has_group)
+    if environment is not None:
+        importlib.invalidate_caches()
+        take_over(environment.sources)
 
 
 def install(environment: Environment) -> None:
@@ -129,11 +126,12 @@ def install(environment: Environment) -> None:
             f"{' and '.join(unsafe)}: send modules with py_modules=, or let these folders, and those above them, be "
             "writable by you and root alone"
         )
-    _lack = ""
+    before, _lack = _lack, ""
     if lacks:
         where = f"on {socket.gethostname()}, where the working directory is {_current_directory() or 'deleted'}, "
         _lack = where + "; ".join(lacks)
-        logger.warning("%s", _lack)
+        if _lack != before:
+            logger.warning("%s", _lack)
 
 
 def hint_at(error: BaseException) -> str | None:
@@ -211,8 +209,9 @@ def set_group(rank: int, world_size: int, has_group: bool) -> None:
     """Let ``torch.distributed`` tell the rank, as in a fork of a trainer with a process group; it connects nothing."""
     if not torch.distributed.is_available():
         return
-    group = torch.distributed.ProcessGroup(rank, world_size) if has_group else None
-    torch.distributed.GroupMember.WORLD = group  # type: ignore[assignment]
+    # torch's stubs have another constructor alone.
+    group = torch.distributed.ProcessGroup(rank, world_size) if has_group else None  # type: ignore[call-arg]
+    torch.distributed.GroupMember.WORLD = group
 
 
 def update(additions: Additions, rank: int, world_size: int, has_group: bool) -> None:
