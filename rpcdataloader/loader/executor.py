@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
@@ -23,7 +25,7 @@ from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLo
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.collate import registered
-from rpcdataloader.host.parts import find_parts
+from rpcdataloader.host.parts import find_parts, find_shared
 from rpcdataloader.host.state import Change
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
 from rpcdataloader.loader.placement import Placement, build
@@ -79,6 +81,7 @@ class Executor:
         dataset.begin_pass(self)
         self._num_workers = len(placement.homes)
         self._functions: Frozen | None = None  # as they are when the first worker is requested
+        self._shared = find_shared(settings.dataset)  # as they were sent with the dataset
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
         self._closed = Event()
@@ -188,7 +191,8 @@ class Executor:
                 functions, persistent_id=lambda value: self._reference_of(value, parts), names=names
             )
         changes = self._dataset.changes_of_workers(self)
-        call = Call(remote.open_loader, (self._dataset, spec, self._functions, self._dataset.key, changes), {})
+        dataset = self._dataset, self._dataset.key, changes, self._changed_tensors()
+        call = Call(remote.open_loader, (*dataset, spec, self._functions), {})
         return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
 
     def settle(self, workers: Sequence[RemoteWorker]) -> None:
@@ -207,9 +211,14 @@ class Executor:
 
     def restarting(self, begun: Pass) -> Encoded:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""
-        changed = self._dataset, self._dataset.key, self._changes
+        changed = self._dataset, self._dataset.key, self._changes, self._changed_tensors()
         args = *changed, begun.progress.epoch, begun.first
         return dumps(tuple(Call(remote.start_epoch, args, {})), persistent_id=reference_of)
+
+    def _changed_tensors(self) -> dict[Path, torch.Tensor]:
+        """Values of the dataset's shared tensors that the script has set since it was sent."""
+        found, sent = find_shared(self._settings.dataset) if self._shared else {}, self._shared
+        return {path: each for path, each in found.items() if path not in sent or not torch.equal(each, sent[path])}
 
     def _reference_of(self, value: Any, parts: Mapping[int, tuple[Any, Path]]) -> Reference | None:
         """The persistent id of the dataset or a part of it, also inside a user's function, such as a bound method."""
