@@ -196,7 +196,7 @@ def _explain_global(name: str, user: str, value: Any, error: Exception) -> Seria
     used_by = f", which {user} uses," if user else ""
     if isinstance(value, (type, types.FunctionType)):
         path, part, reason = _find(value, lambda file, _buffers: DefinitionPickler(file, [name], {}), name, error)
-        what = f"{name} of the script{used_by} has a part that cannot be pickled: {path} is a {kind_of(part)}"
+        what = f"the script's {name}{used_by} has a part that cannot be pickled: {path} is a {kind_of(part)}"
     else:
         what, reason = f"the script's global {name}{used_by} is a {kind_of(value)}, which cannot be pickled", error
     return SerializationError(
