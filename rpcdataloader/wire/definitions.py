@@ -15,18 +15,28 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import io
 import itertools
 import pickle
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals
-from rpcdataloader.wire.picklers import USER_ERRORS, DefinitionPickler, Unpickler, UnresolvedError, adopt
+from rpcdataloader.wire.picklers import (
+    USER_ERRORS,
+    DefinitionPickler,
+    PersistentId,
+    Unpickler,
+    UnresolvedError,
+    adopt,
+)
 
 # Globals that the receiver's module has of its own.
 _OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec__")
@@ -36,7 +46,8 @@ _OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec
 _MAX_REST_BYTES = 1 << 16
 
 
-class Definition(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Definition:
     """A global of the script, or several that contain each other."""
 
     tokens: tuple[tuple[str, bytes], ...]  # for each name, what tells its value from the one before
@@ -73,21 +84,24 @@ class _Part(NamedTuple):
 
 
 class _Script:
-    """The definitions of this process as a client; thread-safe."""
+    """The definitions of this process as a client.
+
+    Thread-safe without a lock, as it runs code of the user: threads that collect the same make equal definitions.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        # Guarded by the lock: the object that each name meant last, with a number; and the last definitions.
-        self._objects: dict[str, tuple[Any, int]] = {}
+        # The object that each name meant last, or a weak reference to it, with a number.
+        self._objects: dict[str, tuple[Callable[[], Any], int]] = {}
         self._order = itertools.count()
-        self._last: dict[str, Definition] = {}
+        self._last: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
         self._rest: dict[str, tuple[Any, Definition | None]] = {}
 
     def collect(
         self,
         names: Mapping[str, str],
-        explain: Callable[[str, str, Any, Exception], Exception],
+        explain: Callable[[str, str, Any, BaseException], Exception],
         *,
+        reference_of: PersistentId | None = None,
         with_rest: bool = False,
     ) -> Table:
         """The definitions of ``names``, and of all that they refer to, as they are now.
@@ -95,32 +109,37 @@ class _Script:
         Args:
             names: The names, each with what uses it.
             explain: Function that makes an error of a name, its user, its value, and the error in pickling that.
+            reference_of: Function called with every object; its result replaces the object, None keeps it.
             with_rest: Also give what may be asked for in other ways.
         """
-        with self._lock:
-            namespace, parts = main_globals(), dict[str, _Part]()
-            owners, waiting = _owners(namespace), dict(names)
-            if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
-                waiting.setdefault("__package__", "")
-            while waiting:
-                name, user = waiting.popitem()
-                if name in parts or name not in namespace or name in _OF_EVERY_MODULE:
-                    continue
-                try:
-                    parts[name] = self._part(name, namespace[name], owners)
-                except Exception as error:
-                    raise explain(name, user, namespace[name], error) from error
-                waiting |= parts[name].used
-            found: dict[str, Definition] = {}
-            for name in parts:
-                if name not in found:
-                    group = sorted(_circle(name, parts))
-                    found |= dict.fromkeys(group, self._definition(group, parts, namespace, owners))
-            self._last |= found
-            return {**self._collect_rest(namespace, owners), **found} if with_rest else found
+        namespace, parts = main_globals(), dict[str, _Part]()
+        for name in self._objects.keys() - namespace.keys():
+            self._objects.pop(name, None)
+        view, waiting = _View(namespace, _owners(namespace), reference_of), dict(names)
+        if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
+            waiting.setdefault("__package__", "")
+        while waiting:
+            name, user = waiting.popitem()
+            if name in parts or name not in namespace or name in _OF_EVERY_MODULE:
+                continue
+            try:
+                parts[name] = self._part(name, view)
+            except RPCError:  # already clear, such as for a reference to an object of another worker
+                raise
+            except USER_ERRORS as error:
+                raise explain(name, user, namespace[name], error) from error
+            waiting |= parts[name].used
+        found: dict[str, Definition] = {}
+        for name in parts:
+            if name not in found:
+                group = sorted(_circle(name, parts))
+                found |= dict.fromkeys(group, self._definition(group, parts, view))
+        self._last.update(found)
+        return {**self._collect_rest(view), **found} if with_rest else found
 
-    def _collect_rest(self, namespace: Mapping[str, Any], owners: Mapping[int, str]) -> Table:
+    def _collect_rest(self, view: _View) -> Table:
         """What the script defines, but for values that may be large; what cannot be sent is left out."""
+        namespace = view.namespace
         waiting = [name for name, value in list(namespace.items()) if _may_be_rest(name, value)]
         names = dict.fromkeys(waiting)
         while waiting:
@@ -129,7 +148,7 @@ class _Script:
             if value is not namespace[name]:
                 value, definition = namespace[name], None
                 with contextlib.suppress(*USER_ERRORS):
-                    definition = self._definition_on_demand(self._part(name, value, owners), name)
+                    definition = self._definition_on_demand(self._part(name, view), name)
                 self._rest[name] = value, definition
             if definition is not None:
                 new = [each for each in definition.contained if each in namespace and each not in names]
@@ -145,35 +164,52 @@ class _Script:
         tokens, numbers = ((name, part.token),), (part.number,)
         return Definition(tokens, part.pickled, frozenset(), numbers, next(self._order), used, contained)
 
-    def _part(self, name: str, value: Any, owners: Mapping[int, str]) -> _Part:
-        before = self._objects.get(name)
-        if before is None or before[0] is not value:
-            self._objects[name] = before = value, 0 if before is None else before[1] + 1
-        number = before[1]
-        pickled, pickler = _pickle({name: value}, owners)
+    def _part(self, name: str, view: _View) -> _Part:
+        number = self._number(name, view.namespace[name])
+        pickled, pickler = view.pickle([name])
         token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
         contained = frozenset(pickler.contained)
         return _Part(token, pickled, frozenset(pickler.modules), pickler.used, contained, number)
 
-    def _definition(
-        self, group: list[str], parts: Mapping[str, _Part], namespace: Mapping[str, Any], owners: Mapping[int, str]
-    ) -> Definition:
+    def _number(self, name: str, value: Any) -> int:
+        """The number of the object that ``name`` means: another one after it was bound to another object."""
+        before, number = self._objects.get(name, (None, -1))
+        if before is not None and before() is value:
+            return number
+        try:
+            refer: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            refer = functools.partial(_same, value)
+        self._objects[name] = refer, number + 1
+        return number + 1
+
+    def _definition(self, group: list[str], parts: Mapping[str, _Part], view: _View) -> Definition:
         tokens = tuple((name, parts[name].token) for name in group)
         if (last := self._last.get(group[0])) is not None and last.tokens == tokens:
             return last
-        pickled = parts[group[0]].pickled
-        if len(group) > 1:
-            pickled, _pickler = _pickle({name: namespace[name] for name in group}, owners)
+        pickled = parts[group[0]].pickled if len(group) == 1 else view.pickle(group)[0]
         modules = frozenset[str]().union(*(parts[name].modules for name in group))
         numbers = tuple(parts[name].number for name in group)
         return Definition(tokens, pickled, modules, numbers, next(self._order))
 
 
-def _pickle(values: dict[str, Any], owners: Mapping[int, str]) -> tuple[bytes, DefinitionPickler]:
-    file = io.BytesIO()
-    pickler = DefinitionPickler(file, values.keys(), owners)
-    pickler.dump(values)
-    return file.getvalue(), pickler
+class _View(NamedTuple):
+    """The globals, and how they refer to others."""
+
+    namespace: Mapping[str, Any]
+    owners: Mapping[int, str]
+    reference_of: PersistentId | None
+
+    def pickle(self, names: Sequence[str]) -> tuple[bytes, DefinitionPickler]:
+        """Pickle some of them together."""
+        file = io.BytesIO()
+        pickler = DefinitionPickler(file, names, self.owners, self.reference_of)
+        pickler.dump({name: self.namespace[name] for name in names})
+        return file.getvalue(), pickler
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _may_be_rest(name: str, value: Any) -> bool:
@@ -288,9 +324,14 @@ class _Adopted:
         self._pending: dict[str, _Sent] = {}
         self._on_demand: dict[str, _Sent] = {}
         self._main: types.ModuleType | None = None
+        self._resolve: Callable[[Any], Any] | None = None  # of the present message
 
-    def adopt(self, pickled: bytes) -> None:
-        """Put definitions into ``__main__``, which is a new module from the first ones on."""
+    def adopt(self, pickled: bytes, resolve: Callable[[Any], Any] | None = None) -> None:
+        """Put definitions into ``__main__``, which is a new module from the first ones on.
+
+        Args:
+            resolve: Function that returns the object for a result of ``reference_of``.
+        """
         if self._main is None or sys.modules.get("__main__") is not self._main:
             self._main = types.ModuleType("__main__")
             own = {"__builtins__": builtins, "__getattr__": self._demand, "globals": self._demand_all}
@@ -303,11 +344,13 @@ class _Adopted:
                 self._on_demand[names[0]] = sent
             elif any(self.tokens.get(name) != token for name, token in tokens):
                 self._pending |= dict.fromkeys(names, sent)
+        self._resolve = resolve
         try:
             while self._pending:
                 self._load(self._pending, next(iter(self._pending)))
         finally:
             self._pending.clear()
+            self._resolve = None
 
     def find(self, name: str) -> Any:
         """The object of a dotted name."""
@@ -315,6 +358,14 @@ class _Adopted:
         if root in self._pending:
             self._load(self._pending, root)
         return attrgetter(name)(sys.modules["__main__"])
+
+    def _refer(self, reference: Any) -> Any:
+        """What stands in a definition for another one, or for an object held elsewhere."""
+        if isinstance(reference, str):
+            return self.find(reference)
+        if self._resolve is None:
+            raise pickle.UnpicklingError(f"a definition refers to {reference}, which cannot be found here")
+        return self._resolve(reference)
 
     def _demand(self, name: str) -> Any:
         """An attribute of ``__main__`` that is not there yet."""
@@ -341,7 +392,7 @@ class _Adopted:
         for each, _token in tokens:
             where.pop(each, None)
         unpickler = Unpickler(io.BytesIO(content))
-        unpickler.find = unpickler.resolve = self.find
+        unpickler.find, unpickler.resolve = self.find, self._refer
         try:
             values = unpickler.load()
         except UnresolvedError as unresolved:

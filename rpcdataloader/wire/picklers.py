@@ -309,22 +309,29 @@ class DefinitionPickler(RequestPickler):
     Args:
         names: Names of these globals.
         owners: Names by the ids of what belongs to one global, see ``definitions.py``.
+        reference_of: Function called with every object; its result replaces the object on the wire, None keeps it.
 
     Attributes:
         contained: Names of other globals that are part of these.
     """
 
-    def __init__(self, file: io.BytesIO, names: Collection[str], owners: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        names: Collection[str],
+        owners: Mapping[int, str],
+        reference_of: PersistentId | None = None,
+    ) -> None:
         super().__init__(file, None, None, OF_DEFINITIONS)
         self.contained: set[str] = set()
-        self._names, self._owners = names, owners
+        self._names, self._owners, self._reference_of = names, owners, reference_of
 
-    def persistent_id(self, obj: Any) -> str | None:
-        """The name of an object that belongs to another global."""
+    def persistent_id(self, obj: Any) -> Any:
+        """What stands for an object that belongs to another global, or is held elsewhere."""
         name = self._owners.get(id(obj))
-        if name is None or type(obj) is types.CellType or not self._may_name(name):
-            return None
-        return name
+        if name is not None and type(obj) is not types.CellType and self._may_name(name):
+            return name
+        return None if self._reference_of is None else self._reference_of(obj)
 
     def _may_name(self, name: str) -> bool:
         root = name.partition(".")[0]
@@ -340,7 +347,7 @@ class DefinitionPickler(RequestPickler):
         return super()._reduce_cell(cell)
 
     def _like(self, file: io.BytesIO) -> Pickler:
-        pickler = DefinitionPickler(file, self._names, self._owners)
+        pickler = DefinitionPickler(file, self._names, self._owners, self._reference_of)
         pickler.contained, pickler.used = self.contained, self.used
         return pickler
 

@@ -142,7 +142,7 @@ def dumps(
     assert isinstance(pickler, RequestPickler)
     if pickler.used or pickler.frozen or names or with_rest:
         used = {**dict.fromkeys(names, ""), **pickler.used}
-        table = definitions.script.collect(used, _explain_global, with_rest=with_rest)
+        table = definitions.script.collect(used, _explain_global, reference_of=persistent_id, with_rest=with_rest)
         for frozen in pickler.frozen:
             table = definitions.merge(table, frozen.definitions)
         encoded.definitions, encoded.names = table, frozenset(pickler.used)
@@ -191,7 +191,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> tupl
     return Encoded(file.getvalue(), buffers + blocks, pickler.modules), pickler
 
 
-def _explain_global(name: str, user: str, value: Any, error: Exception) -> SerializationError:
+def _explain_global(name: str, user: str, value: Any, error: BaseException) -> Exception:
     """The error for a global of the script that cannot be sent."""
     used_by = f", which {user} uses," if user else ""
     if isinstance(value, (type, types.FunctionType)):
@@ -271,7 +271,7 @@ def loads(
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
         unpickler.tensors, unpickler.resolve = tensors, persistent_load
         if adopt_main:
-            unpickler.adopt = definitions.adopted.adopt
+            unpickler.adopt = functools.partial(definitions.adopted.adopt, resolve=persistent_load)
         return unpickler.load()
     except RPCError:
         raise

@@ -241,6 +241,22 @@ assert max(sizes[-2:]) < 400, sizes
 """)
 
 
+def test_references_among_the_globals_are_their_objects_in_the_worker(passes):
+    passes("""
+held = rpc_async(address, dict, rref=True).wait()
+
+def put(value):
+    held["value"] = value
+    return len(held)
+
+assert call(put, 1) == 1
+assert call(lambda: dict(held)) == {"value": 1}
+
+dataset = RPCDataset(address, Numbers)
+assert list(load(dataset, collate_fn=lambda samples: (samples, dataset[0]))) == [([0, 1], 0), ([2, 3], 0)]
+""")
+
+
 UNSENDABLE = """
 import sqlite3
 

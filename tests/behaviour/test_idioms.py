@@ -47,7 +47,13 @@ def differences(found, expected, but=frozenset()):
 
 @pytest.fixture(scope="module")
 def forked(zygote):
+    """In torch's forked workers; one for all, as its end takes longer than the idioms."""
     return run(zygote, "torch:fork")
+
+
+@pytest.mark.slow
+def test_idioms_do_not_meet_in_the_worker_that_they_share(zygote, forked):
+    assert differences(run(zygote, "apart:fork"), forked) == {}
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS])

@@ -1,10 +1,10 @@
 """What scripts and notebooks do in ``__main__``, as one script: an idiom for each way in which a process may differ.
 
 ``python idioms.py torch:fork`` loads the dataset of each idiom twice, and prints what came, as JSON. Other ways are
-``torch:spawn`` and ``torch:forkserver``; ``rpc:WORKERS`` for our workers, ``built:WORKERS`` for our ``RPCDataset`` on
-them; ``rpc:WORKERS:CONTEXT`` for those of a multiprocessing context. A new worker loads each of the two epochs, as one
-batch; between them, the script may change what it has defined. torch's workers that import the script anew share one
-process, as each costs seconds: so idioms must not meet.
+``torch:spawn`` and ``torch:forkserver``; ``apart:fork``, with a worker for each idiom; ``rpc:WORKERS`` for our workers,
+``built:WORKERS`` for our ``RPCDataset`` on them; and ``rpc:WORKERS/CONTEXT`` for those of a multiprocessing context. A
+new worker loads each of the two epochs, as one batch; between them, the script may change what it has defined. torch's
+workers are shared by all idioms, as each costs much: so idioms must not meet.
 
 Tests do not import it: definitions of a module are found by their names.
 """
@@ -1162,6 +1162,35 @@ def make_part():
     return Subset(Records(), [0, 1, 3])
 
 
+VOCABULARY = {"a": 1}
+
+
+class Worded(Four):
+    def __init__(self):
+        self.vocabulary = VOCABULARY
+
+    def __getitem__(self, index):
+        self.vocabulary.setdefault(str(index), index)
+        return len(VOCABULARY)
+
+
+def with_worded(samples):
+    return samples, len(VOCABULARY)
+
+
+idiom("a dict that is a global and an attribute", Worded, with_worded)
+
+
+@torch.no_grad()
+def without_gradients(index):
+    return torch.is_grad_enabled(), index * scale_of_library
+
+
+scale_of_library = 2
+
+idiom("a decorator of a library", functools.partial(Each, without_gradients))
+
+
 class Collator:
     def __init__(self, pad):
         self.pad, self.calls = pad, 0
@@ -1172,6 +1201,22 @@ class Collator:
 
 
 idiom("collate_fn with state", functools.partial(Each, scaled_by_name), Collator(9))
+WHOLE = Records()
+
+
+def make_whole():
+    return WHOLE
+
+
+def collate_by_name(samples):
+    return samples, WHOLE.loaded
+
+
+def open_by_name(worker):
+    WHOLE.opened = "by name"
+
+
+idiom("the dataset as a global", make_whole, collate_by_name, open_by_name)
 idiom("methods of the dataset", Records, Records.collate, Records.open)
 idiom("methods of a dataset of which this is a part", make_part, Records.collate, Records.open)
 
@@ -1300,7 +1345,7 @@ def run_together(context):
         for each in shared:
             dataset = made[each.name]
             parts = dataset, bound(each.collate, dataset), bound(each.init, dataset)
-            reason = attempt(lambda parts=parts: pickle.dumps(parts) and None)
+            reason = None if context == "fork" else attempt(lambda parts=parts: pickle.dumps(parts) and None)
             found[each.name] += [reason] if reason else []
             if not reason:
                 sent.append((each, parts))
@@ -1320,7 +1365,9 @@ def main():
     kind, _colon, where = sys.argv[1].partition(":")
     workers, _slash, context = where.partition("/")
     if kind == "torch":
-        found = run_apart(kind, "", workers) if workers == "fork" else run_together(workers)
+        found = run_together(workers)
+    elif kind == "apart":
+        found = run_apart("torch", "", workers)
     else:
         found = run_apart(kind, workers, context or None)
     sys.stdout.write(json.dumps(found))
