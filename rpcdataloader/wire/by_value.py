@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import contextvars
 import dis
+import enum
 import functools
 import hashlib
 import itertools
@@ -146,6 +148,12 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
     reduction = cloudpickle._dynamic_class_reduce(cls)
     make, args, (attributes, _slots) = reduction[:3]
     attributes = {name: value for name, value in attributes.items() if not _is_slot(value, cls)}
+    members: dict[str, dict[str, Any]] = {}
+    if issubclass(cls, enum.Enum):
+        # cloudpickle leaves out aliases, and what the constructor has given to members.
+        args = (*args[:3], {name: member.value for name, member in cls.__members__.items()}, *args[4:])
+        attributes = {name: value for name, value in attributes.items() if name not in cls.__members__}
+        members = {name: _own_state(member) for name, member in cls.__members__.items()}
     attributes["__qualname__"] = cls.__qualname__
     attributes.pop("__slotnames__", None)  # which copyreg remembers
     if make is cloudpickle._make_skeleton_class and _metaclass_of(type(cls)) in _PLAIN_METACLASSES:
@@ -159,7 +167,12 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
     tokens = _received.setdefault(cls, None)
     if tokens is None:
         tokens = {name: token_of(value, digest) for name, value in attributes.items()}
-    return make, args, (attributes, tokens), None, None, fill_class
+    return make, args, (attributes, tokens, members), None, None, fill_class
+
+
+def _own_state(member: enum.Enum) -> dict[str, Any]:
+    """What an enumeration has given to a member, besides name and value."""
+    return {name: value for name, value in vars(member).items() if not (name.startswith("_") and name.endswith("_"))}
 
 
 def _is_slot(value: Any, cls: type) -> bool:
@@ -201,9 +214,9 @@ def _has_hook(cls: type) -> bool:
     return "__init_subclass__" in vars(cls)
 
 
-def fill_class(cls: type, content: tuple[dict[str, Any], Mapping[str, Any]]) -> None:
+def fill_class(cls: Any, content: tuple[dict[str, Any], Mapping[str, Any], dict[str, dict[str, Any]]]) -> None:
     """Give a class those of its attributes that are others than it has received before."""
-    attributes, tokens = content
+    attributes, tokens, members = content
     before = _received.setdefault(cls, {})
     if before is None:
         return
@@ -211,6 +224,8 @@ def fill_class(cls: type, content: tuple[dict[str, Any], Mapping[str, Any]]) -> 
     for name in before.keys() - tokens.keys():
         with contextlib.suppress(AttributeError):
             delattr(cls, name)
+    for name, state in members.items():
+        vars(cls[name]).update(state)
     cloudpickle._class_setstate(cls, (changed, {}))
     _received[cls] = tokens
 
@@ -239,6 +254,18 @@ def make_thread_local(content: dict[str, Any]) -> threading.local:
     made = threading.local()
     vars(made).update(content)
     return made
+
+
+def reduce_context_variable(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    """Take apart a variable of this thread's context."""
+    with contextlib.suppress(LookupError):
+        return make_context_variable, (variable.name, variable.get())
+    return contextvars.ContextVar, (variable.name,)
+
+
+def make_context_variable(name: str, value: Any) -> contextvars.ContextVar[Any]:
+    """A variable with a value in every context."""
+    return contextvars.ContextVar(name, default=value)
 
 
 def reduce_logger(logger: logging.Logger) -> tuple[Any, ...]:
@@ -275,6 +302,7 @@ def digest_of(pickled: bytes) -> bytes:
 OF_DEFINITIONS: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
     type(threading.Lock()): lambda _lock: (threading.Lock, ()),
     type(threading.RLock()): lambda _lock: (threading.RLock, ()),
+    contextvars.ContextVar: reduce_context_variable,
     logging.Logger: reduce_logger,
     threading.local: reduce_thread_local,
     weakref.WeakKeyDictionary: lambda mapping: (weakref.WeakKeyDictionary, (dict(mapping),)),

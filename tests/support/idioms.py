@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import enum
@@ -268,13 +269,13 @@ def drawn(index):
 
 idiom("seeds at the top, a generator", functools.partial(Each, drawn))
 
-LOCK, LOCAL, EVENT = threading.Lock(), threading.local(), threading.Event()
-LOCAL.value = 5
+LOCK, LOCAL, EVENT, CONDITION = threading.Lock(), threading.local(), threading.Event(), threading.Condition()
+LOCAL.value, CONTEXT = 5, contextvars.ContextVar("context", default=6)
 
 
 def locked(index):
-    with LOCK:
-        return getattr(LOCAL, "value", None), EVENT.is_set(), index
+    with LOCK, CONDITION:
+        return getattr(LOCAL, "value", None), CONTEXT.get(), EVENT.is_set(), index
 
 
 idiom("a lock, an event", functools.partial(Each, locked))
@@ -662,9 +663,40 @@ def show_colours(batch):
 idiom("an enumeration", functools.partial(Each, coloured), only_blue, show=show_colours)
 
 
+class Planet(enum.Enum):
+    MERCURY = 3, 2
+    EARTH = 6, 6
+    HOME = 6, 6
+
+    def __init__(self, mass, radius):
+        self.mass, self.radius = mass, radius
+
+    @property
+    def density(self):
+        return self.mass / self.radius
+
+
+class Labelled(enum.Enum):
+    def __new__(cls, value, label):
+        made = object.__new__(cls)
+        made._value_, made.label = value, label
+        return made
+
+    ONE = 1, "one"
+    TWO = 2, "two"
+
+
+def planets(index):
+    return Planet.HOME is Planet.EARTH, Planet["HOME"].density, Planet.MERCURY.mass, Labelled(1 + index % 2).label
+
+
+idiom("members with attributes, aliases", functools.partial(Each, planets))
+
+
 class Permission(enum.IntFlag):
     READ = enum.auto()
     WRITE = enum.auto()
+    ALL = READ | WRITE
 
 
 class Mode(str, enum.Enum):
@@ -674,7 +706,13 @@ class Mode(str, enum.Enum):
 
 def permitted(index):
     both = Permission.READ | Permission.WRITE
-    return bool(Permission(index) & both), Permission(index) == both, Mode.TRAIN == "train", Mode("test").name
+    return (
+        bool(Permission(index) & both),
+        Permission(index) is Permission["ALL"],
+        both == Permission.ALL,
+        Mode.TRAIN == "train",
+        Mode("test").name,
+    )
 
 
 idiom("flags, an enumeration of strings", functools.partial(Each, permitted))
