@@ -441,7 +441,7 @@ def ship(instance: object, name: str) -> RemoteDataset:
     Raises:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
-    pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True)
+    pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True, with_patches=True)
     # Its class may be another one than that of an equal instance before: defined again, or reloaded.
     recorder.look()
     named = [(name, pickled.definitions[name].object_of(name)) for name in sorted(pickled.names)]

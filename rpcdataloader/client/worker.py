@@ -159,6 +159,7 @@ def dumps_named(
     in_band: bool = False,
     names: Set[str] = frozenset(),
     with_rest: bool = False,
+    with_patches: bool = False,
 ) -> Encoded:
     """Pickle ``content``; further arguments as for :func:`~rpcdataloader.wire.pickling.dumps`.
 
@@ -169,7 +170,8 @@ def dumps_named(
         SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
     """
     try:
-        return dumps(content, persistent_id=persistent_id, in_band=in_band, names=names, with_rest=with_rest)
+        options: dict[str, Any] = {"names": names, "with_rest": with_rest, "with_patches": with_patches}
+        return dumps(content, persistent_id=persistent_id, in_band=in_band, **options)
     except SerializationError:
         for name, part in parts.items():
             dumps(part, persistent_id=persistent_id, name=name)
@@ -177,10 +179,16 @@ def dumps_named(
 
 
 def freeze(
-    parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None, names: Set[str] = frozenset()
+    parts: Mapping[str, Any],
+    *,
+    persistent_id: PersistentId | None = None,
+    names: Set[str] = frozenset(),
+    with_patches: bool = False,
 ) -> Frozen:
     """Pickle ``parts`` as they are now, for messages that are sent later; raises as :func:`dumps_named`."""
-    encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True, names=names)
+    encoded = dumps_named(
+        parts, parts, persistent_id=persistent_id, in_band=True, names=names, with_patches=with_patches
+    )
     return Frozen(encoded.payload, encoded.modules, encoded.definitions)
 
 

@@ -97,7 +97,7 @@ class RPCDataset(Dataset[Any]):
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
             parts = {"dataset": dataset, "args": args, "kwargs": kwargs}
-            pickled = dumps_named(tuple(parts.values()), parts, with_rest=True)
+            pickled = dumps_named(tuple(parts.values()), parts, with_rest=True, with_patches=True)
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable, where=where)
             with get_client().additions.adding(additions):

@@ -187,9 +187,8 @@ class Executor:
             functions = {**functions_of(self._settings), "registered": registered()}
             names = self._dataset.names
             parts = find_parts(self._settings.dataset)
-            self._functions = freeze(
-                functions, persistent_id=lambda value: self._reference_of(value, parts), names=names
-            )
+            refer = functools.partial(self._reference_of, parts=parts)
+            self._functions = freeze(functions, persistent_id=refer, names=names, with_patches=True)
         changes = self._dataset.changes_of_workers(self)
         dataset = self._dataset, self._dataset.key, changes, self._changed_tensors()
         call = Call(remote.open_loader, (*dataset, spec, self._functions), {})

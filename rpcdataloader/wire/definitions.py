@@ -28,6 +28,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
+from rpcdataloader.host.patches import find_patches, is_patch, patch
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
@@ -62,6 +63,9 @@ class Definition:
         """The number of the object that ``name`` means."""
         return next(number for (each, _token), number in zip(self.tokens, self.objects, strict=True) if each == name)
 
+
+#: Makes an error of a name, what uses it, its value, and the error in pickling that.
+Explain = Callable[[str, str, Any, BaseException], Exception]
 
 #: Definitions by name; one of several names is there under each.
 Table = Mapping[str, Definition]
@@ -99,36 +103,35 @@ class _Script:
     def collect(
         self,
         names: Mapping[str, str],
-        explain: Callable[[str, str, Any, BaseException], Exception],
+        explain: Explain,
         *,
         reference_of: PersistentId | None = None,
         with_rest: bool = False,
+        with_patches: bool = False,
     ) -> Table:
         """The definitions of ``names``, and of all that they refer to, as they are now.
 
         Args:
             names: The names, each with what uses it.
-            explain: Function that makes an error of a name, its user, its value, and the error in pickling that.
+            explain: Function that makes the error for a global that cannot be pickled.
             reference_of: Function called with every object; its result replaces the object, None keeps it.
             with_rest: Also give what may be asked for in other ways.
+            with_patches: Also give what the script has changed in libraries; what cannot be sent is left out.
         """
         namespace, parts = main_globals(), dict[str, _Part]()
-        for name in self._objects.keys() - namespace.keys():
+        for name in [name for name in self._objects if name not in namespace and not is_patch(name)]:
             self._objects.pop(name, None)
         view, waiting = _View(namespace, _owners(namespace), reference_of), dict(names)
         if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
             waiting.setdefault("__package__", "")
-        while waiting:
-            name, user = waiting.popitem()
-            if name in parts or name not in namespace or name in _OF_EVERY_MODULE:
-                continue
-            try:
-                parts[name] = self._part(name, view)
-            except RPCError:  # already clear, such as for a reference to an object of another worker
-                raise
-            except USER_ERRORS as error:
-                raise explain(name, user, namespace[name], error) from error
-            waiting |= parts[name].used
+        self._follow(waiting, parts, view, explain)
+        if with_patches:
+            view = view._replace(namespace={**namespace, **(patches := find_patches(namespace))})
+            for name in patches:
+                trial = dict(parts)
+                with contextlib.suppress(*USER_ERRORS):
+                    self._follow({name: ""}, trial, view, explain)
+                    parts = trial
         found: dict[str, Definition] = {}
         for name in parts:
             if name not in found:
@@ -136,6 +139,20 @@ class _Script:
                 found |= dict.fromkeys(group, self._definition(group, parts, view))
         self._last.update(found)
         return {**self._collect_rest(view), **found} if with_rest else found
+
+    def _follow(self, waiting: dict[str, str], parts: dict[str, _Part], view: _View, explain: Explain) -> None:
+        """Add the globals of these names to ``parts``, and all that they use."""
+        while waiting:
+            name, user = waiting.popitem()
+            if name in parts or name not in view.namespace or name in _OF_EVERY_MODULE:
+                continue
+            try:
+                parts[name] = self._part(name, view)
+            except RPCError:  # already clear, such as for a reference to an object of another worker
+                raise
+            except USER_ERRORS as error:
+                raise explain(name, user, view.namespace[name], error) from error
+            waiting |= parts[name].used
 
     def _collect_rest(self, view: _View) -> Table:
         """What the script defines, but for values that may be large; what cannot be sent is left out."""
@@ -399,7 +416,10 @@ class _Adopted:
             raise unresolved.error from unresolved.error.__cause__
         for each, token in tokens:
             if self.tokens.get(each) != token:
-                main_globals()[each] = values[each]
+                if is_patch(each):
+                    patch(each, values[each])
+                else:
+                    main_globals()[each] = values[each]
                 self.tokens[each] = token
         return used
 

@@ -115,6 +115,7 @@ def dumps(
     in_band: bool = False,
     names: Set[str] = frozenset(),
     with_rest: bool = False,
+    with_patches: bool = False,
     reducers: Mapping[type, Callable[[Any], Any]] | None = None,
 ) -> Encoded:
     """Encode a client's object.
@@ -127,6 +128,7 @@ def dumps(
         in_band: Put a copy of everything into the payload.
         names: Further names of the script whose definitions the receiver needs.
         with_rest: Also give all other definitions of the script, for code that finds them in other ways.
+        with_patches: Also give what the script has changed in libraries.
         reducers: Further reducers by type, which come before all others.
 
     Raises:
@@ -140,9 +142,12 @@ def dumps(
     advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
     encoded, pickler = _dumps(obj, make_pickler, name, advice)
     assert isinstance(pickler, RequestPickler)
-    if pickler.used or pickler.frozen or names or with_rest:
-        used = {**dict.fromkeys(names, ""), **pickler.used}
-        table = definitions.script.collect(used, _explain_global, reference_of=persistent_id, with_rest=with_rest)
+    if pickler.used or pickler.frozen or names or with_rest or with_patches:
+        used, more = (
+            {**dict.fromkeys(names, ""), **pickler.used},
+            {"with_rest": with_rest, "with_patches": with_patches},
+        )
+        table = definitions.script.collect(used, _explain_global, reference_of=persistent_id, **more)
         for frozen in pickler.frozen:
             table = definitions.merge(table, frozen.definitions)
         encoded.definitions, encoded.names = table, frozenset(pickler.used)

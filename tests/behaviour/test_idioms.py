@@ -27,8 +27,7 @@ WAYS = {
 #: Those that every run tries.
 QUICK = {"node server"}
 
-# What the documentation says of libraries; and of an RPCDataset, whose parts are not objects of the script.
-_ELSEWHERE = {"a library that the script patches"}
+# Parts of an RPCDataset are not objects of the script.
 _NOT_BUILT = {"methods of a dataset of which this is a part"}
 
 
@@ -60,8 +59,7 @@ def test_idioms_do_not_meet_in_the_worker_that_they_share(zygote, forked):
 def test_idioms_of_scripts_are_as_in_forked_workers(zygote, shared_server, forked, way):
     found = run(zygote, WAYS[way].format(shared_server.address))
     assert len(found) >= 40
-    but = _ELSEWHERE | (_NOT_BUILT if way.endswith("RPCDataset") else set())
-    assert differences(found, forked, but) == {}
+    assert differences(found, forked, _NOT_BUILT if way.endswith("RPCDataset") else frozenset()) == {}
 
 
 def test_idioms_of_scripts_are_so_inline_too_until_epochs_change_what_they_find(zygote, forked):
