@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
+from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock, heap_blocks
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
@@ -55,12 +56,15 @@ class Connection:
             is ``ready``, what was ``received`` and answers no request, and that the connection is ``lost``, after it
             was asked to ``explain`` the error.
         sends_now: True to let callers send small messages themselves; Ctrl-C in the middle ends the connection.
+        known: What the process there has of the script's definitions from the beginning.
 
     Attributes:
         has_ended: True if requests are refused, before the first pending one fails.
     """
 
-    def __init__(self, name: str, owner: RemoteSession | RemoteWorker, *, sends_now: bool = False) -> None:
+    def __init__(
+        self, name: str, owner: RemoteSession | RemoteWorker, known: Known | None = None, *, sends_now: bool = False
+    ) -> None:
         self.name = name
         self.error: RPCError | None = None
         self._owner = owner
@@ -72,6 +76,7 @@ class Connection:
         # Guarded by the lock:
         self._pending: dict[int, Request] = {}
         self._last_request = 0
+        self._known = known or Known()
         self.has_ended = False
         self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
 
@@ -100,6 +105,8 @@ class Connection:
         with self._lock:
             if self.has_ended:
                 raise self._reason()
+            if content.definitions:
+                content = self._with_lacking(content, request)
             number = self._last_request = self._last_request + 1
             request.size_bytes = content.size_bytes if content.buffers else len(content.payload)
             self._pending[number] = request
@@ -115,6 +122,27 @@ class Connection:
                 del self._pending[number]
                 raise ConnectionLostError(f"cannot send to {self.name}: {exc}") from exc
         return number
+
+    def _with_lacking(self, content: Encoded, request: Request) -> Encoded:
+        """The content with those definitions that the process there may lack; with the lock."""
+        if not (lacking := self._known.lacking(content.definitions)):
+            return content
+        complete = request.complete
+
+        def completed(reply: Message | RPCError) -> None:
+            if isinstance(reply, Message) and reply.type == MessageType.REPLY:
+                with self._lock:
+                    self._known.arrived(lacking)
+            complete(reply)
+
+        request.complete = completed
+        self._known.sending(lacking)
+        return content.with_definitions(lacking)
+
+    def inherited(self) -> Known:
+        """What a process has of the definitions that is forked later from the one there."""
+        with self._lock:
+            return self._known.inherit()
 
     def _put(self, *messages: Outgoing, now: bool = False) -> None:
         with contextlib.suppress(RPCError):  # the receiver sees the same error and reports it

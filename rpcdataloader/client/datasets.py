@@ -35,9 +35,11 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
+from rpcdataloader.host.sources import recorder
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
 from rpcdataloader.server.datasets import length_of, style_of
 from rpcdataloader.server.local import Inherited
+from rpcdataloader.wire.definitions import Table
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks
 from rpcdataloader.wire.messages import Call
@@ -68,6 +70,8 @@ class RemoteDataset(DatasetRef):
     Attributes:
         blocks: ``pickled`` and its buffers, as bytes.
         local: Place of its sessions on this machine, if it has some of its own; closed with the dataset.
+        names: Names of the script that its workers need.
+        definitions: What the script meant by these names, and by those that they refer to.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class RemoteDataset(DatasetRef):
         self.name = name
         self.spent = 0.0  # seconds of the longest build on a node in the present pass, with sending
         self._modules: Set[str] = frozenset() if pickled is None else pickled.modules
+        self.names: Set[str] = frozenset() if pickled is None else pickled.names
+        self.definitions: Table = {} if pickled is None else pickled.definitions
         self.blocks = [] if pickled is None else pickled.blocks
         self.local: LocalNode | None = None
         self._digest_of_blocks = b""
@@ -213,7 +219,8 @@ class RemoteDataset(DatasetRef):
         """Send the recipe, and wait for the answer."""
         payload = Build(self.key, self.name, shared, self._generators).encode()
         blocks, found = ([], b"") if session.knows(self.key) else (self.blocks, self._digest())
-        answer = session.submit(MessageType.BUILD, Encoded(payload, blocks), found)
+        content = Encoded(payload, blocks, definitions=self.definitions)
+        answer = session.submit(MessageType.BUILD, content, found)
         try:
             wait_until_updated()
             reply: dict[str, Any] = answer.wait()
@@ -349,8 +356,8 @@ class RemoteDataset(DatasetRef):
             worker = self._worker()
             number = self._last_change + 1
             attribute = args[0] if func is setattr else None
-            names_main = isinstance(self._where, Local) and worker.session.names_main
-            call = freeze({"function": func, "args": args}, persistent_id=reference_of, names_main=names_main)
+            have = worker.session.has if isinstance(self._where, Local) else None
+            call = freeze({"function": func, "args": args}, persistent_id=reference_of, have=have)
             change = Change(number, attribute, call, derive_seed(number))
             self._last_change = change.number  # never again: a change that failed may have been made in part
             try:
@@ -454,14 +461,18 @@ def ship(instance: object, name: str) -> RemoteDataset:
     Raises:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
-    pickled = dumps_named((instance,), {"dataset": instance})
-    found = digest_memory(pickled.blocks)
+    pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True, with_patches=True)
+    # Its class may be another one than that of an equal instance before: defined again, or reloaded.
+    recorder.look()
+    named = [(name, pickled.definitions[name].object_of(name)) for name in sorted(pickled.names)]
+    found = digest_memory([*pickled.blocks, memoryview(repr((named, recorder.num_reloaded)).encode())])
     with _shipped_lock:
         remote = _shipped.get(found)
         if remote is None:
             remote = RemoteDataset(name, pickled, shared=True)
             _shipped[found] = remote
-        remote.blocks = pickled.blocks  # the script may have changed those of an earlier instance
+        # The script may have changed those of an earlier instance.
+        remote.blocks, remote.definitions = pickled.blocks, pickled.definitions
         return remote
 
 

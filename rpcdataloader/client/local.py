@@ -34,6 +34,7 @@ from rpcdataloader.server.events import RETRY_PAUSE, Link, WorkerConnection
 from rpcdataloader.server.local import Inherited, run_local_session
 from rpcdataloader.server.processes import describe_exit, open_pidfd
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.channel import Channel, pair_channel
 from rpcdataloader.wire.picklers import runs_script_again
 from rpcdataloader.wire.shared import forks_read_nothing
@@ -110,8 +111,10 @@ class LocalSession(RemoteSession):
 
     def __init__(self, settings: ClientSettings, context: BaseContext, inherited: Inherited) -> None:
         self._is_fork = context.get_start_method() == "fork"
-        self.names_main = self._is_fork or runs_script_again()
-        self._born_with, self._known = frozenset(inherited.objects), frozenset(inherited.recipes)
+        # By their ids: a reference would keep what the script has let go.
+        has_script = self._is_fork or runs_script_again()
+        self._globals = {name: id(value) for name, value in main_globals().items()} if has_script else {}
+        self._born_with, self._recipes = frozenset(inherited.objects), frozenset(inherited.recipes)
         self.numbers = itertools.count(1)
         self._process, self._transport, self._link, self._life = _start_when_there_is_room(
             context, inherited, Deadline(settings.connect_timeout)
@@ -124,11 +127,14 @@ class LocalSession(RemoteSession):
             self._process.kill()
             raise
 
+    def has(self, name: str) -> bool:
+        return self._globals.get(name) == id(main_globals().get(name, self))
+
     def is_born_with(self, key: int) -> bool:
         return key in self._born_with
 
     def knows(self, key: int) -> bool:
-        return key in self._known
+        return key in self._recipes
 
     def update(self) -> Any:
         """Nothing: what the script adds later reaches sessions that begin later."""

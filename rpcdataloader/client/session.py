@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.client.sharing import Partition, current_partition, has_process_group
 from rpcdataloader.client.worker import (
     ClientSettings,
     PendingReply,
@@ -23,10 +23,12 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.environment import Additions, collect, import_modules, set_up, update
+from rpcdataloader.host.environment import collect, import_modules, place, set_up
+from rpcdataloader.host.sources import Source, recorder
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
@@ -62,10 +64,8 @@ class RemoteSession:
         is_quiet: True if waiting for it needs no log message.
         num_exited: Number of its workers that were reported as exited, whose places are free.
         workers: Its workers that have not ended.
-        names_main: Whether it has the same ``__main__`` as this process.
     """
 
-    names_main = False
     _kind: type[RemoteWorker] = RemoteWorker
 
     def __init__(self, address: Address, settings: ClientSettings, *, is_quiet: bool = False) -> None:
@@ -84,11 +84,12 @@ class RemoteSession:
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
-        self.connection = Connection(self.name, self)
+        self.connection = Connection(self.name, self, Known(self.has))
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()
-        # What the session was sent last of what may change, and its answer.
-        self._sent: tuple[Additions, Partition, PendingReply] | None = None
+        # What the session was sent last of what may change, and its answer; and the sources that it has.
+        self._sent: tuple[tuple[Any, ...], PendingReply] | None = None
+        self._sources: dict[str, Source] = {}
         self._imported: set[str] = set()
         self.connection.start()
 
@@ -145,17 +146,25 @@ class RemoteSession:
             self._condition.notify_all()
 
     def update(self) -> Callable[[float | None], None]:
-        """Tell the session of what it does not know: additions, and a rank set by ``init_process_group``.
+        """Tell the session of what it does not know: additions, paths, sources, and the rank of a process group.
 
         Returns:
             A function that waits until the session has applied it, and raises its errors, or ``RPCTimeoutError`` after
             as many seconds as its argument.
         """
-        sent, additions, partition = self._sent, self._settings.additions.current, current_partition()
-        if sent is None or sent[0] is not additions or sent[1] != partition:
-            answer = self.call(update, additions, partition.rank, partition.world_size)
-            sent = self._sent = additions, partition, answer
-        return sent[2].wait
+        return self._tell(current_partition()).wait
+
+    def _tell(self, partition: Partition) -> PendingReply:
+        additions, where, has_group = self._settings.additions.current, place(), has_process_group()
+        new = {name: source for name, source in recorder.look().items() if self._sources.get(name) is not source}
+        state = additions, partition, has_group, where
+        if self._sent is None or new or self._sent[0] != state or self._sent[0][0] is not additions:
+            is_elsewhere = self._sent is None or self._sent[0][3] != where
+            environment = collect(new) if new or is_elsewhere else None
+            ranks = partition.rank, partition.world_size, has_group
+            self._sent = state, self.call(set_up, environment, additions, *ranks)
+            self._sources |= new
+        return self._sent[1]
 
     def import_early(self, modules: Set[str]) -> None:
         """Let the session import modules, so that workers forked later have them; returns at once."""
@@ -166,7 +175,11 @@ class RemoteSession:
     def call(self, func: Callable[..., Any], *args: Any) -> PendingReply:
         """Run ``func(*args)`` in the session."""
         call = tuple(Call(func, args, {}))
-        return self.submit(MessageType.CALL, dumps(call, persistent_id=reference_of, names_main=self.names_main))
+        return self.submit(MessageType.CALL, dumps(call, persistent_id=reference_of, have=self.has))
+
+    def has(self, name: str) -> bool:  # noqa: ARG002
+        """Whether it has had this global of the script since its beginning."""
+        return False
 
     def is_born_with(self, key: int) -> bool:  # noqa: ARG002
         """Whether it has had the object of this key since its beginning."""
@@ -297,9 +310,7 @@ class RemoteSession:
         return channel
 
     def ready(self) -> None:
-        additions, partition = self._settings.additions.current, self._partition
-        answer = self.call(set_up, collect(), additions, partition.rank, partition.world_size)
-        self._sent = additions, partition, answer
+        answer = self._tell(self._partition)
         slow = self._settings.alarm.call_after(SLOW_SET_UP_SECONDS, self._warn_of_set_up)
         answer.add_done_callback(lambda _answer: slow.cancel())
         answer.add_done_callback(self._is_set_up)

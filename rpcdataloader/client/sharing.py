@@ -31,6 +31,11 @@ class Partition:
         return f"[rank {self.rank} of {self.world_size}] " if self.world_size > 1 else ""
 
 
+def has_process_group() -> bool:
+    """Whether this process has called ``torch.distributed.init_process_group``."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
     """The rank of this process: from torch.distributed if initialised, else from RANK and WORLD_SIZE, which torchrun
     sets, else its place in its Slurm step.
@@ -38,7 +43,7 @@ def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
     Raises:
         ValueError: The variables are set to invalid values.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_process_group():
         return Partition(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if "RANK" in environ and "WORLD_SIZE" in environ:
         try:

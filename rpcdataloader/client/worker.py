@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,10 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.credentials import Credentials, client_credentials
+from rpcdataloader.wire.definitions import Have
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
+from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Reference, Welcome
 from rpcdataloader.wire.picklers import Frozen, PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps, result_of
 from rpcdataloader.wire.slabs import Allocator
@@ -159,9 +160,9 @@ class DatasetRef:
         raise LocalProtocolError("a dataset reference has a meaning only in calls to a node that has the dataset")
 
 
-def reference_of(value: Any) -> tuple[str, int] | None:
+def reference_of(value: Any) -> Reference | None:
     """The persistent id of a dataset; None for other objects, which are pickled."""
-    return ("dataset", value.key) if isinstance(value, DatasetRef) else None
+    return ("dataset", value.key, ()) if isinstance(value, DatasetRef) else None
 
 
 def dumps_named(
@@ -170,9 +171,12 @@ def dumps_named(
     *,
     persistent_id: PersistentId | None = None,
     in_band: bool = False,
-    names_main: bool = False,
+    have: Have | None = None,
+    names: Set[str] = frozenset(),
+    with_rest: bool = False,
+    with_patches: bool = False,
 ) -> Encoded:
-    """Pickle ``content``.
+    """Pickle ``content``; further arguments as for :func:`~rpcdataloader.wire.pickling.dumps`.
 
     Args:
         parts: Its parts, by the names that the user knows.
@@ -181,17 +185,26 @@ def dumps_named(
         SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
     """
     try:
-        return dumps(content, persistent_id=persistent_id, in_band=in_band, names_main=names_main)
+        options: dict[str, Any] = {"have": have, "names": names, "with_rest": with_rest, "with_patches": with_patches}
+        return dumps(content, persistent_id=persistent_id, in_band=in_band, **options)
     except SerializationError:
         for name, part in parts.items():
-            dumps(part, persistent_id=persistent_id, name=name, names_main=names_main)
+            dumps(part, persistent_id=persistent_id, name=name, have=have)
         raise
 
 
-def freeze(parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None, names_main: bool = False) -> Frozen:
+def freeze(
+    parts: Mapping[str, Any],
+    *,
+    persistent_id: PersistentId | None = None,
+    have: Have | None = None,
+    names: Set[str] = frozenset(),
+    with_patches: bool = False,
+) -> Frozen:
     """Pickle ``parts`` as they are now, for messages that are sent later; raises as :func:`dumps_named`."""
-    encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True, names_main=names_main)
-    return Frozen(encoded.payload, encoded.modules)
+    options: dict[str, Any] = {"have": have, "names": names, "with_patches": with_patches}
+    encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True, **options)
+    return Frozen(encoded.payload, encoded.modules, encoded.definitions)
 
 
 class PendingReply(concurrent.futures.Future["Message | RPCError"]):
@@ -275,7 +288,8 @@ class RemoteWorker:
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._wait = Deadline(None)  # for the present wait, to connect or for room
-        self.connection = Connection(session.name, self, sends_now=owner.sends_now)
+        known = session.connection.inherited()
+        self.connection = Connection(session.name, self, known, sends_now=owner.sends_now)
 
     @property
     def is_usable(self) -> bool:
@@ -293,8 +307,7 @@ class RemoteWorker:
             ConnectionLostError: The worker has ended, or the one that held an object of the call.
         """
         parts = {"func": call.func, "args": call.args, "kwargs": call.kwargs}
-        names_main = self.session.names_main
-        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of, names_main=names_main)
+        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of, have=self.session.has)
         return self.submit(encoded, complete, allocator)
 
     def submit(
@@ -304,7 +317,7 @@ class RemoteWorker:
         request = Request(complete, allocator or self._settings.allocator)
         return self.connection.submit(MessageType.CALL, encoded, request)
 
-    def _reference_of(self, value: Any) -> tuple[str, int] | None:
+    def _reference_of(self, value: Any) -> Reference | None:
         if isinstance(value, RRef):
             if not value.owner.is_usable:
                 raise ConnectionLostError(f"the object behind {value!r} was lost with its worker")
@@ -313,7 +326,7 @@ class RemoteWorker:
                     f"this object lives in {value.owner.name}, and cannot be used by {self.name}: "
                     "run the call where the object is"
                 )
-            return ("handle", value.handle)
+            return ("handle", value.handle, ())
         return reference_of(value)
 
     def close(self, error: RPCError | None = None) -> None:

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import default_collate, default_convert, get_worker_info
-from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.collate import Rows, TensorCollator
+from rpcdataloader.fetch.collate import Rows, TensorCollator, registered
 from rpcdataloader.fetch.raw import FailedSample
 from rpcdataloader.fetch.samples import (
     ALL,
@@ -43,7 +42,6 @@ logger = logging.getLogger("rpcdataloader.worker")
 # torch's own functions draw no random numbers, so they need no seeded generators: 7 us of a batch of one integer.
 # Functions that the user has put into torch's table may draw.
 _TORCH_COLLATE = (default_collate, default_convert)
-_TORCHS = frozenset(id(value) for value in vars(torch_collate).values() if callable(value))
 
 # Seconds until a sample is retried after an exception: first and longest back-off.
 RETRY_PAUSE = 0.5
@@ -123,11 +121,9 @@ class BatchLoader:
         default = default_collate if spec.auto_collation else default_convert
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
-        self._torchs = _TORCHS | {id(self._collate_tensors)}
         self._missing: list[tuple[Any, Exception]] = []  # samples of the present batch, and why
-        self._gives_batches = (
-            False  # True if a subclass of torch's wrappers turned out to give something else than lists
-        )
+        # True if a subclass of torch's wrappers turned out to give something else than lists.
+        self._gives_batches = False
         self._worker_info: Any = None
         self._begin()
         if not spec.num_workers:
@@ -222,7 +218,7 @@ class BatchLoader:
 
     def _collate_samples(self, samples: Any, batch_number: int) -> Any:
         """Collate the samples of a batch."""
-        if self._collate not in _TORCH_COLLATE or not self._has_torchs_table():
+        if self._collate not in _TORCH_COLLATE or registered():
             self._begin_sample(batch_number, BATCH)
         try:
             return self._collate(samples)
@@ -278,14 +274,10 @@ class BatchLoader:
             return samples[0].copy() if at_once and type(samples[0]) is list else samples[0]
         return samples
 
-    def _has_torchs_table(self) -> bool:
-        """Whether the default collate calls no function of the user, for any type."""
-        return self._torchs.issuperset(map(id, default_collate_fn_map.values()))
-
     def _begin_rows(self, num_samples: int) -> Rows | None:
         """The rows of a batch; None where a function of the user collates, which may keep or change samples."""
         rows = self._collate_tensors.rows
-        if rows is None or self._collate is not default_collate or not self._has_torchs_table():
+        if rows is None or self._collate is not default_collate or registered():
             return None
         rows.begin(num_samples)
         return rows

@@ -20,6 +20,16 @@ MIN_RECYCLED_BYTES = 1 << 16
 _MIN_ROW_BYTES = 1 << 14
 
 
+def registered() -> dict[Any, Any]:
+    """Functions that others than torch have registered with its default collate, by type."""
+    return {
+        kind: function
+        for kind, function in default_collate_fn_map.items()
+        if getattr(function, "__module__", None) != collate_tensor_fn.__module__
+        and not isinstance(function, TensorCollator)
+    }
+
+
 class Rows:
     """Copies the tensors of samples to their rows of the batch, each sample before the next one is fetched.
 

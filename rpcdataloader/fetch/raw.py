@@ -157,7 +157,7 @@ class Keeper:
             flat = torch.from_numpy(self._take(value.nbytes)).view(value.dtype)
             return flat.as_strided(value.shape, value.stride()).copy_(value)
         encoded = dumps(value, name="sample", in_band=True)
-        return Frozen(encoded.payload, encoded.modules)
+        return Frozen(encoded.payload, encoded.modules, encoded.definitions)
 
     def _take(self, size_bytes: int) -> NDArray[np.uint8]:
         if self._end + size_bytes > len(self._memory):
@@ -174,7 +174,8 @@ def pack(samples: Sequence[Any]) -> RawBatch:
         SerializationError: One cannot be pickled.
     """
     worker = get_worker_info()
-    encoded = dumps(set_apart([each.sample if type(each) is Kept else each for each in samples]), name="samples")
+    kept = set_apart([each.sample if type(each) is Kept else each for each in samples])
+    encoded = dumps(kept, name="samples").with_definitions()
     # One block: each costs the trainer an allocation, and a good part of a system call.
     sizes = tuple(buffer.nbytes for buffer in encoded.buffers)
     block = np.empty(end_of(sizes), np.uint8)

@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
+
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.host.parts import set_shared
 from rpcdataloader.host.state import Change, catch_up
 from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.shared import Lender
@@ -48,17 +52,27 @@ def share_batches(lender: Lender) -> None:
 
 
 def open_loader(
-    dataset: Any, spec: LoaderSpec, functions: Mapping[str, Any], key: int, changes: Sequence[Change]
+    dataset: Any,
+    key: int,
+    changes: Sequence[Change],
+    shared: Mapping[Any, torch.Tensor],
+    spec: LoaderSpec,
+    functions: Mapping[str, Any],
 ) -> float:
     """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
 
+    ``shared`` are other values of the dataset's shared tensors than it was sent with.
+
     Returns the seconds that it took, nearly all of them in ``worker_init_fn``, without those in which a stream goes on.
-    ``functions`` are those of the loader's ``spec``.
+    ``functions`` are those of the loader's ``spec``, and what the script has registered with torch's default collate.
 
     Its exceptions are raised by :func:`load`, so that a loop that goes on comes to its end.
     """
     catch_up(dataset, key, changes)
-    return _open(dataset, replace(spec, **functions))
+    set_shared(dataset, shared)
+    of_spec = dict(functions)
+    default_collate_fn_map.update(of_spec.pop("registered", {}))
+    return _open(dataset, replace(spec, **of_spec))
 
 
 def _open(dataset: Any, spec: LoaderSpec) -> float:
@@ -82,10 +96,13 @@ def load(*args: Any) -> Loaded:
     return _loader.load(*args)
 
 
-def start_epoch(dataset: Any, key: int, changes: Sequence[Change], *args: Any) -> None:
+def start_epoch(
+    dataset: Any, key: int, changes: Sequence[Change], shared: Mapping[Any, torch.Tensor], *args: Any
+) -> None:
     """Begin another pass over the open loader, after changes to its dataset; see :meth:`BatchLoader.start_epoch`."""
     whereabouts.batch[0] = 0  # numbers restart
     catch_up(dataset, key, changes)
+    set_shared(dataset, shared)
     if _loader is None:
         raise LocalProtocolError("no loader is open in this worker")
     _loader.start_epoch(*args)

@@ -1,11 +1,14 @@
 """The part of a client's process that its sessions take over: paths, rank, variables, and modules.
 
+What changes later, such as an entry of ``sys.path``, reaches sessions before the next pass.
+
 Only the client's own paths travel: the script's folder, the current folder, and entries that the user added to
 ``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation. A client's folder
 that is missing here, or that other users of this node may have made, is a warning, and errors that it may have caused
 say so.
 
-Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it numbers trainers of another machine.
+Datasets that split their files read RANK and WORLD_SIZE, or ask ``torch.distributed``. LOCAL_RANK stays: it numbers
+trainers of another machine.
 
 Datasets and loaders may add environment variables, modules, and a wish for the workers' output. A client has one
 session per node for all of its loaders, which share variables and modules. The files of a module lie as they do beside
@@ -20,15 +23,16 @@ import gc
 import importlib
 import logging
 import os
-import re
 import socket
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch.distributed
+
+from rpcdataloader.host.sources import Source, installed_prefixes, is_under, take_over
 from rpcdataloader.host.trust import find_flaw, identify
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -50,21 +54,27 @@ class Environment:
     import_path: tuple[str, ...]  # absolute paths of the client's own modules, in the order of its ``sys.path``
     directory: str  # working directory; empty if it was deleted
     identities: Mapping[str, str] = field(default_factory=dict)  # of what leads to these paths; see ``trust``
+    sources: Mapping[str, Source] = field(default_factory=dict)  # of its own modules, by name
 
 
-def collect() -> Environment:
-    """Describe this process."""
+def place() -> tuple[str, ...]:
+    """What :func:`collect` depends on, but for the sources; cheap."""
+    return _current_directory(), *sys.path
+
+
+def collect(sources: Mapping[str, Source]) -> Environment:
+    """Describe this process, with those of its sources that its session lacks."""
     directory = _current_directory()
     main = sys.modules.get("__main__")
     # None for `python -m package.train`: names in the package's folder would shadow others, which they do not here.
     script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
     own = [os.path.dirname(os.path.abspath(script))] if script else []
-    installed = _installed_prefixes()
+    installed = installed_prefixes()
     for entry in [*sys.path, directory]:
         path = os.path.abspath(entry) if directory or os.path.isabs(entry) else ""
-        if path and path not in own and not _under(path, installed):
+        if path and path not in own and not is_under(path, installed):
             own.append(path)
-    return Environment(tuple(own), directory, identify([*own, directory] if directory else own))
+    return Environment(tuple(own), directory, identify([*own, directory] if directory else own), sources)
 
 
 def _current_directory() -> str:
@@ -74,29 +84,14 @@ def _current_directory() -> str:
         return ""
 
 
-def _installed_prefixes() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    # The standard library and site-packages, and the zip beside them. The prefix itself may be /usr, or a folder that
-    # also holds the user's project (a .venv in it is covered by its own site-packages).
-    library = paths["stdlib"]
-    zipped = os.path.join(os.path.dirname(library), f"python{sys.version_info[0]}{sys.version_info[1]}.zip")
-    return tuple({library, paths["platstdlib"], paths["purelib"], paths["platlib"], zipped})
-
-
-# Packages of another environment. A user's own folder may be called site-packages, too.
-_PACKAGES = re.compile(r"/lib(64)?/(python|pypy)[\w.]*/(site|dist)-packages(/|$)")
-
-
-def _under(path: str, prefixes: tuple[str, ...]) -> bool:
-    if _PACKAGES.search(path):
-        return True
-    return any(path == prefix or path.startswith(prefix + os.sep) for prefix in prefixes)
-
-
-def set_up(environment: Environment, additions: Additions, rank: int, world_size: int) -> None:
-    """Make this process a session of the client; see :func:`install` and :func:`update`."""
-    install(environment)
-    update(additions, rank, world_size)
+def set_up(environment: Environment | None, additions: Additions, rank: int, world_size: int, has_group: bool) -> None:
+    """Make this process a session of the client, or tell it what is new; see :func:`install` and :func:`update`."""
+    if environment is not None:
+        install(environment)
+    update(additions, rank, world_size, has_group)
+    if environment is not None:
+        importlib.invalidate_caches()
+        take_over(environment.sources)
 
 
 def install(environment: Environment) -> None:
@@ -131,11 +126,12 @@ def install(environment: Environment) -> None:
             f"{' and '.join(unsafe)}: send modules with py_modules=, or let these folders, and those above them, be "
             "writable by you and root alone"
         )
-    _lack = ""
+    before, _lack = _lack, ""
     if lacks:
         where = f"on {socket.gethostname()}, where the working directory is {_current_directory() or 'deleted'}, "
         _lack = where + "; ".join(lacks)
-        logger.warning("%s", _lack)
+        if _lack != before:
+            logger.warning("%s", _lack)
 
 
 def hint_at(error: BaseException) -> str | None:
@@ -209,7 +205,16 @@ def set_variables(variables: Mapping[str, str]) -> None:
         tempfile.tempdir = None
 
 
-def update(additions: Additions, rank: int, world_size: int) -> None:
+def set_group(rank: int, world_size: int, has_group: bool) -> None:
+    """Let ``torch.distributed`` tell the rank, as in a fork of a trainer with a process group; it connects nothing."""
+    if not torch.distributed.is_available():
+        return
+    # torch's stubs have another constructor alone.
+    group = torch.distributed.ProcessGroup(rank, world_size) if has_group else None  # type: ignore[call-arg]
+    torch.distributed.GroupMember.WORLD = group
+
+
+def update(additions: Additions, rank: int, world_size: int, has_group: bool) -> None:
     """Take over the client's additions and rank, for this session and its later workers.
 
     Modules come before all others of the same name. Variables come after those of the rank.
@@ -219,6 +224,7 @@ def update(additions: Additions, rank: int, world_size: int) -> None:
         OSError: The files cannot be written.
     """
     set_variables({"RANK": str(rank), "WORLD_SIZE": str(world_size), **additions.variables})
+    set_group(rank, world_size, has_group)
     if additions.forward_output:
         _forward_output()
     install_modules(additions.modules)

@@ -106,7 +106,9 @@ class RPCDataset(Dataset[Any]):
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
             parts = {"dataset": dataset, "args": args, "kwargs": kwargs}
             # Workers of this machine get the parts as multiprocessing passes them on.
-            pickled = dumps_named(tuple(parts.values()), parts) if isinstance(where, Remote) else None
+            pickled = None
+            if isinstance(where, Remote):
+                pickled = dumps_named(tuple(parts.values()), parts, with_rest=True, with_patches=True)
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable, where=where)
             if has_local(where):

@@ -10,8 +10,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
@@ -23,6 +25,8 @@ from rpcdataloader.client.worker import DatasetRef, RemoteWorker, WorkerOwner, f
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.fetch.collate import registered
+from rpcdataloader.host.parts import find_parts, find_shared
 from rpcdataloader.host.state import Change
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
 from rpcdataloader.loader.placement import Placement, build
@@ -31,7 +35,7 @@ from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.condition import Condition, Event
-from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.messages import Call, Path, Reference
 from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import Encoded, dumps
 
@@ -93,8 +97,9 @@ class Executor:
         dataset.begin_pass(self)
         self._num_workers = len(placement.homes)
         self._here = here
-        # As they are when the first worker is requested, for those that are not born with them; by ``names_main``.
-        self._functions: dict[bool, Frozen] = {}
+        # As they are when the first worker is requested, for those that are not born with them.
+        self._functions: dict[bool, Frozen] = {}  # by whether they are for this machine
+        self._shared = {} if here else find_shared(settings.dataset)  # as they were sent with the dataset
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
         self._closed = Event()
@@ -203,20 +208,27 @@ class Executor:
         """
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
-        session = node.current
-        names_main = session is not None and session.names_main
-        functions: DatasetRef | Frozen
-        if self._here is not None and node is self._here.node:
-            functions = self._here.functions
-        else:
-            if names_main not in self._functions:
-                parts = functions_of(self._settings)
-                frozen = freeze(parts, persistent_id=self._reference_of, names_main=names_main)
-                self._functions[names_main] = frozen
-            functions = self._functions[names_main]
+        functions = self._functions_for(node)
         changes = self._dataset.changes_of_workers(self)
-        call = Call(remote.open_loader, (self._dataset, spec, functions, self._dataset.key, changes), {})
-        return Opening(begun, dumps(tuple(call), persistent_id=reference_of, names_main=names_main))
+        dataset = self._dataset, self._dataset.key, changes, self._changed_tensors()
+        call = Call(remote.open_loader, (*dataset, spec, functions), {})
+        return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
+
+    def _functions_for(self, node: Node) -> DatasetRef | Frozen:
+        """The loader's functions, for the first request to a worker on a node."""
+        if self._here is not None and node is self._here.node:
+            return self._here.functions
+        if (functions := self._functions.get(node.is_local)) is None:
+            refer = functools.partial(self._reference_of, parts=find_parts(self._settings.dataset))
+            have = None if (session := node.current) is None else session.has
+            functions = self._functions[node.is_local] = freeze(
+                {**functions_of(self._settings), "registered": {} if node.is_local else registered()},
+                persistent_id=refer,
+                have=have,
+                names=self._dataset.names,
+                with_patches=not node.is_local,
+            )
+        return functions
 
     def settle(self, workers: Sequence[RemoteWorker]) -> None:
         """Make the changes to the dataset in the sessions of the workers, and find those that the workers lack."""
@@ -234,13 +246,20 @@ class Executor:
 
     def restarting(self, begun: Pass) -> Encoded:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""
-        changed = self._dataset, self._dataset.key, self._changes
+        changed = self._dataset, self._dataset.key, self._changes, self._changed_tensors()
         args = *changed, begun.progress.epoch, begun.first
         return dumps(tuple(Call(remote.start_epoch, args, {})), persistent_id=reference_of)
 
-    def _reference_of(self, value: Any) -> tuple[str, int] | None:
-        """The persistent id of the dataset, also inside a user's function, such as a bound method."""
-        return reference_of(self._dataset if value is self._settings.dataset else value)
+    def _changed_tensors(self) -> dict[Path, torch.Tensor]:
+        """Values of the dataset's shared tensors that the script has set since it was sent."""
+        found, sent = find_shared(self._settings.dataset) if self._shared else {}, self._shared
+        return {path: each for path, each in found.items() if path not in sent or not torch.equal(each, sent[path])}
+
+    def _reference_of(self, value: Any, parts: Mapping[int, tuple[Any, Path]]) -> Reference | None:
+        """The persistent id of the dataset or a part of it, also inside a user's function, such as a bound method."""
+        if (found := parts.get(id(value))) is not None:
+            return "dataset", self._dataset.key, found[1]
+        return reference_of(value)
 
     def end(self, late: Sequence[tuple[RemoteWorker, Task]]) -> None:
         """End workers that exceed a task's time limit, all at the same time; a new thread reports their stacks."""

@@ -14,16 +14,17 @@ import atexit
 import contextlib
 import gc
 import importlib.util
-import io
 import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
@@ -38,11 +39,12 @@ from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.server.stacks import ForkedWorker
 from rpcdataloader.wire.channel import Channel, pair_channel
 from rpcdataloader.wire.credentials import INSECURE, TOKEN_VARIABLE
+from rpcdataloader.wire.definitions import adopted
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.messages import Exited, Welcome
-from rpcdataloader.wire.picklers import ProcessPickler, load_whole
-from rpcdataloader.wire.pickling import Build
+from rpcdataloader.wire.picklers import runs_script_again
+from rpcdataloader.wire.pickling import Build, dumps, loads
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.transport import Transport
 
@@ -51,7 +53,7 @@ logger = logging.getLogger("rpcdataloader.server")
 
 @dataclass
 class Inherited:
-    """What a session is born with: as it is after a fork, else as :class:`ProcessPickler` sends it.
+    """What a session is born with: as it is after a fork, else as it was pickled within the start of the process.
 
     One object, so that what is the same in the script is the same in the session.
     """
@@ -62,9 +64,19 @@ class Inherited:
     additions: Additions = field(default_factory=Additions)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        file = io.BytesIO()
-        ProcessPickler(file).dump(vars(self))
-        return bytes, (file.getvalue(),)
+        """What multiprocessing and torch let processes share is shared: tensors, locks, pipes, queues, managers.
+
+        All else is pickled as for a node server, so lambdas, and the classes of a notebook, come along.
+        """
+        has_script = runs_script_again()
+        encoded = dumps(
+            vars(self),
+            in_band=True,
+            reducers=ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
+            have=(lambda _name: True) if has_script else None,
+            with_rest=not has_script,
+        )
+        return bytes, (encoded.with_definitions().payload,)
 
 
 def run_local_session(
@@ -99,7 +111,11 @@ def run_local_session(
 def _serve(channel: Channel, link: Link, inherited: Inherited | bytes) -> None:
     try:
         if isinstance(inherited, bytes):
-            inherited = Inherited(**load_whole(inherited, adopt_main=True))
+            if "__mp_main__" in sys.modules:
+                adopted.own_main()
+            inherited = Inherited(**loads(inherited, (), adopt_main=True))
+        else:
+            adopted.own_main()
         folder = _apply(inherited.additions)
         context = ServerContext(ServerSettings(), INSECURE, inherited.num_workers, is_local=True)
         # No fork's collector visits what lives now, so its pages stay shared.

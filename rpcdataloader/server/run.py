@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.output import Output
 from rpcdataloader.host.resources import machine_id
+from rpcdataloader.host.sources import recorder
 from rpcdataloader.server.node import NodeServer
 from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import DEFAULT_PORT, ServerContext, ServerSettings
@@ -78,6 +79,7 @@ def run_server(
     if tls is not None:
         tls.load("server")  # each connection does so again; here errors come before anything is started
     _preload([*_CALLED, *settings.preload])
+    recorder.look()  # what it has imported, however late a client comes
     listener, address = _listen(settings)
     made = _identity(settings)
     # Looking up versions takes milliseconds: once here instead of in every fork.

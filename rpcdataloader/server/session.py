@@ -31,6 +31,7 @@ import torch
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.environment import prepare_session
+from rpcdataloader.host.parts import follow
 from rpcdataloader.host.state import catch_up
 from rpcdataloader.server import events
 from rpcdataloader.server.datasets import DatasetTable, Parts, open_files, parts_of, why_not_shared
@@ -46,7 +47,7 @@ from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.handshake import STATUS_ID
-from rpcdataloader.wire.messages import Exited, Log, StackRequest, Welcome, unpack_handles
+from rpcdataloader.wire.messages import Exited, Log, Reference, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.status import MAX_REPORT_BYTES, Report
@@ -261,9 +262,9 @@ class Session:
         # A change to a dataset may open what workers would share with it.
         return why_not_shared(args[0], files) if func is catch_up else result
 
-    def _resolve(self, reference: tuple[str, int]) -> Any:
-        _kind, key = reference
-        return self._datasets.get(key)
+    def _resolve(self, reference: Reference) -> Any:
+        _kind, key, path = reference
+        return follow(self._datasets.get(key), path)
 
     # --- the node server
 

@@ -26,6 +26,7 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError, SerializationError
 from rpcdataloader.fetch.remote import load, share_batches
 from rpcdataloader.fetch.samples import keep_whereabouts
+from rpcdataloader.host.parts import follow
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Drain, GaveUp, Link, Row, WantsStacks, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
@@ -36,7 +37,17 @@ from rpcdataloader.server.stacks import write_stacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import add_state, dumps_exception, summarize
 from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, pack_handles, unpack_blocks, unpack_handles
+from rpcdataloader.wire.messages import (
+    Busy,
+    Call,
+    Goaway,
+    Log,
+    Reference,
+    Welcome,
+    pack_handles,
+    unpack_blocks,
+    unpack_handles,
+)
 from rpcdataloader.wire.outbox import Outbox
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
 from rpcdataloader.wire.shared import Lender
@@ -347,9 +358,9 @@ class Worker:
         counter[0] += 1
         self._send_reply(MessageType.REPLY, request_id, encoded, Flag.MEASURED if measured else 0)
 
-    def _resolve(self, reference: tuple[str, int]) -> Any:
-        kind, number = reference
-        return self._held[number] if kind == "handle" else self._datasets.get(number)
+    def _resolve(self, reference: Reference) -> Any:
+        kind, number, path = reference
+        return follow(self._held[number] if kind == "handle" else self._datasets.get(number), path)
 
     def _error(self, error: BaseException) -> Encoded:
         return Encoded(dumps_exception(error, self._where), [])

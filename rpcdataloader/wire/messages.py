@@ -162,6 +162,14 @@ class Call(NamedTuple):
     keep: bool = False  # hold the result on the worker and reply with its handle
 
 
+#: What stands in a request for an object of its receiver: ``"handle"`` or ``"dataset"``, its number, and the path of a
+#: part of it, if that is meant.
+Reference = tuple[str, int, "Path"]
+
+#: The steps from an object to a part of it: ``(True, name)`` of an attribute, ``(False, key)`` of an item.
+Path = tuple[tuple[bool, Any], ...]
+
+
 def pack_handles(handles: Iterable[int]) -> bytes:
     """The payload of a RELEASE message: handles (or dataset keys) as little-endian 64-bit numbers."""
     handles = list(handles)

@@ -1,11 +1,8 @@
 """The picklers of both directions and the unpickler.
 
 They differ from cloudpickle's in three kinds of objects: dense tensors and large numpy arrays go out of band, every
-received array is writable, and functions and classes of a client's ``__main__`` come back by name.
-
-A worker cannot import what a client's ``__main__`` defines: cloudpickle sends the code. The worker's ``__main__`` gets
-it under the same name. So a worker's reply names it, and the client finds its own object, which never changes: a
-definition is applied only where it was received, not where it was made.
+received array is writable, and what the script defines is named, in both directions. A request says which names its
+receiver must have; ``definitions.py`` makes what is sent of them.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from multiprocessing.spawn import get_preparation_data
 from operator import attrgetter
 from typing import Any
@@ -31,6 +27,20 @@ from torch._tensor import _rebuild_from_type_v2
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
+from rpcdataloader.wire.by_value import (
+    MAIN_NAMES,
+    OF_DEFINITIONS,
+    CachedFunction,
+    digest_of,
+    is_of_main,
+    main_globals,
+    names_in,
+    reduce_cached,
+    reduce_cached_property,
+    reduce_cell,
+    reduce_class,
+    reduce_function,
+)
 from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tensor
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, is_dense, place, span_of
@@ -69,21 +79,38 @@ def place_tensor(
     return place(memory, layout).requires_grad_(requires_grad)
 
 
+def named(name: str) -> Any:
+    """The object of the script with this dotted name."""
+    return attrgetter(name)(sys.modules["__main__"])
+
+
+def variable_of(name: str, number: int, find: Callable[[str], Any] = named) -> types.CellType:
+    """A variable of the closure of the script's function ``name``."""
+    cell: types.CellType = find(name).__closure__[number]
+    return cell
+
+
 def load_whole(
-    pickled: bytes | memoryview, adopt_main: bool = False, resolve: Callable[[Any], Any] | None = None
+    pickled: bytes | memoryview, resolve: Callable[[Any], Any] | None = None, find: Callable[[str], Any] = named
 ) -> Any:
     """Load what has a pickle of its own: a tensor that is more than bytes and layout, or a :class:`Frozen` object."""
     unpickler = Unpickler(io.BytesIO(pickled))
-    unpickler.adopt_main, unpickler.resolve = adopt_main, resolve
+    unpickler.resolve, unpickler.find = resolve, find
     return unpickler.load()
+
+
+def adopt(pickled: bytes) -> None:  # noqa: ARG001
+    """Stands in a message for taking over definitions of the script; see :class:`Unpickler`."""
+    raise pickle.UnpicklingError("definitions of a client's script are for its workers alone")
 
 
 class Frozen:
     """In messages, an object as it was when it was pickled, whatever has become of it."""
 
-    def __init__(self, pickled: bytes, modules: Set[str]) -> None:
+    def __init__(self, pickled: bytes, modules: Set[str], definitions: Mapping[str, Any]) -> None:
         self.pickled = pickled
         self.modules = modules  # in which an unpickler looks for functions and classes
+        self.definitions = definitions  # of the script, which it needs, as they were then
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_whole, (pickle.PickleBuffer(self.pickled),)
@@ -153,15 +180,27 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif kind in _CLOUDPICKLE_TABLE:
             if kind is types.ModuleType:
                 self.modules.add(obj.__name__)
+            elif kind is types.CellType:
+                return self._reduce_cell(obj)
             reduction = _CLOUDPICKLE_TABLE[kind](obj)
             return reduction if kind is not types.CodeType else _with_file(reduction, obj)
         elif kind is Frozen:
-            self.modules |= obj.modules
+            self._take_frozen(obj)
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
+        elif kind is CachedFunction or kind is object:
+            return self._reduce_global(obj)
+        elif kind is functools.cached_property:
+            return reduce_cached_property(obj)
         elif issubclass(kind, BaseException) and _is_reduced_as_built_in(kind):
             return put_together, parts_of(obj)
         return NotImplemented
+
+    def _take_frozen(self, frozen: Frozen) -> None:
+        self.modules |= frozen.modules
+
+    def _reduce_cell(self, cell: types.CellType) -> Any:
+        return reduce_cell(cell)
 
     def _reduce_large(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """Reduce a large tensor of a subclass, or with attributes, as torch does: over a block that stays on the CPU.
@@ -182,23 +221,69 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         layout, content = span_of(plain)
         if state:
-            state = Frozen(self._dump_whole(state), self.modules)
+            state = Frozen(self._dump_whole(state), self.modules, {})
         args = pickle.PickleBuffer(content), layout, tensor.requires_grad
         return _rebuild_from_type_v2, (place_tensor, kind, args, state)
 
     def _dump_whole(self, value: Any) -> bytes:
         """Pickle a tensor as torch does, with its parts: torch needs them in memory of their own, on the CPU."""
         file = io.BytesIO()
-        pickler = type(self)(file, None)
+        pickler = self._like(file)
         pickler.dump(value)
         self.modules |= pickler.modules
         return file.getvalue()
 
+    def _like(self, file: io.BytesIO) -> Pickler:
+        """A pickler of the same kind, all in band."""
+        return type(self)(file, None)
+
     def _reduce_definition(self, obj: Any) -> Any:
+        if is_of_main(obj):
+            return self._reduce_global(obj)
         reduction = super().reducer_override(obj)
         if reduction is NotImplemented:  # by name
             self.modules.add(str(obj.__module__))
+        elif isinstance(obj, type) and len(reduction) == 6:
+            return self._reduce_by_value(obj)
         return reduction
+
+    def _reduce_global(self, obj: Any) -> Any:
+        """Reduce what the script may define: by name, or else by value."""
+        if (name := name_of(obj)) is not None and self._may_name(name):
+            return named, (name,)
+        return self._reduce_by_value(obj)
+
+    def _may_name(self, name: str) -> bool:  # noqa: ARG002
+        return True
+
+    def _reduce_by_value(self, obj: Any) -> Any:
+        if type(obj) is types.FunctionType:
+            # Others were made by ``exec``, with globals of their own.
+            return reduce_function(obj) if obj.__globals__ is main_globals() else super().reducer_override(obj)
+        if isinstance(obj, type):
+            return reduce_class(obj, digest)
+        if type(obj) is CachedFunction and obj.__module__ in MAIN_NAMES:
+            return reduce_cached(obj)
+        return NotImplemented
+
+
+class Digester(Pickler):
+    """Pickles a value to compare it with a later one: functions and classes are what they are."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce special objects."""
+        if is_definition(obj):
+            return id, (id(obj),)
+        if (reduce := OF_DEFINITIONS.get(type(obj))) is not None:
+            return reduce(obj)
+        return super().reducer_override(obj)
+
+
+def digest(value: Any) -> bytes:
+    """A digest of a value, for comparisons within one process."""
+    file = io.BytesIO()
+    Digester(file, None).dump(value)
+    return digest_of(file.getvalue())
 
 
 def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,7 +312,11 @@ class RequestPickler(Pickler):
 
     Args:
         persistent_id: Function called with every object; its result replaces the object on the wire, None keeps it.
-        names_main: Name what the script defines, for a process that has the same ``__main__``.
+        reducers: Further reducers, which come before all others.
+
+    Attributes:
+        used: Names of the script's globals that the receiver needs, each with what uses it.
+        frozen: Frozen objects.
     """
 
     _opens_maps = True
@@ -237,41 +326,87 @@ class RequestPickler(Pickler):
         file: io.BytesIO,
         buffers: list[memoryview] | None,
         persistent_id: PersistentId | None = None,
-        *,
-        names_main: bool = False,
+        reducers: Mapping[type, Callable[[Any], Any]] | None = None,
     ) -> None:
         super().__init__(file, buffers)
-        self._names_main = names_main
+        self.used: dict[str, str] = {}
+        self.frozen: list[Frozen] = []
+        self._reducers = reducers
         if persistent_id is not None:
             self.persistent_id = persistent_id
-        spawned_main = sys.modules.get("__mp_main__")
-        if spawned_main is not None:  # cloudpickle takes this name for a module importable anywhere
-            cloudpickle.register_pickle_by_value(spawned_main)
-
-    def _reduce_definition(self, obj: Any) -> Any:
-        if self._names_main and is_importable(obj):
-            return NotImplemented
-        reduction = super()._reduce_definition(obj)
-        if reduction is not NotImplemented and obj.__module__ in _MAIN_NAMES and is_importable(obj):
-            make, args, state, _, _, set_state = reduction
-            return make, args, (set_state, state, obj.__module__, obj.__qualname__), None, None, complete
-        return reduction
-
-
-class ProcessPickler(RequestPickler):
-    """Pickles what a new process is born with, within its start by multiprocessing.
-
-    What multiprocessing and torch let processes share is shared: tensors, locks, pipes, queues, managers. All else is
-    pickled as for a node server, so lambdas and the classes of a notebook come along.
-    """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, None, names_main=runs_script_again())
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce special objects."""
-        reduce = ForkingPickler._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
-        return super().reducer_override(obj) if reduce is None else reduce(obj)
+        if self._reducers is not None and (reduce := self._reducers.get(type(obj))) is not None:
+            return reduce(obj)
+        return super().reducer_override(obj)
+
+    def _take_frozen(self, frozen: Frozen) -> None:
+        super()._take_frozen(frozen)
+        self.frozen.append(frozen)
+
+    def _like(self, file: io.BytesIO) -> Pickler:
+        pickler = RequestPickler(file, None, reducers=self._reducers)
+        pickler.used = self.used
+        return pickler
+
+    def _may_name(self, name: str) -> bool:
+        self.used.setdefault(name.partition(".")[0], "")
+        return True
+
+    def _reduce_by_value(self, obj: Any) -> Any:
+        if type(obj) is types.FunctionType and obj.__globals__ is main_globals():
+            self.used |= dict.fromkeys(names_in(obj.__code__), obj.__qualname__)
+        return super()._reduce_by_value(obj)
+
+
+class DefinitionPickler(RequestPickler):
+    """Pickles globals of the script by value, and names all others.
+
+    Args:
+        names: Names of these globals.
+        owners: Names by the ids of what belongs to one global, see ``definitions.py``.
+        reference_of: Function called with every object; its result replaces the object on the wire, None keeps it.
+
+    Attributes:
+        contained: Names of other globals that are part of these.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        names: Collection[str],
+        owners: Mapping[int, str],
+        reference_of: PersistentId | None = None,
+    ) -> None:
+        super().__init__(file, None, None, OF_DEFINITIONS)
+        self.contained: set[str] = set()
+        self._names, self._owners, self._reference_of = names, owners, reference_of
+
+    def persistent_id(self, obj: Any) -> Any:
+        """What stands for an object that belongs to another global, or is held elsewhere."""
+        name = self._owners.get(id(obj))
+        if name is not None and type(obj) is not types.CellType and self._may_name(name):
+            return name
+        return None if self._reference_of is None else self._reference_of(obj)
+
+    def _may_name(self, name: str) -> bool:
+        root = name.partition(".")[0]
+        if root in self._names:
+            return False
+        self.contained.add(root)
+        return super()._may_name(name)
+
+    def _reduce_cell(self, cell: types.CellType) -> Any:
+        name, _dot, number = self._owners.get(id(cell), "").partition(".")
+        if name and self._may_name(name):
+            return variable_of, (name, int(number))
+        return super()._reduce_cell(cell)
+
+    def _like(self, file: io.BytesIO) -> Pickler:
+        pickler = DefinitionPickler(file, self._names, self._owners, self._reference_of)
+        pickler.contained, pickler.used = self.contained, self.used
+        return pickler
 
 
 def runs_script_again() -> bool:
@@ -280,10 +415,7 @@ def runs_script_again() -> bool:
 
 
 class ReplyPickler(Pickler):
-    """Pickles a worker's messages: what has a name here has it at the client, ``__main__`` included."""
-
-    def _reduce_definition(self, obj: Any) -> Any:
-        return NotImplemented if is_importable(obj) else super()._reduce_definition(obj)
+    """Pickles a worker's messages: what has a name in ``__main__`` here has it at the client."""
 
 
 class UnresolvedError(BaseException):
@@ -300,8 +432,9 @@ class Unpickler(pickle.Unpickler):
     # Set before load, if different: a constructor in Python would be a good part of the cost of a small batch.
     tensors: Sequence[torch.Tensor] = ()  # of the message
     blocks: Sequence[Block] = ()  # of the message
-    adopt_main: bool = False  # see :func:`complete`
     resolve: Callable[[Any], Any] | None = None  # returns the object that ``persistent_id`` replaced
+    adopt: Callable[[bytes], None] | None = None  # takes over definitions
+    find: Callable[[str], Any] = staticmethod(named)  # returns an object of the script
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names."""
@@ -312,15 +445,19 @@ class Unpickler(pickle.Unpickler):
             if name == place_tensor.__name__:
                 return functools.partial(place_tensor, blocks=self.blocks)
             if name == load_whole.__name__:
-                return functools.partial(load_whole, adopt_main=self.adopt_main, resolve=self.resolve)
-            if name == complete.__name__:
-                return functools.partial(complete, adopt_main=self.adopt_main)
+                return functools.partial(load_whole, resolve=self.resolve, find=self.find)
+            if name == named.__name__:
+                return self.find
+            if name == variable_of.__name__:
+                return functools.partial(variable_of, find=self.find)
+            if name == adopt.__name__ and self.adopt is not None:
+                return self.adopt
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         try:
             return super().find_class(module, name)
         except AttributeError as error:
-            advice = "; put it into a module of its own, and send that with py_modules=" * (module in _MAIN_NAMES)
+            advice = "; put it into a module of its own, and send that with py_modules=" * (module in MAIN_NAMES)
             raise SerializationError(f"module {module!r} has no {name!r} here: {error}{advice}") from error
 
     def persistent_load(self, pid: Any) -> Any:
@@ -402,38 +539,23 @@ def put_together(kind: type[BaseException], args: tuple[Any, ...], attributes: d
     return exc
 
 
-#: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
-_MAIN_NAMES = ("__main__", "__mp_main__")
-
-
 def is_definition(obj: object) -> bool:
     """Whether this is a function or a class."""
     kind = type(obj)
     return kind is types.FunctionType or issubclass(kind, type)
 
 
-def is_importable(definition: Any) -> bool:
-    """Whether this process finds exactly this object under its module and qualified name."""
-    try:
-        found = attrgetter(definition.__qualname__)(sys.modules[definition.__module__])
-    except (KeyError, AttributeError, TypeError):  # missing, or "<locals>"
-        return False
-    return found is definition
-
-
-def complete(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any, str, str], adopt_main: bool) -> None:
-    """Fill a function or class of the client's ``__main__``.
-
-    Args:
-        recipe: cloudpickle's function and state, the client's name of ``__main__``, the qualified name.
-        adopt_main: True to give it its name in this process's ``__main__``. So code there that pickles it by name,
-            as deep copies and child processes do, works too.
-    """
-    set_state, state, module, name = recipe
-    set_state(definition, state)
-    if adopt_main:
-        main = sys.modules["__main__"]
-        sys.modules.setdefault(module, main)
-        definition.__qualname__ = name  # which cloudpickle leaves out of a class
-        if "." not in name:
-            setattr(main, name, definition)
+def name_of(obj: Any) -> str | None:
+    """The dotted name of an object of the script; None without one."""
+    namespace = main_globals()
+    qualified = getattr(obj, "__qualname__", None)
+    if isinstance(qualified, str):
+        found: Any = namespace
+        try:
+            root, _dot, rest = qualified.partition(".")
+            found = namespace[root]
+            if (attrgetter(rest)(found) if rest else found) is obj:
+                return qualified
+        except (KeyError, AttributeError):  # missing, or "<locals>"
+            pass
+    return next((name for name, value in list(namespace.items()) if value is obj), None)

@@ -20,18 +20,21 @@ import time
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
+from rpcdataloader.wire import definitions
+from rpcdataloader.wire.definitions import Definition, Have, Table
 from rpcdataloader.wire.exceptions import copy_to_raise, loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
+    DefinitionPickler,
     Frozen,
     PersistentId,
     Pickler,
@@ -67,6 +70,13 @@ class Encoded:
     # the message.
     buffers: list[memoryview]
     modules: Set[str] = frozenset()  # names of the modules that unpickling imports
+    definitions: Table = field(default_factory=dict)  # of the script, which the receiver needs; not in the payload
+    names: Set[str] = frozenset()  # those of them that the object itself names
+
+    def with_definitions(self, lacking: Iterable[Definition] | None = None) -> Encoded:
+        """The same with definitions in the payload, by default with all, for a receiver of which nothing is known."""
+        first = list(dict.fromkeys(self.definitions.values()) if lacking is None else lacking)
+        return replace(self, payload=definitions.prefix(first) + self.payload) if first else self
 
     @property
     def size_bytes(self) -> int:
@@ -93,12 +103,12 @@ class Build(NamedTuple):
 
     def encode(self) -> bytes:
         """The payload."""
-        return pickle.dumps(tuple(self), protocol=5)
+        return pickle.dumps(tuple(self), protocol=5) + NO_TENSORS
 
     @classmethod
     def decode(cls, payload: bytes | bytearray | memoryview) -> Build:
-        """Read a payload whose seal was checked."""
-        return cls(*pickle.loads(payload))
+        """Read a payload whose seal was checked, and take over the definitions that it brings."""
+        return cls(*loads(payload, (), adopt_main=True))
 
 
 def dumps(
@@ -107,39 +117,63 @@ def dumps(
     persistent_id: PersistentId | None = None,
     name: str = "object",
     in_band: bool = False,
-    names_main: bool = False,
+    have: Have | None = None,
+    names: Set[str] = frozenset(),
+    with_rest: bool = False,
+    with_patches: bool = False,
+    reducers: Mapping[type, Callable[[Any], Any]] | None = None,
 ) -> Encoded:
     """Encode a client's object.
 
     Args:
-        obj: Any object. Functions and classes that the worker cannot import travel by value.
+        obj: Any object. Local functions and classes travel by value; what the script defines is named.
         persistent_id: Function called with every object; its result replaces the object, until ``persistent_load``
             restores it. None keeps the object.
         name: The caller's name for the object; errors give attribute paths from here.
         in_band: Put a copy of everything into the payload.
-        names_main: Argument of :class:`RequestPickler`.
+        have: Tells of which globals of the script the receiver has; None if of none.
+        names: Further names of the script whose definitions the receiver needs.
+        with_rest: Also give all other definitions of the script, for code that finds them in other ways.
+        with_patches: Also give what the script has changed in libraries.
+        reducers: Further reducers by type, which come before all others.
 
     Raises:
         SerializationError: A part of the object cannot be pickled.
         RPCError: ``persistent_id`` raised it.
     """
 
-    def make_pickler(file: io.BytesIO, buffers: list[memoryview]) -> Pickler:
-        return RequestPickler(file, None if in_band else buffers, persistent_id, names_main=names_main)
+    def make_pickler(file: io.BytesIO, buffers: list[memoryview]) -> RequestPickler:
+        return RequestPickler(file, None if in_band else buffers, persistent_id, reducers)
 
     advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
-    return _dumps(obj, make_pickler, name, advice)
+    encoded, pickler = _dumps(obj, make_pickler, name, advice)
+    assert isinstance(pickler, RequestPickler)
+    if pickler.used or pickler.frozen or names or with_rest or with_patches:
+        used = {**dict.fromkeys(names, ""), **pickler.used}
+        table = definitions.script.collect(
+            used,
+            _explain_global,
+            reference_of=persistent_id,
+            have=have,
+            with_rest=with_rest,
+            with_patches=with_patches,
+        )
+        for frozen in pickler.frozen:
+            table = definitions.merge(table, frozen.definitions)
+        encoded.definitions, encoded.names = table, frozenset(pickler.used)
+        encoded.modules = frozenset(encoded.modules).union(*(each.modules for each in table.values()))
+    return encoded
 
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
     """The same for a worker's object: functions and classes that came from the client go back by name."""
-    return _dumps(set_apart(obj), ReplyPickler, name, _REPLY_ADVICE)
+    return _dumps(set_apart(obj), ReplyPickler, name, _REPLY_ADVICE)[0]
 
 
 def freeze_reply(obj: Any, *, name: str) -> Frozen:
     """A worker's object as it is now, for a part of a message that is sent later, and stays on the CPU there."""
-    encoded = _dumps(obj, lambda file, _buffers: ReplyPickler(file, None), name, _REPLY_ADVICE)
-    return Frozen(encoded.payload, encoded.modules)
+    encoded, _pickler = _dumps(obj, lambda file, _buffers: ReplyPickler(file, None), name, _REPLY_ADVICE)
+    return Frozen(encoded.payload, encoded.modules, {})
 
 
 # No deeper than users nest objects on purpose.
@@ -151,7 +185,7 @@ _MAX_SEARCH_SECONDS = 2.0
 _MakePickler = Callable[[io.BytesIO, "list[memoryview]"], Pickler]
 
 
-def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Encoded:
+def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> tuple[Encoded, Pickler]:
     file = io.BytesIO()
     buffers: list[memoryview] = []
     try:
@@ -159,7 +193,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
         pickler.dump(obj)
         if not pickler.tensors:
             file.write(NO_TENSORS)
-            return Encoded(file.getvalue(), buffers, pickler.modules)
+            return Encoded(file.getvalue(), buffers, pickler.modules), pickler
         index, blocks = pack(pickler.tensors)
     except RPCError:  # already clear, such as for a reference to an object of another worker
         raise
@@ -172,15 +206,34 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
     file.write(inline)
     file.write(encoded_index)
     file.write(_LENGTHS.pack(len(inline), len(encoded_index)))
-    return Encoded(file.getvalue(), buffers + blocks, pickler.modules)
+    return Encoded(file.getvalue(), buffers + blocks, pickler.modules), pickler
+
+
+def _explain_global(name: str, user: str, value: Any, error: BaseException) -> Exception:
+    """The error for a global of the script that cannot be sent."""
+    used_by = f", which {user} uses," if user else ""
+    if isinstance(value, (type, types.FunctionType)):
+        path, part = _search(value, lambda file, _buffers: DefinitionPickler(file, [name], {}), name)
+        what = f"the script's {name}{used_by} has a part that cannot be pickled: {path} is a {kind_of(part)}"
+    else:
+        what = f"the script's global {name}{used_by} is a {kind_of(value)}, which cannot be pickled"
+    return SerializationError(
+        f"{what} ({_describe(error)}): let each worker make its own where it is used first, in a function or method "
+        "whose result it keeps, or in worker_init_fn"
+    )
 
 
 def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException) -> SerializationError:
     """The error for an object that cannot be pickled, with the path of the innermost part that cannot."""
-    path, part = name, obj
-    with contextlib.suppress(_SearchTimeout):
-        path, part = _find_culprit(obj, make_pickler, name, time.monotonic() + _MAX_SEARCH_SECONDS)
+    path, part = _search(obj, make_pickler, name)
     return SerializationError(f"{path} is a {kind_of(part)}, which cannot be pickled ({_describe(error)}): {advice}")
+
+
+def _search(obj: Any, make_pickler: _MakePickler, name: str) -> tuple[str, Any]:
+    """As :func:`_find_culprit`, within a limit of time."""
+    with contextlib.suppress(_SearchTimeout):
+        return _find_culprit(obj, make_pickler, name, time.monotonic() + _MAX_SEARCH_SECONDS)
+    return name, obj
 
 
 class _SearchTimeout(Exception):
@@ -258,8 +311,8 @@ def loads(
         blocks: Its blocks. Tensors and arrays are made over their memory and keep it.
         allocator: Allocator of the blocks, and of copies of small tensors. None for plain memory.
         persistent_load: Function that returns the object for a result of ``persistent_id``.
-        adopt_main: Give functions and classes of the sender's ``__main__`` their names in this process's. For workers,
-            which have no ``__main__`` of their own to protect.
+        adopt_main: Take over what the sender's script defines. For workers, which have no ``__main__`` of their own to
+            protect.
         movable: An empty one, to move the tensors afterwards; None if they stay.
 
     Raises:
@@ -273,8 +326,9 @@ def loads(
             tensors, num_tensor_blocks = _load_tensors(memoryview(payload), blocks, allocator, movable)
         buffers = [block.view for block in blocks[: len(blocks) - num_tensor_blocks]] if blocks else None
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
-        unpickler.tensors, unpickler.blocks = tensors, blocks
-        unpickler.adopt_main, unpickler.resolve = adopt_main, persistent_load
+        unpickler.tensors, unpickler.blocks, unpickler.resolve = tensors, blocks, persistent_load
+        if adopt_main:
+            unpickler.adopt = functools.partial(definitions.adopted.adopt, resolve=persistent_load)
         return unpickler.load()
     except RPCError:
         raise

@@ -172,6 +172,20 @@ def test_workers_share_the_samples_in_the_same_order_each_time(kind, shards, ser
     assert orders[0] == orders[1] != NUMBERS
 
 
+def test_epoch_that_is_set_for_a_stream_reaches_persistent_workers(server):
+    pytest.importorskip("datasets")
+    orders = []
+    for options in ({}, {"persistent_workers": True}):
+        dataset = hf_rows().shuffle(seed=3, buffer_size=40)
+        loader = RPCDataloader(dataset, batch_size=None, num_workers=1, workers=server.address, **options)
+        orders.append([])
+        for epoch in range(3):
+            dataset.set_epoch(epoch)
+            orders[-1].append([sample["number"] for sample in loader])
+    assert orders[0] == orders[1]
+    assert len(set(map(tuple, orders[0]))) == 3
+
+
 @pytest.mark.parametrize("kind", RESUMED, ids=lambda kind: kind.make.__name__)
 def test_saved_pass_goes_on_where_it_was(kind, shards, server):
     pytest.importorskip(kind.library)

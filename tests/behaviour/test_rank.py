@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 
 import pytest
+import torch
+import torch.distributed
 from torch.utils.data import Dataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
@@ -54,6 +57,46 @@ def test_rank_that_is_known_later_reaches_sessions_that_are_there(serve, monkeyp
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert seen_by(RPCDataset(server.address, Ranks)) == [["1", "2"], ["1", "2"]]
+
+
+def group_here():
+    group = torch.distributed
+    return [group.is_initialized(), group.is_initialized() and (group.get_rank(), group.get_world_size())]
+
+
+class Groups(Dataset):
+    """What ``torch.distributed`` tells the constructor, and a worker."""
+
+    def __init__(self):
+        self.built = group_here()
+
+    def __getitem__(self, _index):
+        return self.built, group_here()
+
+
+@contextlib.contextmanager
+def group_of(rank, world_size):
+    """A process group as ``init_process_group`` makes it, without the other ranks."""
+    torch.distributed.GroupMember.WORLD = torch.distributed.ProcessGroup(rank, world_size)
+    try:
+        yield
+    finally:
+        torch.distributed.GroupMember.WORLD = None
+
+
+def test_process_group_of_the_trainer_tells_its_rank_in_workers(serve):
+    address = serve("--num-workers", "3").address
+    assert seen_by(RPCDataset(address, Groups)) == [[False, False], [False, False]]
+    with group_of(1, 3):  # the session is there already
+        in_group = [True, (1, 3)]
+        assert seen_by(RPCDataset(address, Groups)) == [in_group, in_group]
+        assert seen_by(Groups(), workers=address)[1] == in_group
+    assert seen_by(RPCDataset(address, Groups)) == [[False, False], [False, False]]
+
+
+def test_process_group_in_a_worker_connects_nothing(serve):
+    with group_of(0, 2), pytest.raises((RuntimeError, ValueError)):
+        rpc_async(serve("--num-workers", "2").address, torch.distributed.barrier).wait()
 
 
 def test_worker_has_its_rank_however_late_its_session_hears_of_that(serve):

@@ -40,7 +40,7 @@ def test_folders_of_the_user_travel_in_their_order_and_the_installation_stays_at
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "scripts" / "train.py"), raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     monkeypatch.chdir(tmp_path)
-    found = collect()
+    found = collect({})
     assert [os.path.relpath(path) for path in found.import_path] == expected
     assert found.directory == str(tmp_path)
 
@@ -51,7 +51,7 @@ def test_folder_that_was_deleted_is_left_out(monkeypatch, tmp_path):
     monkeypatch.chdir(gone)
     gone.rmdir()
     monkeypatch.setattr(sys, "path", ["", "lib", str(tmp_path)])
-    environment = collect()
+    environment = collect({})
     assert environment.directory == ""
     assert str(tmp_path) in environment.import_path
     assert "" not in environment.import_path
@@ -103,7 +103,7 @@ def test_folders_that_others_can_write_to_are_neither_searched_nor_entered(here,
 
 
 def give(content):
-    update(Additions.of({}, [Module("squares", {"squares.py": content})], forward_output=False), 0, 1)
+    update(Additions.of({}, [Module("squares", {"squares.py": content})], forward_output=False), 0, 1, has_group=False)
 
 
 @pytest.fixture

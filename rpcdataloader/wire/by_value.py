@@ -1,0 +1,310 @@
+"""Functions and classes by value: what :mod:`copyreg` would need to take them apart, and the way back.
+
+Both sides have the module ``__main__``: a function of the script is bound to the receiver's, and refers to its globals
+by name. A class that the receiver has stays the same object. Of it, only those attributes are set that have changed at
+the sender, so what a process has changed itself stays.
+
+For enumerations, and classes of other metaclasses of libraries, cloudpickle knows the way.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import contextvars
+import dis
+import enum
+import functools
+import hashlib
+import itertools
+import logging
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from cloudpickle import cloudpickle  # type: ignore[import-untyped]
+
+#: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
+MAIN_NAMES = ("__main__", "__mp_main__")
+
+#: The type of a function with ``functools.lru_cache`` or ``functools.cache``.
+CachedFunction = type(functools.lru_cache(abs))
+
+# Of classes, the tokens of the attributes that were received; None for a class that was made in this process.
+_received: weakref.WeakKeyDictionary[type, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
+
+# Classes whose metaclass is one of these are made without calling it; those of the script, too.
+_PLAIN_METACLASSES = (type, abc.ABCMeta)
+
+
+def main_globals() -> dict[str, Any]:
+    """The globals of the script, or those that this process has of it."""
+    return vars(sys.modules["__main__"])
+
+
+def is_of_main(obj: Any) -> bool:
+    """Whether a function or class belongs to the script."""
+    return getattr(obj, "__module__", None) in MAIN_NAMES or getattr(obj, "__globals__", None) is main_globals()
+
+
+# Functions
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code may look up among its globals, in the functions and classes that it defines included."""
+    found = {
+        str(instruction.argval): None
+        for instruction in dis.get_instructions(code)
+        # Class bodies have the last three.
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= dict.fromkeys(names_in(constant))
+    return tuple(found)
+
+
+def reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
+    """Take apart a function of the script."""
+    namespace, cells = function.__globals__, function.__closure__ or ()
+    used = [namespace[name] for name in names_in(function.__code__) if name in namespace]
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # it is empty
+            used.append(cell.cell_contents)
+    # As in ``import package.part``, which binds the package alone.
+    modules = cloudpickle._find_imported_submodules(function.__code__, used)
+    state = {
+        "__qualname__": function.__qualname__,
+        "__module__": function.__module__,
+        "__doc__": function.__doc__,
+        "__defaults__": function.__defaults__,
+        "__kwdefaults__": function.__kwdefaults__,
+        "__annotations__": function.__annotations__,
+    }
+    content = state, dict(function.__dict__), modules
+    return make_function, (function.__code__, function.__name__, tuple(cells)), content, None, None, fill_function
+
+
+def make_function(code: types.CodeType, name: str, cells: tuple[types.CellType, ...]) -> types.FunctionType:
+    """A function of the script whose globals are those of this process's ``__main__``."""
+    return types.FunctionType(code, main_globals(), name, None, cells)
+
+
+def fill_function(function: types.FunctionType, content: tuple[dict[str, Any], dict[str, Any], Any]) -> None:
+    """Give a function what may refer to itself."""
+    state, attributes, _modules = content
+    for name, value in state.items():
+        setattr(function, name, value)
+    function.__dict__.update(attributes)
+
+
+def reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
+    """Take apart a variable of a closure, which functions share."""
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return types.CellType, ()
+    return types.CellType, (), (content,), None, None, fill_cell
+
+
+def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
+    """Give the variable its value, which may be a function that uses it."""
+    (cell.cell_contents,) = content
+
+
+def reduce_cached(function: Any) -> tuple[Any, ...]:
+    """Take apart a function with a cache: the cache begins empty."""
+    parameters = function.cache_parameters()
+    attributes = {name: value for name, value in vars(function).items() if name != "cache_parameters"}
+    wrapped = attributes.pop("__wrapped__")
+    return make_cached, (wrapped, parameters["maxsize"], parameters["typed"]), attributes, None, None, fill_cached
+
+
+def make_cached(wrapped: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    """A function with a cache."""
+    return functools.lru_cache(maxsize, typed)(wrapped)
+
+
+def fill_cached(function: Any, attributes: dict[str, Any]) -> None:
+    """Give a function with a cache its further attributes."""
+    vars(function).update(attributes)
+
+
+# Classes
+
+
+def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
+    """Take apart a class.
+
+    Args:
+        digest: Function that tells whether a value has changed.
+    """
+    reduction = cloudpickle._dynamic_class_reduce(cls)
+    make, args, (attributes, _slots) = reduction[:3]
+    attributes = {name: value for name, value in attributes.items() if not _is_slot(value, cls)}
+    members: dict[str, dict[str, Any]] = {}
+    if issubclass(cls, enum.Enum):
+        # cloudpickle leaves out aliases, and what the constructor has given to members.
+        args = (*args[:3], {name: member.value for name, member in cls.__members__.items()}, *args[4:])
+        attributes = {name: value for name, value in attributes.items() if name not in cls.__members__}
+        members = {name: _own_state(member) for name, member in cls.__members__.items()}
+    attributes["__qualname__"] = cls.__qualname__
+    attributes.pop("__slotnames__", None)  # which copyreg remembers
+    if make is cloudpickle._make_skeleton_class and _metaclass_of(type(cls)) in _PLAIN_METACLASSES:
+        own = {name: value for name, value in args[3].items() if name != "__slots__"}
+        if "__slots__" in attributes:
+            slots = attributes.pop("__slots__")
+            own["__slots__"] = slots if isinstance(slots, str) else tuple(slots)
+        if "__orig_bases__" in attributes:  # which typing.Generic looks for
+            own["__orig_bases__"] = attributes.pop("__orig_bases__")
+        make, args = make_class, (type(cls), cls.__name__, cls.__bases__, own, args[4])
+    tokens = _received.setdefault(cls, None)
+    if tokens is None:
+        tokens = {name: token_of(value, digest) for name, value in attributes.items()}
+    return make, args, (attributes, tokens, members), None, None, fill_class
+
+
+def _own_state(member: enum.Enum) -> dict[str, Any]:
+    """What an enumeration has given to a member, besides name and value."""
+    return {name: value for name, value in vars(member).items() if not (name.startswith("_") and name.endswith("_"))}
+
+
+def _is_slot(value: Any, cls: type) -> bool:
+    return isinstance(value, types.MemberDescriptorType) and value.__objclass__ is cls
+
+
+def _metaclass_of(metaclass: type) -> type:
+    """The first metaclass that is not the script's."""
+    return next(base for base in metaclass.__mro__ if not is_of_main(base))
+
+
+def make_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict[str, Any], identity: str) -> type:
+    """The class of this identity; made now, and still empty, if this process lacks it.
+
+    The script's metaclass is not called, nor its ``__init_subclass__``: what they did when the script made the class is
+    part of what is sent, and done again it might count double, or fail.
+    """
+    if (known := cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(identity)) is not None:
+        return known  # type: ignore[no-any-return]
+    with _without_hooks(bases):
+        made: type = _metaclass_of(metaclass).__new__(metaclass, name, bases, dict(own))
+    return cloudpickle._lookup_class_or_track(identity, made)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _without_hooks(bases: tuple[type, ...]) -> Iterator[None]:
+    ancestors = dict.fromkeys(itertools.chain.from_iterable(base.__mro__ for base in bases))
+    hooked = {base: vars(base)["__init_subclass__"] for base in ancestors if base in _received and _has_hook(base)}
+    for base in hooked:
+        type.__setattr__(base, "__init_subclass__", classmethod(lambda _cls, **_options: None))
+    try:
+        yield
+    finally:
+        for base, hook in hooked.items():
+            type.__setattr__(base, "__init_subclass__", hook)
+
+
+def _has_hook(cls: type) -> bool:
+    return "__init_subclass__" in vars(cls)
+
+
+def fill_class(cls: Any, content: tuple[dict[str, Any], Mapping[str, Any], dict[str, dict[str, Any]]]) -> None:
+    """Give a class those of its attributes that are others than it has received before."""
+    attributes, tokens, members = content
+    before = _received.setdefault(cls, {})
+    if before is None:
+        return
+    changed = {name: value for name, value in attributes.items() if before.get(name) != tokens.get(name, ())}
+    for name in before.keys() - tokens.keys():
+        with contextlib.suppress(AttributeError):
+            delattr(cls, name)
+    for name, state in members.items():
+        vars(cls[name]).update(state)
+    cloudpickle._class_setstate(cls, (changed, {}))
+    _received[cls] = tokens
+
+
+def token_of(value: Any, digest: Callable[[Any], bytes]) -> Any:
+    """What tells a value of an attribute from another one that follows: the object, and its content."""
+    if isinstance(value, _ATOMS):
+        return type(value).__name__, repr(value)
+    if isinstance(value, types.FunctionType):
+        return id(value), hash(value.__code__), id(value.__defaults__), id(value.__kwdefaults__)
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, types.GetSetDescriptorType)):
+        return id(value)
+    return id(value), digest(value)
+
+
+# What has no content that another process could use
+
+
+def reduce_thread_local(local: threading.local) -> tuple[Any, ...]:
+    """Take apart what each thread has of its own: the receiver gets that of this thread."""
+    return make_thread_local, (dict(vars(local)),)
+
+
+def make_thread_local(content: dict[str, Any]) -> threading.local:
+    """The same for the present thread."""
+    made = threading.local()
+    vars(made).update(content)
+    return made
+
+
+def reduce_context_variable(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    """Take apart a variable of this thread's context."""
+    with contextlib.suppress(LookupError):
+        return make_context_variable, (variable.name, variable.get())
+    return contextvars.ContextVar, (variable.name,)
+
+
+def make_context_variable(name: str, value: Any) -> contextvars.ContextVar[Any]:
+    """A variable with a value in every context."""
+    return contextvars.ContextVar(name, default=value)
+
+
+def reduce_logger(logger: logging.Logger) -> tuple[Any, ...]:
+    """Take apart a logger: its handlers stay here."""
+    state = {"level": logger.level, "disabled": logger.disabled}
+    return logging.getLogger, (logger.name,), state, None, None, fill_logger
+
+
+def fill_logger(logger: logging.Logger, state: dict[str, Any]) -> None:
+    """Give a logger the level that the script has set."""
+    logger.setLevel(state["level"])
+    logger.disabled = state["disabled"]
+
+
+def reduce_cached_property(attribute: functools.cached_property[Any]) -> tuple[Any, ...]:
+    """Take apart a property, which had a lock before Python 3.12."""
+    return make_cached_property, (attribute.func, attribute.attrname)
+
+
+def make_cached_property(function: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
+    """The property again."""
+    made = functools.cached_property(function)
+    if name is not None:
+        made.__set_name__(object, name)
+    return made
+
+
+def digest_of(pickled: bytes) -> bytes:
+    """A digest of a pickle, for comparisons within one client."""
+    return hashlib.blake2b(pickled, digest_size=16).digest()
+
+
+#: Reducers for the globals, class attributes and closures of a script, which a fork would copy: locks arrive open.
+OF_DEFINITIONS: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
+    type(threading.Lock()): lambda _lock: (threading.Lock, ()),
+    type(threading.RLock()): lambda _lock: (threading.RLock, ()),
+    contextvars.ContextVar: reduce_context_variable,
+    logging.Logger: reduce_logger,
+    threading.local: reduce_thread_local,
+    weakref.WeakKeyDictionary: lambda mapping: (weakref.WeakKeyDictionary, (dict(mapping),)),
+    weakref.WeakValueDictionary: lambda mapping: (weakref.WeakValueDictionary, (dict(mapping),)),
+}

@@ -1,0 +1,454 @@
+"""What the script defines: it travels once to each process, and everything else names it.
+
+A worker cannot import ``__main__`` of its client. It has a module of that name, into which the client's functions,
+classes and other globals are put as they are needed: *the same object here is the same object there*. A message brings
+those that its receiver lacks, and those that the script has bound anew since they were sent, or whose content it has
+changed. All else stays as the receiver has made it.
+
+Each global is a pickle of its own, in which others are named; those that contain each other share one.
+
+Code may find names in other ways than by writing them: a file of pickles names its classes. With a dataset, a node gets
+all functions, classes and plain constants of the script that can be sent, and rebuilds those that are asked for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import itertools
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from rpcdataloader.errors import RPCError
+from rpcdataloader.host.patches import find_patches, is_patch, patch
+from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals
+from rpcdataloader.wire.picklers import (
+    USER_ERRORS,
+    DefinitionPickler,
+    PersistentId,
+    Unpickler,
+    UnresolvedError,
+    adopt,
+)
+
+# Globals that the receiver's module has of its own.
+_OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec__")
+
+
+# Larger ones are sent when they are needed.
+_MAX_REST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A global of the script, or several that contain each other."""
+
+    tokens: tuple[tuple[str, bytes], ...]  # for each name, what tells its value from the one before
+    pickled: bytes  # of a dict of the values by name
+    modules: frozenset[str]  # in which an unpickler looks for functions and classes
+    objects: tuple[int, ...]  # for each name, a number that tells the object from those that it named before
+    order: int  # later definitions have higher numbers
+    on_demand: tuple[str, ...] | None = None  # names that it uses, if it is rebuilt when asked for; None for at once
+    contained: tuple[str, ...] = ()  # those that are parts of it
+
+    def object_of(self, name: str) -> int:
+        """The number of the object that ``name`` means."""
+        return next(number for (each, _token), number in zip(self.tokens, self.objects, strict=True) if each == name)
+
+
+#: Makes an error of a name, what uses it, its value, and the error in pickling that.
+Explain = Callable[[str, str, Any, BaseException], Exception]
+
+#: Tells whether a receiver has had a global of the script, as it is now, since its beginning.
+Have = Callable[[str], bool]
+
+#: Definitions by name; one of several names is there under each.
+Table = Mapping[str, Definition]
+
+
+def merge(one: Table, other: Table) -> Table:
+    """Both tables; where they differ, the later definitions."""
+    return {**one, **{name: each for name, each in other.items() if name not in one or each.order > one[name].order}}
+
+
+class _Part(NamedTuple):
+    """A global by itself."""
+
+    token: bytes
+    pickled: bytes
+    modules: frozenset[str]
+    used: Mapping[str, str]  # names of other globals that it needs, each with what uses it
+    contained: frozenset[str]  # names of those that are there before it is rebuilt
+    number: int
+
+
+class _Script:
+    """The definitions of this process as a client.
+
+    Thread-safe without a lock, as it runs code of the user: threads that collect the same make equal definitions.
+    """
+
+    def __init__(self) -> None:
+        # The object that each name meant last, or a weak reference to it, with a number.
+        self._objects: dict[str, tuple[Callable[[], Any], int]] = {}
+        self._order = itertools.count()
+        self._last: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
+        self._rest: dict[str, tuple[Any, Definition | None]] = {}
+
+    def collect(
+        self,
+        names: Mapping[str, str],
+        explain: Explain,
+        *,
+        reference_of: PersistentId | None = None,
+        have: Have | None = None,
+        with_rest: bool = False,
+        with_patches: bool = False,
+    ) -> Table:
+        """The definitions of ``names``, and of all that they refer to, as they are now.
+
+        Args:
+            names: The names, each with what uses it.
+            explain: Function that makes the error for a global that cannot be pickled.
+            reference_of: Function called with every object; its result replaces the object, None keeps it.
+            have: Tells of which globals the receiver has; None if of none.
+            with_rest: Also give what may be asked for in other ways.
+            with_patches: Also give what the script has changed in libraries; what cannot be sent is left out.
+        """
+        namespace, parts = main_globals(), dict[str, _Part]()
+        for name in [name for name in self._objects if name not in namespace and not is_patch(name)]:
+            self._objects.pop(name, None)
+        view, waiting = _View(namespace, _owners(namespace), reference_of, have), dict(names)
+        if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
+            waiting.setdefault("__package__", "")
+        self._follow(waiting, parts, view, explain)
+        if with_patches:
+            view = view._replace(namespace={**namespace, **(patches := find_patches(namespace))})
+            for name in patches:
+                trial = dict(parts)
+                with contextlib.suppress(*USER_ERRORS):
+                    self._follow({name: ""}, trial, view, explain)
+                    parts = trial
+        found: dict[str, Definition] = {}
+        for name in parts:
+            if name not in found:
+                group = sorted(_circle(name, parts))
+                found |= dict.fromkeys(group, self._definition(group, parts, view))
+        self._last.update(found)
+        return {**self._collect_rest(view), **found} if with_rest else found
+
+    def _follow(self, waiting: dict[str, str], parts: dict[str, _Part], view: _View, explain: Explain) -> None:
+        """Add the globals of these names to ``parts``, and all that they use."""
+        while waiting:
+            name, user = waiting.popitem()
+            if name in parts or name not in view.namespace or name in _OF_EVERY_MODULE:
+                continue
+            if view.have is not None and view.have(name):
+                continue
+            try:
+                parts[name] = self._part(name, view)
+            except RPCError:  # already clear, such as for a reference to an object of another worker
+                raise
+            except USER_ERRORS as error:
+                raise explain(name, user, view.namespace[name], error) from error
+            waiting |= parts[name].used
+
+    def _collect_rest(self, view: _View) -> Table:
+        """What the script defines, but for values that may be large; what cannot be sent is left out."""
+        namespace = view.namespace
+        waiting = [name for name, value in list(namespace.items()) if _may_be_rest(name, value)]
+        names = dict.fromkeys(waiting)
+        while waiting:
+            name = waiting.pop()
+            value, definition = self._rest.get(name, (self, None))
+            if value is not namespace[name]:
+                value, definition = namespace[name], None
+                with contextlib.suppress(*USER_ERRORS):
+                    definition = self._definition_on_demand(self._part(name, view), name)
+                self._rest[name] = value, definition
+            if definition is not None:
+                new = [each for each in definition.contained if each in namespace and each not in names]
+                names |= dict.fromkeys(new)
+                waiting += new
+        found = {name: self._rest[name][1] for name in names}
+        return {name: definition for name, definition in found.items() if definition is not None}
+
+    def _definition_on_demand(self, part: _Part, name: str) -> Definition | None:
+        if len(part.pickled) > _MAX_REST_BYTES:
+            return None
+        used, contained = (*part.used,), (*part.contained,)
+        tokens, numbers = ((name, part.token),), (part.number,)
+        return Definition(tokens, part.pickled, frozenset(), numbers, next(self._order), used, contained)
+
+    def _part(self, name: str, view: _View) -> _Part:
+        number = self._number(name, view.namespace[name])
+        pickled, pickler = view.pickle([name])
+        token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
+        contained = frozenset(pickler.contained)
+        return _Part(token, pickled, frozenset(pickler.modules), pickler.used, contained, number)
+
+    def _number(self, name: str, value: Any) -> int:
+        """The number of the object that ``name`` means: another one after it was bound to another object."""
+        before, number = self._objects.get(name, (None, -1))
+        if before is not None and before() is value:
+            return number
+        try:
+            refer: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            refer = functools.partial(_same, value)
+        self._objects[name] = refer, number + 1
+        return number + 1
+
+    def _definition(self, group: list[str], parts: Mapping[str, _Part], view: _View) -> Definition:
+        tokens = tuple((name, parts[name].token) for name in group)
+        if (last := self._last.get(group[0])) is not None and last.tokens == tokens:
+            return last
+        pickled = parts[group[0]].pickled if len(group) == 1 else view.pickle(group)[0]
+        modules = frozenset[str]().union(*(parts[name].modules for name in group))
+        numbers = tuple(parts[name].number for name in group)
+        return Definition(tokens, pickled, modules, numbers, next(self._order))
+
+
+class _View(NamedTuple):
+    """The globals, and how they refer to others."""
+
+    namespace: Mapping[str, Any]
+    owners: Mapping[int, str]
+    reference_of: PersistentId | None
+    have: Have | None
+
+    def pickle(self, names: Sequence[str]) -> tuple[bytes, DefinitionPickler]:
+        """Pickle some of them together."""
+        file = io.BytesIO()
+        pickler = DefinitionPickler(file, names, self.owners, self.reference_of)
+        pickler.dump({name: self.namespace[name] for name in names})
+        return file.getvalue(), pickler
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _may_be_rest(name: str, value: Any) -> bool:
+    if isinstance(value, (types.FunctionType, type, CachedFunction)):
+        return is_of_main(value)
+    return not name.startswith("_") and (value is None or type(value) in (bool, int, float, str))
+
+
+def _owners(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Names of the objects that only one global should own, by their ids: globals, and variables of closures."""
+    owners: dict[int, str] = {}
+    for name, value in list(namespace.items()):
+        if isinstance(value, (types.ModuleType, str, bytes, int, float, complex, bool, type(None), tuple, type)):
+            continue
+        owners.setdefault(id(value), name)
+        if isinstance(value, types.FunctionType):
+            for number, cell in enumerate(value.__closure__ or ()):
+                owners.setdefault(id(cell), f"{name}.{number}")
+    return owners
+
+
+def _circle(name: str, parts: Mapping[str, _Part]) -> set[str]:
+    """The globals that contain ``name``, and are contained in it."""
+    return {other for other in _reachable(name, parts) if name in _reachable(other, parts)} | {name}
+
+
+def _reachable(name: str, parts: Mapping[str, _Part]) -> set[str]:
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for other in parts[waiting.pop()].contained & parts.keys() - found:
+            found.add(other)
+            waiting.append(other)
+    return found
+
+
+script = _Script()
+
+
+def prefix(definitions: Iterable[Definition]) -> bytes:
+    """What comes before the pickle of a message, so that loading it first adopts the definitions."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5)
+    pickler.fast = True  # no memo, on whose numbers the pickle that follows would depend
+    pickler.dump(_Adopt(pickle.dumps([(each.tokens, each.pickled, each.on_demand) for each in definitions], 5)))
+    return file.getvalue()[:-1] + pickle.POP
+
+
+class _Adopt:
+    def __init__(self, pickled: bytes) -> None:
+        self.pickled = pickled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return adopt, (self.pickled,)
+
+
+# Smaller definitions are sent to each worker. It has inherited most of them, and then skips them; but a session may get
+# others between the request for a worker and the fork.
+_MIN_INHERITED_BYTES = 1 << 16
+
+
+class Known:
+    """What one process of a server has of the definitions, as far as its client knows.
+
+    With a lock of the caller held.
+
+    Args:
+        have: Tells of which globals it has since its beginning.
+    """
+
+    def __init__(self, have: Have = lambda _name: False) -> None:
+        self._have = have
+        self._tokens: dict[str, bytes] = {}  # of what has arrived
+        self._sent: dict[str, bytes] = {}  # of what was sent last
+        self._large: set[str] = set()
+
+    def inherit(self) -> Known:
+        """What a process has that is forked from this one later."""
+        child = Known(self._have)
+        child._tokens = {name: token for name, token in self._tokens.items() if name in self._large}
+        return child
+
+    def lacking(self, table: Table) -> list[Definition]:
+        """The definitions that the process may lack."""
+        found = dict.fromkeys(table.values())
+        return [each for each in found if any(self._tokens.get(name) != token for name, token in self._new(each))]
+
+    def _new(self, definition: Definition) -> list[tuple[str, bytes]]:
+        return [each for each in definition.tokens if not self._have(each[0])]
+
+    def sending(self, definitions: Iterable[Definition]) -> None:
+        """Note that definitions are sent: until they have arrived, the process may have these or others."""
+        for each in definitions:
+            for name, token in each.tokens:
+                self._tokens.pop(name, None)
+                self._sent[name] = token
+
+    def arrived(self, definitions: Iterable[Definition]) -> None:
+        """Note that the process has used a message with these definitions."""
+        for each in definitions:
+            for name, token in each.tokens:
+                if self._sent.get(name) == token and each.on_demand is None:
+                    self._tokens[name] = token
+                    (self._large.add if len(each.pickled) >= _MIN_INHERITED_BYTES else self._large.discard)(name)
+
+
+# The receiver's side
+
+
+class _Adopted:
+    """The definitions of a client in this process, which serves it; for one thread at a time.
+
+    Attributes:
+        tokens: Tokens of the present values by name.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, bytes] = {}
+        self._pending: dict[str, _Sent] = {}
+        self._on_demand: dict[str, _Sent] = {}
+        self._main: types.ModuleType | None = None
+        self._resolve: Callable[[Any], Any] | None = None  # of the present message
+
+    def adopt(self, pickled: bytes, resolve: Callable[[Any], Any] | None = None) -> None:
+        """Put definitions into ``__main__``, which is a new module from the first ones on.
+
+        Args:
+            resolve: Function that returns the object for a result of ``reference_of``.
+        """
+        if self._main is None or sys.modules.get("__main__") is not self._main:
+            self._main = types.ModuleType("__main__")
+            own = {"__builtins__": builtins, "__getattr__": self._demand, "globals": self._demand_all}
+            vars(self._main).update(own)
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = self._main
+        for tokens, content, used in pickle.loads(pickled):
+            names = [name for name, _token in tokens]
+            sent = _Sent(tokens, content, used)
+            if used is not None:
+                self._on_demand[names[0]] = sent
+            elif any(self.tokens.get(name) != token for name, token in tokens):
+                self._pending |= dict.fromkeys(names, sent)
+        self._resolve = resolve
+        try:
+            while self._pending:
+                self._load(self._pending, next(iter(self._pending)))
+        finally:
+            self._pending.clear()
+            self._resolve = None
+
+    def own_main(self) -> None:
+        """Put definitions into the present ``__main__``, as this process has run the script, or is a fork of it."""
+        self._main = sys.modules["__main__"]
+
+    def find(self, name: str) -> Any:
+        """The object of a dotted name."""
+        root = name.partition(".")[0]
+        if root in self._pending:
+            self._load(self._pending, root)
+        return attrgetter(name)(sys.modules["__main__"])
+
+    def _refer(self, reference: Any) -> Any:
+        """What stands in a definition for another one, or for an object held elsewhere."""
+        if isinstance(reference, str):
+            return self.find(reference)
+        if self._resolve is None:
+            raise pickle.UnpicklingError(f"a definition refers to {reference}, which cannot be found here")
+        return self._resolve(reference)
+
+    def _demand(self, name: str) -> Any:
+        """An attribute of ``__main__`` that is not there yet."""
+        if name in self._on_demand:
+            used = self._load(self._on_demand, name)
+            for each in used or ():
+                if each in self._on_demand and each not in main_globals():
+                    self._demand(each)
+        if name not in main_globals():
+            raise AttributeError(f"module '__main__' has no attribute {name!r} here, and the script sent none")
+        return main_globals()[name]
+
+    def _demand_all(self) -> dict[str, Any]:
+        """The globals, with all that can be rebuilt here."""
+        for name in list(self._on_demand):
+            if name not in main_globals():
+                with contextlib.suppress(*USER_ERRORS):
+                    self._demand(name)
+        self._on_demand.clear()
+        return main_globals()
+
+    def _load(self, where: dict[str, _Sent], name: str) -> tuple[str, ...] | None:
+        tokens, content, used = where[name]
+        for each, _token in tokens:
+            where.pop(each, None)
+        unpickler = Unpickler(io.BytesIO(content))
+        unpickler.find, unpickler.resolve = self.find, self._refer
+        try:
+            values = unpickler.load()
+        except UnresolvedError as unresolved:
+            raise unresolved.error from unresolved.error.__cause__
+        for each, token in tokens:
+            if self.tokens.get(each) != token:
+                if is_patch(each):
+                    patch(each, values[each])
+                else:
+                    main_globals()[each] = values[each]
+                self.tokens[each] = token
+        return used
+
+
+class _Sent(NamedTuple):
+    """A definition as it was received."""
+
+    tokens: tuple[tuple[str, bytes], ...]
+    content: bytes
+    used: tuple[str, ...] | None
+
+
+adopted = _Adopted()

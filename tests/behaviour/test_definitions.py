@@ -1,0 +1,291 @@
+"""What a script defines, and changes: what reaches whom, and when."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.zygote import Script
+
+BEGIN = """
+import sys
+from torch.utils.data import Dataset
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+
+address = sys.argv[1]
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+def load(dataset, **options):
+    options = {"batch_size": 2, "collate_fn": list, "num_workers": 1, **options}
+    workers = {} if isinstance(dataset, RPCDataset) else {"workers": address}
+    return RPCDataloader(dataset, **workers, **options)
+
+def call(function, *args):
+    return rpc_async(address, function, args).wait()
+"""
+
+
+@pytest.fixture
+def passes(zygote, shared_server):
+    """Run a script, whose assertions hold."""
+
+    def run(source: str) -> Script:
+        ended = zygote.start(BEGIN + source, shared_server.address, ends_quickly=True).wait(60)
+        assert ended.status == 0, ended.errors
+        return ended
+
+    return run
+
+
+def test_change_during_a_pass_reaches_the_next_one_and_workers_that_are_replaced_in_this_one_do_not_see_it(passes):
+    passes("""
+import os
+
+scale, script = 1, sys.argv[0]
+
+class Scaled(Numbers):
+    def __getitem__(self, index):
+        if index == 2 and os.path.exists(script):
+            os.remove(script)  # once
+            os._exit(1)
+        return index * scale
+
+loader = load(Scaled(), collate_fn=lambda samples: (samples, scale), prefetch_factor=1)
+batches = iter(loader)
+scale = 10
+assert list(batches) == [([0, 1], 1), ([2, 3], 1)]
+assert not os.path.exists(script)
+assert list(loader) == [([0, 10], 10), ([20, 30], 10)]
+""")
+
+
+def test_change_that_follows_the_beginning_of_a_pass_at_once_does_not_reach_its_workers(passes):
+    passes("""
+scale = 1
+
+class Scaled(Numbers):
+    def __getitem__(self, index):
+        return index * scale
+
+first = load(Scaled())
+batches = iter(first)
+scale = 10
+other = RPCDataset(address, Scaled)  # brings the change into the session from which workers of the first are forked
+assert list(load(other)) == [[0, 10], [20, 30]]
+assert list(batches) == [[0, 1], [2, 3]]
+""")
+
+
+def test_persistent_workers_keep_what_they_have(passes):
+    passes("""
+scale = 1
+
+class Scaled(Numbers):
+    def __getitem__(self, index):
+        return index * scale
+
+loader = load(Scaled(), persistent_workers=True)
+assert list(loader) == [[0, 1], [2, 3]]
+scale = 10
+assert list(loader) == [[0, 1], [2, 3]]
+assert list(load(Scaled())) == [[0, 10], [20, 30]]
+""")
+
+
+def test_calls_change_what_later_calls_find_and_bring_what_the_script_has_changed(passes):
+    passes("""
+entries, factor = {}, 2
+
+def put(name, value):
+    global latest
+    entries[name] = latest = value
+
+def get():
+    return entries, latest, factor
+
+call(put, "a", 1)
+assert call(get) == ({"a": 1}, 1, 2)
+factor = 3
+call(put, "b", 2)
+assert call(get) == ({"a": 1, "b": 2}, 2, 3)
+entries = {"c": 3}
+assert call(get) == ({"c": 3}, 2, 3)
+def get():
+    return "other", entries
+assert call(get) == ("other", {"c": 3})
+""")
+
+
+def test_of_a_class_only_those_attributes_are_set_that_the_script_has_changed(passes):
+    passes("""
+class Table:
+    numbers, epoch, removed = {}, 0, 1
+
+class Fills(Numbers):
+    def __init__(self):
+        Table.numbers[1] = "one"
+
+    def __getitem__(self, index):
+        return Table.numbers.get(index), Table.epoch, hasattr(Table, "removed")
+
+dataset = RPCDataset(address, Fills)
+for epoch in range(3):
+    Table.epoch = epoch
+    if epoch == 2:
+        del Table.removed
+    assert list(load(dataset))[0] == [(None, epoch, epoch < 2), ("one", epoch, epoch < 2)]
+""")
+
+
+def test_second_dataset_of_a_script_leaves_the_first_as_it_is(passes):
+    passes("""
+class Vocabulary:
+    words = []
+
+class Texts(Numbers):
+    def __init__(self, word):
+        Vocabulary.words.append(word)
+
+    def __getitem__(self, index):
+        return list(Vocabulary.words)
+
+first = RPCDataset(address, Texts, "a")
+loader = load(first)
+assert list(loader) == [[["a"]] * 2] * 2
+second = RPCDataset(address, Texts, "b")  # they are of one class, and one process, as in the script
+assert list(loader) == list(load(second)) == [[["a", "b"]] * 2] * 2
+""")
+
+
+def test_equal_instance_of_a_class_that_was_defined_again_is_of_the_new_one(passes):
+    passes("""
+loaders = []
+for factor in (1, 10):
+    exec(f"class Scaled(Numbers):\\n    def __getitem__(self, index):\\n        return index * {factor}")
+    loaders.append(load(Scaled()))
+    assert list(loaders[-1]) == [[0, factor], [2 * factor, 3 * factor]]
+""")
+
+
+def test_what_comes_back_is_the_object_of_the_script(passes):
+    passes("""
+MISSING = object()
+before = MISSING, Numbers, call
+
+def identity(value):
+    return value
+
+for value in before:
+    assert call(identity, value) is value
+assert (MISSING, Numbers, call) == before
+""")
+
+
+def test_local_class_is_one_in_all_messages_and_keeps_what_a_worker_has_set(passes):
+    passes("""
+def main():
+    class Local(Numbers):
+        seen = []
+
+        def __getitem__(self, index):
+            Local.seen.append(index)
+            return index
+
+    def collate(samples):
+        return samples, list(Local.seen)
+
+    assert list(load(Local(), collate_fn=collate)) == [([0, 1], [0, 1]), ([2, 3], [0, 1, 2, 3])]
+    assert Local.seen == []
+
+main()
+""")
+
+
+def test_large_global_travels_once_and_small_calls_stay_small(passes):
+    passes("""
+import numpy as np
+from rpcdataloader.client import connection
+
+sizes = []
+with_lacking = connection.Connection._with_lacking
+
+def measure(self, content, request):
+    content = with_lacking(self, content, request)
+    sizes.append(len(content.payload))
+    return content
+
+connection.Connection._with_lacking = measure
+
+LARGE = np.arange(1 << 20)
+
+class Rows(Numbers):
+    def __getitem__(self, index):
+        return int(LARGE[index])
+
+def get(index):
+    return int(LARGE[index])
+
+dataset = RPCDataset(address, Rows)
+for _epoch in range(2):
+    assert list(load(dataset)) == [[0, 1], [2, 3]]
+assert [call(get, number) for number in range(3)] == [0, 1, 2]
+assert sum(size > 1 << 20 for size in sizes) == 1, sizes
+assert max(sizes[-2:]) < 400, sizes
+""")
+
+
+def test_references_among_the_globals_are_their_objects_in_the_worker(passes):
+    passes("""
+held = rpc_async(address, dict, rref=True).wait()
+
+def put(value):
+    held["value"] = value
+    return len(held)
+
+assert call(put, 1) == 1
+assert call(lambda: dict(held)) == {"value": 1}
+
+dataset = RPCDataset(address, Numbers)
+assert list(load(dataset, collate_fn=lambda samples: (samples, dataset[0]))) == [([0, 1], 0), ([2, 3], 0)]
+""")
+
+
+UNSENDABLE = """
+import sqlite3
+
+DATABASE = sqlite3.connect(":memory:")
+
+class Reader:
+    handle = DATABASE
+
+class Rows(Numbers):
+    def __getitem__(self, index):
+        {}
+
+try:
+    RPCDataset(address, Rows)
+except Exception as error:
+    sys.stdout.write(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        ("return DATABASE.execute('')", r"global DATABASE, which Rows.__getitem__ uses, is a sqlite3.Connection"),
+        ("return (lambda: DATABASE)()", r"global DATABASE, which Rows.__getitem__ uses, is a sqlite3.Connection"),
+        ("return Reader()", r"script's Reader, which Rows.__getitem__ uses, .*: Reader.handle is a sqlite3.Connection"),
+    ],
+)
+def test_global_that_cannot_be_sent_is_named_with_its_user_and_what_to_do(passes, use, text):
+    found = passes(UNSENDABLE.format(use)).output
+    assert re.search(text, found), found
+    assert "where it is used first" in found
+    assert "RPCDataset(" not in found  # which the script does

@@ -1,0 +1,111 @@
+"""Workers run the modules of the script as the script has imported them, whenever and wherever they import them."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+SOURCE = """
+from torch.utils.data import Dataset
+
+
+class Scaled(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index * {factor}
+"""
+
+_numbers = itertools.count()
+
+
+class Edited:
+    """A module of the user that is edited while the script runs."""
+
+    def __init__(self, folder):
+        self.name = f"edited{next(_numbers)}_{os.getpid()}"
+        self.path = folder / f"{self.name}.py"
+
+    def write(self, factor):
+        self.path.write_text(SOURCE.format(factor=factor))
+        os.utime(self.path, (factor, factor))
+        importlib.invalidate_caches()
+
+    def load(self):
+        return importlib.import_module(self.name)
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = Edited(tmp_path)
+    found.write(1)
+    yield found
+    sys.modules.pop(found.name, None)
+
+
+def batches(loader):
+    (batch,) = loader
+    return batch.tolist()
+
+
+def loaded(dataset, address):
+    """What an instance gives, and an RPCDataset."""
+    built = RPCDataset(address, type(dataset))
+    return batches(RPCDataloader(dataset, 3, workers=address)), batches(RPCDataloader(built, 3))
+
+
+def test_folders_that_a_script_adds_to_its_path_later_reach_sessions_that_are_there(serve, tmp_path, monkeypatch):
+    address = serve("--num-workers", "2").address
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        module = Edited(folder)
+        module.write(2)
+        monkeypatch.syspath_prepend(folder)
+        assert loaded(module.load().Scaled(), address) == ([0, 2, 4], [0, 2, 4])
+
+
+def test_reloaded_module_reaches_new_workers_and_instances_that_look_the_same(serve, edited):
+    address = serve("--num-workers", "2").address
+    module = edited.load()
+    before = RPCDataloader(module.Scaled(), 3, workers=address)
+    assert batches(before) == [0, 1, 2]
+    edited.write(10)
+    assert loaded(module.Scaled(), address) == ([0, 1, 2], [0, 1, 2])  # the script has the old one, too
+    importlib.reload(module)
+    assert loaded(module.Scaled(), address) == ([0, 10, 20], [0, 10, 20])
+
+
+@pytest.mark.parametrize("is_preloaded", [False, True])
+def test_node_server_that_has_other_code_than_the_script_uses_that_of_the_script(serve, edited, caplog, is_preloaded):
+    module = edited.load()
+    first = serve("--num-workers", "1").address
+    assert batches(RPCDataloader(module.Scaled(), 3, workers=first)) == [0, 1, 2]
+    edited.write(10)
+    before = f"sys.path.insert(0, {str(edited.path.parent)!r})"
+    later = serve("--num-workers", "1", *["--preload", edited.name] * is_preloaded, before=before)
+    assert loaded(module.Scaled(), later.address) == ([0, 1, 2], [0, 1, 2])
+    if not is_preloaded:
+        assert f"{edited.path} was edited since the script imported it" in caplog.text
+
+
+def test_module_of_another_folder_is_that_of_the_node_which_says_so(serve, edited, tmp_path, caplog):
+    module = edited.load()
+    elsewhere = tmp_path / "node"
+    elsewhere.mkdir()
+    (elsewhere / edited.path.name).write_text(SOURCE.format(factor=7))
+    before = f"sys.path.insert(0, {str(elsewhere)!r})"
+    address = serve("--num-workers", "1", "--preload", edited.name, before=before).address
+    assert batches(RPCDataloader(module.Scaled(), 3, workers=address)) == [0, 7, 14]
+    assert f"module {edited.name} of {elsewhere}" in caplog.text

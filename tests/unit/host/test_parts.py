@@ -1,0 +1,63 @@
+"""Which objects of a dataset are found, and where; in workers, see ``tests/behaviour/test_idioms.py``."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+from torch.utils.data import ConcatDataset, Subset
+
+from rpcdataloader.host.parts import find_parts, find_shared, follow, set_shared
+from tests.support.datasets import Numbers
+
+
+class OwnState:
+    """Leaves a part of itself out of its pickle."""
+
+    def __init__(self):
+        self.kept, self.left_out = [1], [2]
+
+    def __getstate__(self):
+        return {"kept": self.kept}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+
+
+def test_each_part_has_its_place_in_a_copy():
+    first, second = Numbers(3), Numbers(4)
+    first.table = {"names": ["a"], 5: second}
+    whole = ConcatDataset([Subset(first, [0, 2]), second])
+    copy = pickle.loads(pickle.dumps(whole))
+    parts = find_parts(whole)
+    assert all(type(follow(copy, path)) is type(part) for part, path in parts.values())
+    assert follow(copy, parts[id(first)][1]) is copy.datasets[0].dataset
+    assert follow(copy, parts[id(second)][1]) is copy.datasets[1]
+    assert follow(copy, parts[id(first.table["names"])][1]) is copy.datasets[0].dataset.table["names"]
+
+
+def test_what_a_copy_may_lack_is_no_part():
+    whole = Numbers(3)
+    whole.owner = OwnState()
+    assert id(whole.owner) in find_parts(whole)
+    assert id(whole.owner.left_out) not in find_parts(whole)
+
+
+def test_search_ends_in_large_datasets_and_cycles():
+    whole = Numbers(3)
+    whole.itself, whole.samples = whole, [[number] for number in range(100_000)]
+    assert len(find_parts(whole)) < 20_000
+
+
+def test_small_shared_tensors_of_a_copy_take_the_values_of_now():
+    whole = Numbers(3)
+    whole.owner = OwnState()
+    whole.owner.kept.append(torch.zeros(()).share_memory_())
+    whole.large, whole.own = torch.zeros(10_000).share_memory_(), torch.zeros(2)
+    whole.owner.left_out.append(torch.zeros(2).share_memory_())
+    copy = pickle.loads(pickle.dumps(whole))
+    whole.owner.kept[1].fill_(7)
+    found = find_shared(whole)
+    assert len(found) == 2
+    set_shared(copy, found)
+    assert copy.owner.kept[1] == 7
