@@ -159,6 +159,9 @@ class LocalSession(Session):
             return lambda: self._recipes[build.key]
         return super()._parts_of(build, blocks)
 
+    def _warn_of_threads(self) -> None:
+        """Not of those of libraries, which torch's workers lack, too."""
+
     def _row_of(self, event: events.WorkerConnection) -> Row:  # noqa: ARG002
         return self._context.counters.open()
 

@@ -15,6 +15,7 @@ import pickle
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from multiprocessing.spawn import get_preparation_data
 from operator import attrgetter
@@ -382,8 +383,10 @@ class DefinitionPickler(RequestPickler):
         super().__init__(file, None, None, OF_DEFINITIONS)
         self.contained: set[str] = set()
         self._names, self._owners, self._reference_of = names, owners, reference_of
+        # An attribute, which a search for what cannot be pickled may replace; without a reference to itself.
+        self.persistent_id = functools.partial(DefinitionPickler._refer, weakref.proxy(self))
 
-    def persistent_id(self, obj: Any) -> Any:
+    def _refer(self, obj: Any) -> Any:
         """What stands for an object that belongs to another global, or is held elsewhere."""
         name = self._owners.get(id(obj))
         if name is not None and type(obj) is not types.CellType and self._may_name(name):
