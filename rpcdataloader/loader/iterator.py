@@ -42,6 +42,11 @@ from rpcdataloader.wire.status import LoopStatus
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
 RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
+REPLACED = (
+    "load_state_dict() was called while this iterator was in the middle of its pass, which is not that of the state, "
+    "nor counted by state_dict() any more: go on with iter(loader), which begins where the state was saved"
+)
+
 # Seconds outside of ``next`` after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
 
@@ -81,6 +86,7 @@ class PassIterator(ABC):
 
         Raises:
             StopIteration: The sampler is at its end, and every batch was delivered.
+            LocalProtocolError: A state was loaded into the loader since this iterator began.
             RuntimeError: No batch came within the loader's timeout.
             ConnectionLostError: All workers are lost and none came back in time, or a batch has ended too many workers.
             Exception: An exception of the dataset, the collate function or the init function on a worker.
@@ -90,6 +96,8 @@ class PassIterator(ABC):
         progress = self.progress
         try:
             with self._turn:
+                if progress.is_replaced and not progress.finished:
+                    raise LocalProtocolError(REPLACED)
                 while True:
                     progress.settle()
                     if not self._held:

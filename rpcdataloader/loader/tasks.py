@@ -233,6 +233,7 @@ class Progress:
     # True while no batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
     in_step: bool = True
     finished: bool = False
+    is_replaced: bool = False  # True while the loader has a state from which another pass is to go on
     # State at the beginning of the pass: generators, rank and samplers.
     start: dict[str, Any] = field(default_factory=dict)
     end: int | None = None  # number of batches of the sampler, once it is at its end

@@ -168,7 +168,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     def _captured_state(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives the present state."""
-        if self._progress is None:
+        if self._saved is not None or self._progress is None:
             return lambda: dict(self._saved or {"version": VERSION})
         settings, progress = self._progress
         now = progress.copy()
@@ -179,7 +179,8 @@ class LoaderTools(DataLoader[_T_co]):
 
         Map-style datasets may have another number of workers; iterable-style ones get the same number as before.
         Delivered samples are not loaded again, and the global generators of this process stay as they are. A state from
-        the end of an epoch lets the next one begin.
+        the end of an epoch lets the next one begin. An iterator from before raises a
+        :class:`~rpcdataloader.errors.LocalProtocolError` until the next one has begun.
 
         Args:
             state_dict: Result of :meth:`state_dict` on this rank; or a list of the results on all ranks, as from
@@ -197,7 +198,8 @@ class LoaderTools(DataLoader[_T_co]):
         if state.get("finished"):
             end_pass(settings, state)
         self._saved = copy.deepcopy(state)
-        self._progress = None
+        if self._progress is not None:
+            self._progress[1].is_replaced = True
 
     def _check_can_resume(self) -> None:
         if self._where is None:

@@ -625,6 +625,45 @@ def test_state_stays_as_it_was_when_the_loader_goes_on():
         assert through_json(state) == before
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("where", ["inline", "workers"])
+def test_iterator_from_before_a_state_was_loaded_is_refused_until_another_has_begun(address, where, persistent):
+    def make(size=SIZE):
+        where_to = {"inline": "inline", "workers": address}[where]
+        return RPCDataloader(Numbers(size), 2, shuffle=True, workers=where_to, persistent_workers=persistent)
+
+    first, loader = make(), make()
+    expected = list(itertools.islice(first, 4))
+    state = first.state_dict()
+    for num_before in 0, 3:  # load_state_dict between iter and the first batch, and between two batches
+        open_before = iter(loader)
+        list(itertools.islice(open_before, num_before))
+        for _twice in range(2):
+            loader.load_state_dict(state)
+            with pytest.raises(LocalProtocolError, match=r"load_state_dict\(\) was called while .* go on with iter"):
+                next(open_before)
+            assert through_json(loader.state_dict()) == through_json(state)
+        rest = list(loader)
+        assert sorted(torch.cat([*expected, *rest]).tolist()) == list(range(SIZE))
+        assert loader.state_dict()["num_batches"] == SIZE // 2
+    if not persistent:  # whose iterators are one, as torch's
+        loader = make()
+        other = iter(loader)
+        begun = list(itertools.islice(other, 3))
+        loader.load_state_dict(state)
+        again = iter(loader)
+        assert len(list(other)) == SIZE // 2 - len(begun), "an iterator beside that of the state goes on, as any"
+        assert len(list(again)) == SIZE // 2 - 4
+
+
+def test_end_of_a_pass_stays_its_end_when_a_state_is_loaded():
+    loader = RPCDataloader(Numbers(SIZE), 2, workers="inline")
+    batches = iter(loader)
+    list(batches)
+    loader.load_state_dict(loader.state_dict())
+    assert next(batches, None) is None
+
+
 # What does not fit
 
 
