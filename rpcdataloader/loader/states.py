@@ -22,7 +22,7 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.samples import stopped
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.host.state import get_states, set_states, states_from_plain, states_to_plain
+from rpcdataloader.host.state import get_states, has_state, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, Source, order_of
 from rpcdataloader.loader.settings import PassSettings
@@ -345,4 +345,4 @@ def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[]
 def _is_stateful(value: Any) -> bool:
     # Ours knows its position, or cannot know it.
     is_ours = isinstance(value, ResumableDistributedSampler)
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not is_ours
+    return has_state(value) and not is_ours

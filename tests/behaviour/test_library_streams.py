@@ -88,7 +88,7 @@ class Graph(IterableDataset):
             step = int(os.environ["WORLD_SIZE"]) * info.num_workers
             source = nodes.IterableWrapper([{"number": number} for number in NUMBERS[first::step]])
             mapper = nodes.ParallelMapper(source, stamp, num_workers=2, method="thread")
-            self.loader = nodes.Loader(nodes.Prefetcher(mapper, 4))
+            self.loader = nodes.Loader(nodes.Prefetcher(mapper, 4), restart_on_stop_iteration=False)
         return self.loader
 
     def __iter__(self):
