@@ -70,13 +70,14 @@ class LoadedState:
             True if a later iteration has begun at the loaded position; the next one begins at the beginning.
         """
         try:
-            now = {**_parts(dataset.state_dict()), "ended": ended}
+            # At the end, a dataset may have counted an epoch.
+            now = {"ended": True} if ended else {**_parts(dataset.state_dict()), "ended": False}
         except Exception:
             logger.debug("cannot tell whether a loaded state still holds", exc_info=True)
             now = {"unknown": object()}
         if self._first is None:
-            moved = {name: part for name, part in now.items() if self._saved.get(name, False) != part}
-            self._first = moved or now
+            moved = {name: part for name, part in now.items() if self._saved.get(name) != part}
+            self._first = moved if len(moved) > 1 else now
             return False
         if any(now.get(name) != part for name, part in self._first.items()):
             return False

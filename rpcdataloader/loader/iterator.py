@@ -393,21 +393,22 @@ class InlineIterator(PassIterator):
         self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
         if saved is not None:
             check_one_stream(saved)
+        # At most one: from the sampler, and loaded, until it is held.
+        self._tasks: list[Task] = []
+        self._loaded: list[Answer] = []
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
+            if self._pass.source.knows_states:
+                self._draw()
         kind = StreamLoader if settings.iterable else BatchLoader
         stream = self.progress.streams[0] if settings.iterable else None
         spec = dataclasses.replace(loader_spec(settings, self._pass, 0, 1, stream), **functions_of(settings))
         self._loader = kind(dataset, spec, None, inline=True)
-        # At most one: from the sampler, and loaded, until it is held.
-        self._tasks: list[Task] = []
-        self._loaded: list[Answer] = []
 
     def _next(self) -> None:
         began = time.monotonic()
         # Each in one step: a signal handler may raise between two, and the batch would be lost.
-        if not self._tasks:
-            self._tasks.extend(map(next, (self._pass.source,)))
+        self._draw()
         if not self._loaded:
             self._loaded.extend(map(self._load, self._tasks))
         answer = self._loaded[0] if self._loaded else None
@@ -429,6 +430,12 @@ class InlineIterator(PassIterator):
         # Without a call in between.
         self._held += ((answer, returned),)
         self._tasks, self._loaded = [], []
+
+    def _draw(self) -> None:
+        """Draw the next task, and learn whether it is the last one, for a state."""
+        if not self._tasks:
+            self._tasks.extend(map(next, (self._pass.source,)))
+        self._pass.source.find_end()
 
     def _load(self, task: Task) -> Answer:
         answer = Answer()
@@ -460,4 +467,6 @@ class InlineIterator(PassIterator):
         self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
         self._tasks, self._loaded, self._held = [], [], ()
         self._loader.start_epoch(self.progress.epoch, self._pass.first)
+        if self._pass.source.knows_states:
+            self._draw()
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,10 @@ from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
     begin_sampler,
     capture_start,
+    end_pass,
+    end_source,
+    has_first,
+    is_at_end,
     is_midway,
     progress_of,
     restore_start,
@@ -63,19 +69,20 @@ def begin_pass(
         ValueError: The state does not fit this loader.
     """
     if saved is not None and saved["finished"]:
-        if isinstance(settings.sampler, Source) and saved["sampler"]:
-            # Which has not been told of the end, and keeps its seed, too.
-            settings.sampler.load_state_dict({**saved["sampler"]["sampler"], "finished": True})
+        end_source(settings, saved)
         before, saved = (saved["base_seed"], saved["epoch"]), None
     start = capture_start(settings) if saved is None else restore_start(settings, saved)
     first, ranks = 0, (settings.partition.rank, settings.partition.world_size)
     if (sampler := settings.resumable) is not None:
         first, ranks = sampler.start, (sampler.rank, sampler.num_replicas)
-    state = None
-    # The end of an epoch may be that of another sampler.
-    if saved is not None and (is_midway(saved) or isinstance(settings.sampler, Source)):
-        state = saved["sampler"]
-    samples = begin_sampler(settings, state)
+    state, nothing_left = None, False
+    # The end of an epoch may be that of another sampler, and so may its beginning.
+    if saved is not None:
+        uses_first = has_first(settings, saved)
+        if is_midway(saved) or isinstance(settings.sampler, Source) or uses_first:
+            state = saved["sampler"]
+        nothing_left = is_at_end(saved, start, uses_first=uses_first)
+    samples = iter(()) if nothing_left else begin_sampler(settings, state)
     if before is None and (saved is None or saved["epoch"] == 0):
         before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
     get_state, is_ready = sampler_state(settings, samples), getattr(samples, "is_ready", None)
@@ -88,7 +95,18 @@ def begin_pass(
             progress.sampler = get_state()
     else:
         progress = progress_of(saved, start)
-        samples = skip_delivered(settings, progress, saved, samples)
+        if state is None:
+            progress.first = None
+        if nothing_left:
+            end_pass(settings, saved)
+            end_source(settings, saved)
+            if settings.resumable is not None:
+                settings.resumable.start = 0
+            progress.end = saved["end"]
+            if progress.first is not None:
+                get_state = functools.partial(operator.itemgetter(1), progress.first)
+        else:
+            samples = skip_delivered(settings, progress, saved, samples)
     source = TaskSource(
         samples,
         auto_collation=settings.auto_collation,
@@ -99,6 +117,7 @@ def begin_pass(
         get_state=get_state,
         makes_requests=makes_requests,
         is_ready=is_ready,
+        drawn=[] if progress.first is None else [progress.first[0]],
     )
     # Samplers choose their order at the first batch, before which the script may draw. Workers are requested before it.
     is_drawn_later = makes_requests and saved is None

@@ -8,9 +8,6 @@ state of its own, as torchdata's, is queried after each batch and skips nothing.
 
 from __future__ import annotations
 
-import collections
-import copy
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,21 +17,22 @@ import torch
 
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
-from rpcdataloader.fetch.samples import stopped
+from rpcdataloader.fetch.samples import is_batch, stopped
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.state import get_states, has_state, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
+from rpcdataloader.loader.plain import StateCopier, from_plain, is_plain, to_plain
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, Source, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
 
 logger = logging.getLogger("rpcdataloader.loader")
 
-# Version 1 had neither ranks nor samplers.
-VERSION = 2
+# Version 1 had neither ranks nor samplers; version 2 had no state before the first batch of a sampler with a state.
+VERSION = 3
 
 # Fields of a progress that a state has as they are.
-_PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "num_skipped", "finished", "sampler")
+_PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "num_skipped", "finished")
 
 
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
@@ -46,24 +44,32 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         # Position of all ranks together in the order.
         consumed = order["start"] + progress.num_samples * sampler.num_replicas
         order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
+    sampler_state, first = progress.sampler, None
+    if sampler_state is None and progress.first is not None and is_plain(indices := to_plain(progress.first[0])):
+        # Before the first batch is delivered: the state after it, and that batch itself.
+        first, sampler_state = indices, progress.first[1]
     return {
         "version": VERSION,
         **{name: getattr(progress, name) for name in _PLAIN},
-        "sampler": _to_plain(progress.sampler),
-        "ahead": {str(number): [*batch, _to_plain(state)] for number, (*batch, state) in progress.ahead.items()},
-        "streams": [list(stream[:-1]) for stream in progress.streams],
+        "sampler": _plain_states(sampler_state),
+        "first": first,
+        "ahead": {str(number): [*batch, _plain_states(state)] for number, (*batch, state) in progress.ahead.items()},
+        "streams": [[*counts, owner, to_plain(state), ended] for *counts, owner, state, ended, _ in progress.streams],
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
         "in_step": progress.in_step and settings.in_order,
         # Nothing is left, though the consumer has not reached the end.
         "whole": progress.in_step and progress.num_batches == progress.end,
+        "end": progress.end,
         "generators": _generator_states(settings),
         "start": {**progress.start, "order": order},
     }
 
 
-def _to_plain(sampler: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _plain_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """States of a sampler and its iterator, of which some were captured only."""
-    return None if sampler is None else {name: state() if callable(state) else state for name, state in sampler.items()}
+    if states is None:
+        return None
+    return {name: to_plain(state() if callable(state) else state) for name, state in states.items()}
 
 
 def _check_version(state: Any) -> None:
@@ -126,6 +132,38 @@ def is_midway(state: Mapping[str, Any]) -> bool:
         return False
     order = state["start"]["order"]
     return bool(state["num_batches"] or state["ahead"] or (order is not None and order["start"]))
+
+
+def is_before_first(state: Mapping[str, Any]) -> bool:
+    """Whether the state has the first batch of its pass, and the state of a sampler after it."""
+    return state["first"] is not None
+
+
+def is_at_end(state: Mapping[str, Any], start: Mapping[str, Any], *, uses_first: bool) -> bool:
+    """Whether nothing is left of the saved pass behind its state, apart from a first batch that this has."""
+    if state["whole"]:
+        return True
+    # Other ranks may not have left out the batches that this one has.
+    is_own = state["start"]["ranks"] == start["ranks"] and not state["ahead"]
+    return is_own and state["end"] == (1 if uses_first else state["num_batches"])
+
+
+def end_source(settings: PassSettings, saved: Mapping[str, Any]) -> None:
+    """Tell the source of a loader with a ``transform`` that its pass has ended, which it had not been told."""
+    if isinstance(settings.sampler, Source) and saved["sampler"]:
+        settings.sampler.load_state_dict({**from_plain(saved["sampler"]["sampler"]), "finished": True})
+
+
+def has_first(settings: PassSettings, state: Mapping[str, Any]) -> bool:
+    """Whether a state from before the first batch is of this rank and these samplers, with their state after it."""
+    if state["first"] is None or ("sampler" in state["sampler"] and not any(map(_is_stateful, settings.samplers))):
+        return False
+    here = _capture_order(settings)
+    try:
+        check_order(state["start"], here)
+    except ValueError:
+        return False
+    return bool(state["start"]["ranks"] == here["ranks"])
 
 
 def _check_same(what: str, saved: str, here: str) -> None:
@@ -229,27 +267,38 @@ def begin_sampler(settings: PassSettings, state: Mapping[str, Any] | None = None
     """
     state = state or {}
     if "sampler" in state:
-        next(filter(_is_stateful, settings.samplers)).load_state_dict(copy.deepcopy(state["sampler"]))
+        load_sampler(settings, state)
     samples: Any = iter(settings.sampler)
     if "iterator" in state:
         if not _is_stateful(samples):
             raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
-        samples.load_state_dict(copy.deepcopy(state["iterator"]))
+        samples.load_state_dict(from_plain(state["iterator"]))
     return samples  # type: ignore[no-any-return]
+
+
+def load_sampler(settings: PassSettings, state: Mapping[str, Any]) -> None:
+    """Load the saved state of the sampler itself."""
+    next(filter(_is_stateful, settings.samplers)).load_state_dict(from_plain(state["sampler"]))
 
 
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
     """The progress of a saved pass."""
     digests = iter(saved.get("digest") or itertools.repeat(None)) if saved["streams"] else iter(())
     is_compared = "digest" in saved  # users remove it
+    sampler = from_plain(saved["sampler"])
     return Progress(
         **{name: saved[name] for name in _PLAIN},
+        sampler=None if is_before_first(saved) else sampler,
+        first=(from_plain(saved["first"]), sampler) if is_before_first(saved) else None,
         ahead={
-            int(number): (size, digest if is_compared else None, state)
+            int(number): (size, digest if is_compared else None, from_plain(state))
             for number, (size, digest, state) in saved["ahead"].items()
         },
         digest=None if saved["streams"] else saved.get("digest"),
-        streams=[StreamState(*stream)._replace(digest=next(digests)) for stream in saved["streams"]],
+        streams=[
+            StreamState(num_samples, num_batches, owner, from_plain(state), ended, next(digests))
+            for num_samples, num_batches, owner, state, ended in saved["streams"]
+        ],
         in_step=saved["in_step"],
         start=start,
     )
@@ -263,12 +312,6 @@ def skip_delivered(
     Raises:
         ValueError: The sampler is too short, or gives other samples.
     """
-    if saved["whole"]:
-        end_pass(settings, saved)
-        if settings.resumable is not None:
-            settings.resumable.start = 0
-        progress.end = progress.num_batches
-        return iter(())
     if saved["streams"]:
         return samples
     # A ResumableDistributedSampler begins at the position of all ranks, and so does a sampler with a state.
@@ -305,12 +348,26 @@ def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
             except Exception:  # another sampler, which begins anew
                 logger.debug("the sampler takes no state of the last epoch", exc_info=True)
             else:
-                collections.deque(iter(functools.partial(next, samples, None), None), maxlen=0)
+                # To its end, where samplers change to the next epoch; unless its end is the beginning of that, as for
+                # those that count what they have given in all epochs.
+                if not _is_end(samples, saved) and "sampler" in saved["sampler"]:
+                    load_sampler(settings, saved["sampler"])
         for sampler, epoch, before in zip(settings.chain, chosen, saved["start"]["samplers"], strict=False):
             # Unless the sampler counts its epochs itself.
             if hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", epoch) == before.get("set_epoch") != epoch:
                 sampler.set_epoch(epoch)
     _restore_generators(settings, saved["generators"])
+
+
+def _is_end(samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
+    """Whether nothing is left but the incomplete batch that ``drop_last`` left out; draws what there is of that."""
+    size = saved["start"]["samplers"][0].get("batch_size", 1)
+    left = size - 1 if saved["num_samples"] == saved["num_batches"] * size else 0
+    for indices in samples:
+        left -= len(indices) if is_batch(indices) else 1
+        if left < 0:
+            return False
+    return True
 
 
 def _generator_states(settings: PassSettings) -> list[str]:
@@ -329,13 +386,14 @@ def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[]
     sampler = next(filter(_is_stateful, settings.samplers), None)
     owners: dict[str, Any] = {"sampler": sampler, "iterator": samples if _is_stateful(samples) else None}
     stateful = {name: owner for name, owner in owners.items() if owner is not None}
+    copier = StateCopier()
 
     def get_state() -> dict[str, Any]:
         if isinstance(sampler, Source):
             return {"sampler": sampler.capture()}
         # The sampler may go on changing the same object.
         try:
-            return {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
+            return {name: copier.copy(owner.state_dict(), (name,)) for name, owner in stateful.items()}
         except StopIteration as stop:
             raise stopped("state_dict() of the sampler") from stop
 

@@ -91,6 +91,23 @@ def test_resumed_pass_that_is_left_early_takes_nothing_from_the_next_one(shared_
         assert sorted(numbers(loader)) == whole(2)
 
 
+@pytest.mark.parametrize("kind", [Placed, Lasting])
+@pytest.mark.parametrize("where", ["inline", "workers"])
+@pytest.mark.parametrize("transform", [None, float])
+def test_epochs_after_a_state_of_the_last_batch_are_whole(shared_server, kind, where, transform):
+    def make():
+        place = {"workers": "inline"} if where == "inline" else {"workers": shared_server.address, "num_workers": 1}
+        return RPCDataloader(kind([8]), 4, transform=transform, persistent_workers=True, **place)
+
+    loader = make()
+    list(itertools.islice(loader, 2))
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader = make()
+    loader.load_state_dict(state)
+    epochs = [[int(number) for batch in loader for number in batch] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [[], [*range(8)], [*range(8)]]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_state_in_a_dataset_of_this_process_holds_for_no_other_loader(persistent):
     dataset = Lasting(SIZES)
