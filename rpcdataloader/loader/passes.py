@@ -18,6 +18,7 @@ from rpcdataloader.loader.states import (
     capture_start,
     end_pass,
     end_source,
+    has_as_many_ranks,
     has_first,
     is_at_end,
     is_midway,
@@ -27,6 +28,9 @@ from rpcdataloader.loader.states import (
     skip_delivered,
 )
 from rpcdataloader.loader.tasks import Progress, TaskSource
+
+# Samples, or batches, of all ranks in an epoch are fewer than two to this power.
+_LEG_BITS = 40
 
 
 @dataclass(slots=True)
@@ -97,6 +101,8 @@ def begin_pass(
         progress = progress_of(saved, start)
         if state is None:
             progress.first = None
+        if is_midway(saved) and not has_as_many_ranks(saved, start):
+            progress.leg += 1
         if nothing_left:
             end_pass(settings, saved)
             end_source(settings, saved)
@@ -132,6 +138,8 @@ def loader_spec(
 ) -> LoaderSpec:
     """Describe a pass for its workers; :func:`functions_of` has the rest."""
     progress = begun.progress
+    # Random numbers that the former ranks have not had; of samples, unless they belong to the position of all ranks.
+    apart = progress.leg << _LEG_BITS
     return LoaderSpec(
         auto_collation=settings.auto_collation,
         iterable=settings.iterable,
@@ -142,7 +150,8 @@ def loader_spec(
         world_size=begun.ranks[1],
         worker_id=worker_id,
         num_workers=num_workers,
-        first_position=begun.first,
+        first_position=begun.first + (apart if settings.resumable is None else 0),
+        first_batch=apart,
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
         skips=settings.skips,

@@ -32,7 +32,7 @@ logger = logging.getLogger("rpcdataloader.loader")
 VERSION = 3
 
 # Fields of a progress that a state has as they are.
-_PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "num_skipped", "finished")
+_PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "leg", "num_skipped", "finished")
 
 
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
@@ -152,6 +152,12 @@ def end_source(settings: PassSettings, saved: Mapping[str, Any]) -> None:
     """Tell the source of a loader with a ``transform`` that its pass has ended, which it had not been told."""
     if isinstance(settings.sampler, Source) and saved["sampler"]:
         settings.sampler.load_state_dict({**from_plain(saved["sampler"]["sampler"]), "finished": True})
+
+
+def has_as_many_ranks(state: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
+    """Whether the pass goes on with as many ranks as it was saved with."""
+    before, here = ([number for _rank, number in order["ranks"]] for order in (state["start"], start))
+    return before == here
 
 
 def has_first(settings: PassSettings, state: Mapping[str, Any]) -> bool:

@@ -255,6 +255,7 @@ class Progress:
     # Delivered batches that are not in these numbers yet. The consumer adds one as the last thing before it returns it,
     # in one step without a call: so no signal handler can raise in between, nor see a state with a batch that it lacks.
     returned: tuple[Returned, ...] = ()
+    leg: int = 0  # number of times that the pass has gone on with another number of ranks
     num_skipped: int = 0  # number of samples missing in the delivered batches
     # True while no batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
     in_step: bool = True

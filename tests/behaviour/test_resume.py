@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -25,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset
+from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
 from rpcdataloader.errors import LocalProtocolError, RPCError
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, Sliced, augment_batch, notes
@@ -477,6 +478,54 @@ def test_other_ranks_go_on_with_what_nobody_has_seen_and_with_its_random_numbers
     _padding = seen.pop()
     assert sorted(index for index, _draws in seen) == list(range(size))
     assert dict(seen) == expected
+
+
+class Seeds(Dataset):
+    """Its samples are their index and seed."""
+
+    def __len__(self):
+        return 120
+
+    def __getitem__(self, index):
+        return index, get_sample_seed()
+
+
+def with_seed(samples):
+    return samples, get_sample_seed()
+
+
+@pytest.mark.parametrize("kind", ["resumable", "planned", "taken over"])
+def test_other_ranks_get_random_numbers_that_nobody_has_had(address, kind):
+    def make(rank, num_ranks, **options):
+        dataset = Seeds()
+        if kind == "planned":
+            costs = [1 + index % 5 for index in range(len(dataset))]
+            options["batch_sampler"] = CostBatchSampler(costs, 10, num_replicas=num_ranks, rank=rank)
+        else:
+            is_taken = kind == "taken over" and num_ranks == 4
+            sampler = DistributedSampler if is_taken else ResumableDistributedSampler
+            options |= {"sampler": sampler(dataset, num_ranks, rank, seed=1), "batch_size": 2}
+        partition = rank, num_ranks
+        return RPCDataloader(dataset, collate_fn=with_seed, partition=partition, persistent_workers=True, **options)
+
+    seed(4)
+    before, saved, epochs = generators(), None, [[], []]
+    for num_ranks, num_batches in (4, 3), (2, 3), (3, 2), (3, None):
+        for rank in range(num_ranks):
+            restore(before)
+            where = {"workers": address, "num_workers": 1} if rank == 0 else {"workers": "inline"}
+            loader = make(rank, num_ranks, **where)
+            if saved is not None:
+                loader.load_state_dict(saved)
+            epochs[0] += itertools.islice(loader, num_batches)
+            if num_batches is None:
+                epochs[1] += loader
+        saved = through_json(loader.state_dict())
+    for batches in epochs:
+        samples = [sample for batch, _seed in batches for sample in batch]
+        assert {index for index, _seed in samples} == set(range(120))
+        for pairs in samples, batches:
+            assert len({number for _what, number in pairs}) == len(pairs)
 
 
 # What is loaded, and what is left alone
