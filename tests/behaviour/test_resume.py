@@ -697,6 +697,32 @@ def test_state_stays_as_it_was_when_the_loader_goes_on():
         assert through_json(state) == before
 
 
+class Circular(Given):
+    """Leads back to itself, over another one."""
+
+    def __init__(self):
+        super().__init__([[0, 1], [2, 3]])
+        self.sampler = Given([], batch_sampler=self)
+
+
+class Mocked(Given):
+    """Has whatever it is asked for."""
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Mocked([])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [Circular, lambda: Mocked([[0, 1], [2, 3]])])
+def test_samplers_without_an_innermost_one_are_resumed(make):
+    loader, rest = (RPCDataloader(Numbers(SIZE), batch_sampler=make(), workers="inline") for _ in range(2))
+    next(iter(loader))
+    rest.load_state_dict(loader.state_dict())
+    assert torch.cat(list(rest)).tolist() == [2, 3]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("where", ["inline", "workers"])
 def test_iterator_from_before_a_state_was_loaded_is_refused_until_another_has_begun(address, where, persistent):
