@@ -107,7 +107,7 @@ class StreamLoader(BatchLoader):
                 self._take_sample(samples)
                 return
             raise
-        if self._begins_anew(samples, number):
+        if self._loaded is not None and self._begins_anew(samples, number):
             self._take_sample(samples)
             return
         self._can_replay = False

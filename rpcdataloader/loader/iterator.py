@@ -360,12 +360,14 @@ class RemoteIterator(PassIterator):
         driver = self.driver
         if os.getpid() != driver.pid or driver.engine.failure is not None or driver.is_closed:
             return False
-        self._reported_length = reported_length
-        self._held, self._ready = (), 0.0
         driver.tell()
         before = self.progress.base_seed, self.progress.epoch
         num_streams = len(driver.streams)
-        driver.begin_epoch(begin_pass(self._settings, None, num_streams, before=before, makes_requests=True))
+        begun = begin_pass(self._settings, None, num_streams, before=before, makes_requests=True)
+        # Only now: what has raised so far has left the last pass as it was.
+        self._reported_length = reported_length
+        self._held, self._ready = (), 0.0
+        driver.begin_epoch(begun)
         driver.advance(driver.may_draw(has_batch=True), time.monotonic())
         return True
 
@@ -404,6 +406,7 @@ class InlineIterator(PassIterator):
         stream = self.progress.streams[0] if settings.iterable else None
         spec = dataclasses.replace(loader_spec(settings, self._pass, 0, 1, stream), **functions_of(settings))
         self._loader = kind(dataset, spec, None, inline=True)
+        self._loads = self._pass  # that the loader knows of
 
     def _next(self) -> None:
         began = time.monotonic()
@@ -438,6 +441,9 @@ class InlineIterator(PassIterator):
         self._pass.source.find_end()
 
     def _load(self, task: Task) -> Answer:
+        if self._loads is not self._pass:
+            self._loader.start_epoch(self.progress.epoch, self._pass.first)
+            self._loads = self._pass
         answer = Answer()
         try:
             _seconds, answer.result, answer.lacks, answer.stream = self._loader.load(
@@ -463,10 +469,10 @@ class InlineIterator(PassIterator):
         return self._pass.progress
 
     def reset(self, reported_length: int | None) -> bool:
-        self._reported_length = reported_length
-        self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        begun = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        # Without a call in between, at which a signal handler may raise.
+        self._reported_length, self._pass = reported_length, begun
         self._tasks, self._loaded, self._held = [], [], ()
-        self._loader.start_epoch(self.progress.epoch, self._pass.first)
         if self._pass.source.knows_states:
             self._draw()
         return True
