@@ -35,15 +35,17 @@ STREAMS: dict[str, Any] = {
 
 
 class Noisy(Dataset):
-    """Samples with random numbers."""
+    """Samples with random numbers, and some that cannot be read."""
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, size, *, has_bad):
+        self.size, self.has_bad = size, has_bad
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
+        if self.has_bad and index % 4 == 1:
+            raise LookupError("a bad sample")
         return index, random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
@@ -80,6 +82,10 @@ class Job:
         self.way = draws.choice(["sampler", "batch sampler"]) if self.batch_size else "sampler"
         self.keep = draws.choice([through_json, dict])
         self.kills = draws.random() < 0.4
+        self.skips = not self.is_stream and draws.random() < 0.3
+        # Epochs that the loop leaves early, of datasets and samplers to which that is the same everywhere.
+        can_leave = self.is_stream and self.in_order and not self.counts and not self.transforms
+        self.leaves = {epoch: draws.randint(1, 3) for epoch in range(NUM_EPOCHS) if can_leave and draws.random() < 0.2}
         self.stops = []
 
     def __str__(self):
@@ -93,6 +99,7 @@ class Job:
             "persistent_workers": self.persistent,
             "in_order": self.in_order,
             "max_retries": 9,
+            "on_error": "skip" if self.skips else "raise",
             "workers": self.place(),
         }
         if self.is_stream:
@@ -104,7 +111,7 @@ class Job:
             options["batch_sampler"] = BatchSampler(sampler, self.batch_size, self.drop_last)
         else:
             options |= {"batch_size": self.batch_size, "sampler": sampler, "drop_last": self.drop_last}
-        return RPCDataloader(Noisy(self.size), **options)
+        return RPCDataloader(Noisy(self.size, has_bad=self.skips), **options)
 
     def place(self):
         # In this process, a dataset that counts its epochs goes on to count in the next pass.
@@ -156,7 +163,11 @@ def train(job):
             pid, *batch = step
             found.append(batch)
             count += 1
+            if job.draws.random() < 0.1:
+                kill_if_due(job, pid)
             loader, batches = stop_if_due(job, stops, (count, "after"), loader, batches, states, len(epochs) - 1, pid)
+            if len(found) == job.leaves.get(len(epochs) - 1):
+                break
         if (count, "told") in stops:
             loader, _ended = stop_if_due(job, stops, (count, "told"), loader, batches, states, None)
     return epochs
@@ -216,7 +227,9 @@ def check(number, address):
     count = sum(map(len, expected))
     ends = list(itertools.accumulate(map(len, expected)))
     moments = [(at, "after") for at in range(1, count + 1)]
-    moments += [(at, "begun") for at in [0, *ends[:-1]]] + [(at, "told") for at in ends[:-1]]
+    moments += [(at, "begun") for at in [0, *ends[:-1]]] + [
+        (at, "told") for epoch, at in enumerate(ends[:-1]) if epoch not in job.leaves
+    ]
     job.stops = sorted(set(job.draws.choices(moments, k=job.draws.randint(1, 3))))
     job.kills = kills
     stops = list(job.stops)
