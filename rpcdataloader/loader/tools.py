@@ -31,9 +31,10 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
+from rpcdataloader.loader.states import VERSION, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.waits import tell
+from rpcdataloader.loader.ways import end_pass
 
 logger = logging.getLogger("rpcdataloader.loader")
 
