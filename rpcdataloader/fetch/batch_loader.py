@@ -76,6 +76,7 @@ class LoaderSpec:
     collate_fn: Callable[[Any], Any] | None = None  # collate function; None for torch's default
     worker_init_fn: Callable[[int], None] | None = None
     first_position: int = 0  # position in the epoch, over all ranks, of the first sample, where the sampler began later
+    first_batch: int = 0  # number that is added to those of batches, where another number of ranks has begun the epoch
     stream: StreamState | None = None  # state from which an iterable-style dataset continues; None for its beginning
     resumes: bool = False  # True if that state was saved; False if it is that of a worker that was lost
     skips: bool = False  # True to leave out samples whose dataset raises an exception
@@ -89,7 +90,7 @@ class LoaderSpec:
 
     def at_epoch(self, epoch: int, first_position: int) -> LoaderSpec:
         """The same loader in another pass, from the beginning."""
-        return replace(self, epoch=epoch, first_position=first_position, stream=None, resumes=False)
+        return replace(self, epoch=epoch, first_position=first_position, first_batch=0, stream=None, resumes=False)
 
 
 # A worker's answer: seconds to fetch and to collate; the batch; what it lacks; and the state of the stream after it,
@@ -294,8 +295,7 @@ class BatchLoader:
         spec = self._spec
         # The same number on two ranks is another sample or batch.
         number = number * spec.world_size + spec.rank
-        if purpose is SAMPLE:
-            number += spec.first_position
+        number += spec.first_position if purpose is SAMPLE else spec.first_batch
         seeds = seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number)
         seeding.begin_sample(seeds, reads_ahead=spec.iterable and purpose is SAMPLE)
 

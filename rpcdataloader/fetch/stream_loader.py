@@ -1,7 +1,7 @@
 """Load the batches of a stream, which is one worker's iterator over an iterable-style dataset.
 
 How to continue from a position follows torchdata's StatefulDataLoader: the state is the iterator's if it has one, else
-the dataset's. Without any state, delivered samples are taken again and thrown away.
+the dataset's. Without any state, or if it cannot be loaded, delivered samples are taken again and thrown away.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import copy
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, StreamState
+from rpcdataloader.fetch.loaded import LoadedState, is_same_state, loaded_state, note_loaded
 from rpcdataloader.fetch.raw import Keeper, pack
 from rpcdataloader.fetch.samples import Skipped, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE, end_sample
+from rpcdataloader.host.state import has_state
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.pickling import freeze_reply
@@ -43,6 +46,11 @@ class StreamLoader(BatchLoader):
         self._num_batches = 0
         self._failed_at = -1  # number of samples after the last skipped one
         self._digest: int | None = None  # as in StreamState
+        self._owner = ""  # as in StreamState
+        self._loaded: LoadedState | None = None  # into the dataset, until the first sample of this pass
+        # True until the first sample after a state that was loaded.
+        self._can_replay = self._spec.stream is not None and bool(self._spec.stream.owner)
+        self._failed_state: Exception | None = None  # why such a state was of no use
 
     def load(self, indices: Any, position: int, batch_number: int) -> Loaded:
         """Load one batch, as any; an exception, which takes the place of a batch, has the state after it."""
@@ -97,15 +105,49 @@ class StreamLoader(BatchLoader):
                 # Without a call in between, at which a signal handler may raise.
                 samples += [sample]
                 self._num_samples += 1
-        except Exception:
+        except Exception as error:
             self._digest = None  # the failure may pass
+            if self._begins_anew(samples, number) or self._replays(error):
+                self._take_sample(samples)
+                return
             raise
+        if self._loaded is not None and self._begins_anew(samples, number):
+            self._take_sample(samples)
+            return
+        self._can_replay = False
         if number == self._num_samples:
             self._ended = True
         else:
             self._note(number, samples[-1])
             if self._keeper is not None:
                 samples[-1] = self._keeper.keep(samples[-1])
+
+    def _begins_anew(self, samples: list[Any], number: int) -> bool:
+        """Whether the iteration has begun where a state of an earlier pass says, and so begins again."""
+        loaded, self._loaded = self._loaded, None
+        ended = number == self._num_samples
+        if loaded is None or not loaded.gave_first(self._dataset, ended=ended):
+            return False
+        if not ended:
+            samples.pop()
+        self._num_samples, self._iterator = number, None
+        return True
+
+    def _replays(self, error: Exception) -> bool:
+        """Whether a stream goes on without its state, which cannot be loaded: what was delivered is taken again."""
+        if not self._can_replay:
+            return False
+        self._can_replay, self._loaded, self._iterator = False, None, None
+        if (loaded := loaded_state(self._dataset)) is not None:
+            loaded.undo()
+            note_loaded(self._dataset, None)
+        assert self._spec.stream is not None
+        self._failed_state, self._spec = error, replace(self._spec, stream=self._spec.stream._replace(owner=""))
+        logger.warning(
+            "stream %d of %s is read again from its beginning, as loading its state failed with %s: %s",
+            *(self._spec.worker_id, type(self._dataset).__name__, type(error).__name__, error),
+        )
+        return True
 
     def _note(self, number: int, sample: Any) -> None:
         """Note what sample ``number`` of the stream is."""
@@ -154,15 +196,29 @@ class StreamLoader(BatchLoader):
             return self._open_iterator()
         except StopIteration as stop:
             raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
+        except Exception as error:
+            if self._replays(error):
+                return self._open()
+            raise
 
     def _open_iterator(self) -> Iterator[Any]:
         """Iterate over the dataset from the saved position."""
         saved = self._spec.stream or StreamState()
         self._begin_sample(-1)
-        _load_state("dataset", self._dataset, saved)
+        loaded = loaded_state(self._dataset)
+        if loaded is not None:
+            loaded.was_used(self._dataset)
+        if saved.owner == "dataset":
+            if loaded is not None:
+                loaded.undo(only_if_unchanged=True)
+            loaded = LoadedState(self._dataset, saved.state, lambda: _load_state("dataset", self._dataset, saved))
+            note_loaded(self._dataset, loaded)
         iterator: Iterator[Any] = iter(self._dataset)
-        _load_state("iterator", iterator, saved)
-        self._digest = 0 if self._owner_of_state(iterator) is None else None
+        if saved.owner == "iterator":
+            _load_state("iterator", iterator, saved)
+        self._loaded = loaded
+        self._owner = self._owner_of_state(iterator)
+        self._digest = None if self._owner else 0
         for number in range(0 if saved.owner else saved.num_samples):
             self._begin_sample(number)
             try:
@@ -177,6 +233,10 @@ class StreamLoader(BatchLoader):
                 logger.debug("a skipped sample has failed again", exc_info=True)
                 if self._spec.skips:
                     self._failed_at = number + 1
+        if self._failed_state is not None and not (
+            self._owner and is_same_state(saved.state, self._owner_named(iterator).state_dict())
+        ):
+            raise self._failed_state
         if None not in (saved.digest, self._digest) and saved.digest != self._digest:
             self._differs()
         self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
@@ -193,23 +253,23 @@ class StreamLoader(BatchLoader):
             raise ValueError(text)
         logger.warning("on its new worker, %s; until then, samples are lost or come twice", text)
 
-    def _owner_of_state(self, iterator: Any) -> str | None:
-        """The name of what has a state from which the stream continues; None if samples are taken again."""
-        for name, owner in (("iterator", iterator), ("dataset", self._dataset)):
-            if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
-                return name
-        return None
+    def _owner_of_state(self, iterator: Any) -> str:
+        """The name of what has a state from which the stream continues; empty if samples are taken again."""
+        owners = {"iterator": iterator, "dataset": self._dataset}
+        return next((name for name, owner in owners.items() if has_state(owner)), "")
+
+    def _owner_named(self, iterator: Iterator[Any]) -> Any:
+        return iterator if self._owner == "iterator" else self._dataset
 
     def _state(self) -> StreamState | None:
         if self._iterator is None:
             return None
         num_samples, num_batches = self._num_samples, self._num_batches
-        if (name := self._owner_of_state(self._iterator)) is None:
+        if not (name := self._owner):
             return StreamState(num_samples, num_batches, ended=self._ended, digest=self._digest)
-        owner: Any = self._iterator if name == "iterator" else self._dataset
         # The dataset may go on changing the same object.
         freeze = copy.deepcopy if self._inline else functools.partial(freeze_reply, name=f"the state of the {name}")
-        state = freeze(owner.state_dict())
+        state = freeze(self._owner_named(self._iterator).state_dict())
         return StreamState(num_samples, num_batches, name, state, self._ended)
 
     def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:
@@ -224,9 +284,8 @@ def _load_state(name: str, owner: Any, saved: StreamState) -> None:
     Raises:
         ValueError: The state is of another kind of dataset.
     """
-    if saved.owner == name:
-        if not hasattr(owner, "load_state_dict"):
-            raise ValueError(
-                f"the {name} was saved by its state_dict(), but {type(owner).__name__} has no load_state_dict()"
-            )
-        owner.load_state_dict(copy.deepcopy(saved.state))
+    if not hasattr(owner, "load_state_dict"):
+        raise ValueError(
+            f"the {name} was saved by its state_dict(), but {type(owner).__name__} has no load_state_dict()"
+        )
+    owner.load_state_dict(copy.deepcopy(saved.state))

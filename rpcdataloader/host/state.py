@@ -1,5 +1,7 @@
 """What a dataset depends on in its process: the random generators that it is built from, and changes to it since.
 
+And whether it has a state of its own.
+
 A dataset that draws random numbers in its constructor is built from the trainer's state, so that it is the same on
 every node, and the same as one built in the trainer. Its client numbers the changes, and each process makes each of
 them once, in the same order.
@@ -8,6 +10,7 @@ them once, in the same order.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import pickle
 import random
 from collections.abc import Sequence
@@ -53,6 +56,27 @@ def _without_arrays(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_arrays(part) for name, part in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def has_state(owner: Any) -> bool:
+    """Whether an object has a state that can be saved and loaded, by torchdata's protocol.
+
+    Methods of these names that need other arguments are of another one, such as that of streams which are told how many
+    samples were taken.
+    """
+    return _takes(getattr(owner, "state_dict", None), 0) and _takes(getattr(owner, "load_state_dict", None), 1)
+
+
+def _takes(method: Any, num_arguments: int) -> bool:
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:  # of compiled code, which does not say
+        pass
+    return True
 
 
 class Change(NamedTuple):

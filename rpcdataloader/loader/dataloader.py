@@ -271,6 +271,8 @@ class RPCDataloader(LoaderTools[_T_co]):
             if self.persistent_workers:
                 self._pass = iterator
         self._saved = None
+        if self._progress is not None:
+            self._progress[1].is_replaced = False
         self._progress = settings, iterator.progress
         if isinstance(iterator, InlineIterator):
             iterator.recorder = self._recorder = self._make_recorder()
@@ -318,7 +320,7 @@ class RPCDataloader(LoaderTools[_T_co]):
 
         With a ``transform``, those that the stream has failed to give so far are among them.
         """
-        if self._progress is None:
+        if self._progress is None or self._saved is not None:
             return 0
         settings, progress = self._progress
         by_stream = settings.sampler.loader.num_skipped if isinstance(settings.sampler, Source) else 0

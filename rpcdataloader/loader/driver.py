@@ -140,19 +140,23 @@ class Driver:
     def begin_epoch(self, begun: Pass) -> None:
         """Begin another epoch with the same workers."""
         self.executor.settle(self.workers)
-        with self.condition:
-            self.ahead = self.taken = None
-            # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
-            self.streams = list(begun.progress.streams)
-            self.begun = begun
-            self._drawn.clear()
-            now = self.now()
-            self.recorder.begin(now)
-            self.engine.begin_epoch(now, self.begun.progress.turn)
-            todo = self.act(now)
-        if todo is not None:
-            self.carry_out(todo)
-        self.executor.settled()
+        try:
+            with self.condition:
+                self.ahead = self.taken = None
+                # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
+                self.streams = list(begun.progress.streams)
+                self.begun = begun
+                self._drawn.clear()
+                now = self.now()
+                self.recorder.begin(now)
+                self.engine.begin_epoch(now, self.begun.progress.turn)
+                todo = self.act(now)
+            if todo is not None:
+                self.carry_out(todo)
+            self.executor.settled()
+        except BaseException as exc:
+            self.interrupted(exc)
+            raise
 
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""

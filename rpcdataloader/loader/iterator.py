@@ -42,6 +42,11 @@ from rpcdataloader.wire.status import LoopStatus
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
 RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
+REPLACED = (
+    "load_state_dict() was called while this iterator was in the middle of its pass, which is not that of the state, "
+    "nor counted by state_dict() any more: go on with iter(loader), which begins where the state was saved"
+)
+
 # Seconds outside of ``next`` after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
 
@@ -81,6 +86,7 @@ class PassIterator(ABC):
 
         Raises:
             StopIteration: The sampler is at its end, and every batch was delivered.
+            LocalProtocolError: A state was loaded into the loader since this iterator began.
             RuntimeError: No batch came within the loader's timeout.
             ConnectionLostError: All workers are lost and none came back in time, or a batch has ended too many workers.
             Exception: An exception of the dataset, the collate function or the init function on a worker.
@@ -90,6 +96,8 @@ class PassIterator(ABC):
         progress = self.progress
         try:
             with self._turn:
+                if progress.is_replaced and not progress.finished:
+                    raise LocalProtocolError(REPLACED)
                 while True:
                     progress.settle()
                     if not self._held:
@@ -360,12 +368,14 @@ class RemoteIterator(PassIterator):
         driver = self.driver
         if os.getpid() != driver.pid or driver.engine.failure is not None or driver.is_closed:
             return False
-        self._reported_length = reported_length
-        self._held, self._ready = (), 0.0
         driver.tell()
         before = self.progress.base_seed, self.progress.epoch
         num_streams = len(driver.streams)
-        driver.begin_epoch(begin_pass(self._settings, None, num_streams, before=before, makes_requests=True))
+        begun = begin_pass(self._settings, None, num_streams, before=before, makes_requests=True)
+        # Only now: what has raised so far has left the last pass as it was.
+        self._reported_length = reported_length
+        self._held, self._ready = (), 0.0
+        driver.begin_epoch(begun)
         driver.advance(driver.may_draw(has_batch=True), time.monotonic())
         return True
 
@@ -393,21 +403,23 @@ class InlineIterator(PassIterator):
         self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
         if saved is not None:
             check_one_stream(saved)
+        # At most one: from the sampler, and loaded, until it is held.
+        self._tasks: list[Task] = []
+        self._loaded: list[Answer] = []
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
+            if self._pass.source.knows_states:
+                self._draw()
         kind = StreamLoader if settings.iterable else BatchLoader
         stream = self.progress.streams[0] if settings.iterable else None
         spec = dataclasses.replace(loader_spec(settings, self._pass, 0, 1, stream), **functions_of(settings))
         self._loader = kind(dataset, spec, None, inline=True)
-        # At most one: from the sampler, and loaded, until it is held.
-        self._tasks: list[Task] = []
-        self._loaded: list[Answer] = []
+        self._loads = self._pass  # that the loader knows of
 
     def _next(self) -> None:
         began = time.monotonic()
         # Each in one step: a signal handler may raise between two, and the batch would be lost.
-        if not self._tasks:
-            self._tasks.extend(map(next, (self._pass.source,)))
+        self._draw()
         if not self._loaded:
             self._loaded.extend(map(self._load, self._tasks))
         answer = self._loaded[0] if self._loaded else None
@@ -430,7 +442,16 @@ class InlineIterator(PassIterator):
         self._held += ((answer, returned),)
         self._tasks, self._loaded = [], []
 
+    def _draw(self) -> None:
+        """Draw the next task, and learn whether it is the last one, for a state."""
+        if not self._tasks:
+            self._tasks.extend(map(next, (self._pass.source,)))
+        self._pass.source.find_end()
+
     def _load(self, task: Task) -> Answer:
+        if self._loads is not self._pass:
+            self._loader.start_epoch(self.progress.epoch, self._pass.first)
+            self._loads = self._pass
         answer = Answer()
         try:
             _seconds, answer.result, answer.lacks, answer.stream = self._loader.load(
@@ -456,8 +477,10 @@ class InlineIterator(PassIterator):
         return self._pass.progress
 
     def reset(self, reported_length: int | None) -> bool:
-        self._reported_length = reported_length
-        self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        begun = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        # Without a call in between, at which a signal handler may raise.
+        self._reported_length, self._pass = reported_length, begun
         self._tasks, self._loaded, self._held = [], [], ()
-        self._loader.start_epoch(self.progress.epoch, self._pass.first)
+        if self._pass.source.knows_states:
+            self._draw()
         return True

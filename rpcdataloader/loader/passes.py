@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.loader.sampler import Source, draw_base_seed
+from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
-    begin_sampler,
     capture_start,
-    is_midway,
+    has_as_many_ranks,
+    is_at_end,
+    place_of,
     progress_of,
     restore_start,
-    sampler_state,
-    skip_delivered,
 )
 from rpcdataloader.loader.tasks import Progress, TaskSource
+from rpcdataloader.loader.ways import end_pass, way_of
+
+# Samples, or batches, of all ranks in an epoch are fewer than two to this power.
+_LEG_BITS = 40
 
 
 @dataclass(slots=True)
@@ -62,33 +67,37 @@ def begin_pass(
     Raises:
         ValueError: The state does not fit this loader.
     """
-    if saved is not None and saved["finished"]:
-        if isinstance(settings.sampler, Source) and saved["sampler"]:
-            # Which has not been told of the end, and keeps its seed, too.
-            settings.sampler.load_state_dict({**saved["sampler"]["sampler"], "finished": True})
+    if saved is not None and saved["finished"]:  # to which loading it has brought the sampler
         before, saved = (saved["base_seed"], saved["epoch"]), None
+    way = way_of(settings)
     start = capture_start(settings) if saved is None else restore_start(settings, saved)
-    first, ranks = 0, (settings.partition.rank, settings.partition.world_size)
-    if (sampler := settings.resumable) is not None:
-        first, ranks = sampler.start, (sampler.rank, sampler.num_replicas)
-    state = None
-    # The end of an epoch may be that of another sampler.
-    if saved is not None and (is_midway(saved) or isinstance(settings.sampler, Source)):
-        state = saved["sampler"]
-    samples = begin_sampler(settings, state)
+    first, *ranks = way.origin
+    knows_first = saved is not None and way.knows_first(saved)
+    nothing_left = saved is not None and is_at_end(saved, start, knows_first=knows_first)
+    samples = way.begin() if saved is None else iter(()) if nothing_left else way.go_on(saved)
     if before is None and (saved is None or saved["epoch"] == 0):
         before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
-    get_state, is_ready = sampler_state(settings, samples), getattr(samples, "is_ready", None)
+    get_state, is_ready = way.capture(samples), getattr(samples, "is_ready", None)
     if saved is None:
         assert before is not None
         streams = [StreamState()] * num_streams if settings.iterable else []
         progress = Progress(before[0], before[1] + 1, start=start, streams=streams)
         # Other samplers may only know of the pass before until they have given a batch.
-        if get_state is not None and isinstance(settings.sampler, Source):
+        if get_state is not None and is_ready is not None:
             progress.sampler = get_state()
     else:
         progress = progress_of(saved, start)
-        samples = skip_delivered(settings, progress, saved, samples)
+        if not knows_first:
+            progress.first = None
+        if place_of(saved) == "middle" and not has_as_many_ranks(saved, start):
+            progress.leg += 1
+        if nothing_left:
+            end_pass(settings, saved)
+            progress.end = saved["end"]
+            if progress.first is not None:
+                get_state = functools.partial(operator.itemgetter(1), progress.first)
+        else:
+            way.skip(samples, saved, progress)
     source = TaskSource(
         samples,
         auto_collation=settings.auto_collation,
@@ -99,13 +108,14 @@ def begin_pass(
         get_state=get_state,
         makes_requests=makes_requests,
         is_ready=is_ready,
+        drawn=[] if progress.first is None else [progress.first[0]],
     )
     # Samplers choose their order at the first batch, before which the script may draw. Workers are requested before it.
     is_drawn_later = makes_requests and saved is None
     if not (is_drawn_later or settings.iterable) and progress.end is None and is_ready is None:
         source.look_ahead()
     resumed = () if saved is None else tuple(progress.streams)
-    return Pass(source, progress, first, ranks, resumed)
+    return Pass(source, progress, first, (ranks[0], ranks[1]), resumed)
 
 
 def loader_spec(
@@ -113,6 +123,8 @@ def loader_spec(
 ) -> LoaderSpec:
     """Describe a pass for its workers; :func:`functions_of` has the rest."""
     progress = begun.progress
+    # Random numbers that the former ranks have not had; of samples, unless they belong to the position of all ranks.
+    apart = progress.leg << _LEG_BITS
     return LoaderSpec(
         auto_collation=settings.auto_collation,
         iterable=settings.iterable,
@@ -123,7 +135,8 @@ def loader_spec(
         world_size=begun.ranks[1],
         worker_id=worker_id,
         num_workers=num_workers,
-        first_position=begun.first,
+        first_position=begun.first + (apart if settings.resumable is None else 0),
+        first_batch=apart,
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
         skips=settings.skips,

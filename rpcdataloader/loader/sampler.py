@@ -10,6 +10,7 @@ from torch.utils.data import DistributedSampler
 
 from rpcdataloader.errors import BadSamplesError
 from rpcdataloader.fetch.raw import FailedSample, RawIndices
+from rpcdataloader.host.state import has_state
 
 
 class ResumableDistributedSampler(DistributedSampler[Any]):
@@ -98,6 +99,11 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
 def order_of(sampler: DistributedSampler[Any], length: int, start: int) -> dict[str, Any]:
     """Return the order that all ranks of torch's sampler or ours share, with a position in it, as a state of ours."""
     return {"epoch": sampler.epoch, "seed": sampler.seed, "shuffle": sampler.shuffle, "length": length, "start": start}
+
+
+def is_stateful(sampler: Any) -> bool:
+    """Whether a sampler, or its iterator, has a state of its own; our distributed sampler has a position instead."""
+    return has_state(sampler) and not isinstance(sampler, ResumableDistributedSampler)
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:

@@ -21,6 +21,8 @@ from rpcdataloader.host.resources import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 
+_MAX_SAMPLERS = 16
+
 
 def name_of(dataset: Any) -> str:
     """The name in messages of a dataset of this process: its class."""
@@ -128,8 +130,10 @@ class PassSettings:
     @property
     def chain(self) -> list[Any]:
         """The sampler, its source, and so on: other libraries wrap samplers in samplers."""
-        found, sampler = [], self.sampler
-        while sampler is not None:
+        found: list[Any] = []
+        sampler = self.sampler
+        # Each once, as one may lead back to itself; and only so many, as a proxy may have another one for any name.
+        while sampler is not None and len(found) < _MAX_SAMPLERS and all(sampler is not other for other in found):
             found.append(sampler)
             # Lightning's distributed sampler has the inner one as a dataset. Remote datasets must not be queried.
             inside = vars(sampler).get("dataset") if hasattr(sampler, "__dict__") else None

@@ -69,7 +69,8 @@ class TaskSource:
     makes_requests: bool = False
     # Function that tells whether the sampler gives indices without waiting for a stream; None if it always does.
     is_ready: Callable[[], bool] | None = None
-    _drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
+    drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
+    _kept_error: Exception | None = None  # of the sampler, in place of the next batch
     _error: str = ""  # name of the exception that has ended the sampler
 
     def __iter__(self) -> Iterator[Task]:
@@ -86,24 +87,18 @@ class TaskSource:
         num_samples = 1
         while True:
             self.look_ahead()
-            if not self._drawn:
-                if self.progress is not None and not self._error:
-                    self.progress.end = self.number
+            if not self.drawn:
                 raise StopIteration
-            indices = self._drawn[0]
-            if type(indices) is list:
-                indices = indices.copy()  # the sampler may fill the same one again
+            indices = self.drawn[0]
+            if type(indices) is list or (self.auto_collation and is_batch(indices)):
+                indices = kept(indices)
             if self.auto_collation:
-                if is_batch(indices):
-                    # A method __getitems__ gets arrays and ranges as they are.
-                    if isinstance(indices, (np.ndarray, torch.Tensor)):
-                        indices = indices.copy() if isinstance(indices, np.ndarray) else indices.detach().clone()
-                elif isinstance(indices, Iterable):
+                if not is_batch(indices) and isinstance(indices, Iterable):
                     # torch only iterates over others, such as generators.
                     try:
                         indices = list(indices)
                     except Exception:
-                        self._drawn = []
+                        self.drawn = []
                         raise
                 # Other types become an error where the batch is loaded.
                 num_samples = len(indices) if is_batch(indices) else 1
@@ -111,18 +106,19 @@ class TaskSource:
             is_wanted = task.number not in self.leave_out
             try:
                 if is_wanted and self.get_state is not None:
-                    task.sampler_state = self.get_state()
+                    first = self.progress.first if self.progress is not None and task.number == 0 else None
+                    task.sampler_state = self.get_state() if first is None else first[1]
                 if self._is_compared(task):
                     task.digest = digest(indices)  # now: the sampler, or the dataset, may change them
                 if is_wanted and self.makes_requests:
                     task.request = load_request(task)
             except SerializationError:
-                self._drawn = []
+                self.drawn = []
                 raise
             # Now, without a call in between: what has raised leaves no gap.
             self.position += num_samples
             self.number += 1
-            self._drawn = []
+            self.drawn = []
             if is_wanted:
                 return task
             if self.leave_out[task.number] not in (None, task.digest):
@@ -136,22 +132,52 @@ class TaskSource:
         return not progress.streams and (task.sampler_state is None or progress.sampler is None)
 
     def look_ahead(self) -> None:
-        """Draw the next batch."""
-        if self._drawn:
+        """Draw the next batch, or note the end."""
+        if self.drawn:
             return
+        if (error := self._kept_error) is not None:
+            self._kept_error = None
+            raise error
         try:
             # In one step: a signal handler may raise between two, and the batch would be lost.
-            self._drawn.extend(map(next, (self.samples,)))
+            self.drawn.extend(map(next, (self.samples,)))
         except BaseException as exc:
             # A generator that raises gives nothing more, as at its end. A signal handler may also raise after it.
             has_ended = inspect.isgenerator(self.samples) and self.samples.gi_frame is None
             self._error = type(exc).__name__ if has_ended else ""
             raise
+        if (progress := self.progress) is None:
+            return
+        if not self.drawn and not self._error:
+            progress.end = self.number
+        if self.drawn and self.number == 0 and self.get_state is not None and progress.sampler is None:
+            progress.first = kept(self.drawn[0]), self.get_state()
+
+    @property
+    def knows_states(self) -> bool:
+        """Whether the sampler has a state of its own, and is not the source of a ``transform``."""
+        return self.get_state is not None and self.is_ready is None
+
+    def find_end(self) -> None:
+        """Learn whether the last task was the last: the state of a sampler after it may be that of the next epoch."""
+        if self.knows_states:
+            try:
+                self.look_ahead()
+            except Exception as error:  # which comes in its turn
+                self._kept_error = error
 
     def check_end(self) -> None:
         """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
         if self._error:
             raise RuntimeError(INTERRUPTED.format(self._error))
+
+
+def kept(indices: Any) -> Any:
+    """Indices that stay as they are when the sampler fills the same list or array again."""
+    if type(indices) is list or isinstance(indices, np.ndarray):
+        return indices.copy()
+    # A method __getitems__ gets arrays and ranges as they are.
+    return indices.detach().clone() if isinstance(indices, torch.Tensor) else indices
 
 
 def load_request(task: Task) -> Encoded:
@@ -230,14 +256,19 @@ class Progress:
     # Delivered batches that are not in these numbers yet. The consumer adds one as the last thing before it returns it,
     # in one step without a call: so no signal handler can raise in between, nor see a state with a batch that it lacks.
     returned: tuple[Returned, ...] = ()
+    leg: int = 0  # number of times that the pass has gone on with another number of ranks
     num_skipped: int = 0  # number of samples missing in the delivered batches
     # True while no batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
     in_step: bool = True
     finished: bool = False
+    is_replaced: bool = False  # True while the loader has a state from which another pass is to go on
     # State at the beginning of the pass: generators, rank and samplers.
     start: dict[str, Any] = field(default_factory=dict)
     end: int | None = None  # number of batches of the sampler, once it is at its end
     sampler: dict[str, Any] | None = None  # state of a sampler that has one, after the batches without a gap
+    # The first batch of such a sampler, once it is drawn, and the state after it: some samplers do not know before it
+    # which epoch they are in.
+    first: tuple[Any, dict[str, Any]] | None = None
 
     @property
     def num_yielded(self) -> int:

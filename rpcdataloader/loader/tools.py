@@ -32,9 +32,10 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
+from rpcdataloader.loader.states import VERSION, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.waits import tell
+from rpcdataloader.loader.ways import end_pass
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -169,7 +170,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     def _captured_state(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives the present state."""
-        if self._progress is None:
+        if self._saved is not None or self._progress is None:
             return lambda: dict(self._saved or {"version": VERSION})
         settings, progress = self._progress
         now = progress.copy()
@@ -180,7 +181,8 @@ class LoaderTools(DataLoader[_T_co]):
 
         Map-style datasets may have another number of workers; iterable-style ones get the same number as before.
         Delivered samples are not loaded again, and the global generators of this process stay as they are. A state from
-        the end of an epoch lets the next one begin.
+        the end of an epoch lets the next one begin. An iterator from before raises a
+        :class:`~rpcdataloader.errors.LocalProtocolError` until the next one has begun.
 
         Args:
             state_dict: Result of :meth:`state_dict` on this rank; or a list of the results on all ranks, as from
@@ -198,7 +200,8 @@ class LoaderTools(DataLoader[_T_co]):
         if state.get("finished"):
             end_pass(settings, state)
         self._saved = copy.deepcopy(state)
-        self._progress = None
+        if self._progress is not None:
+            self._progress[1].is_replaced = True
 
     def _check_can_resume(self) -> None:
         if self._where is None:

@@ -384,7 +384,8 @@ class DefinitionPickler(RequestPickler):
         self.contained: set[str] = set()
         self._names, self._owners, self._reference_of = names, owners, reference_of
         # An attribute, which a search for what cannot be pickled may replace; without a reference to itself.
-        self.persistent_id = functools.partial(DefinitionPickler._refer, weakref.proxy(self))
+        itself: Any = weakref.proxy(self)
+        self.persistent_id = functools.partial(DefinitionPickler._refer, itself)
 
     def _refer(self, obj: Any) -> Any:
         """What stands for an object that belongs to another global, or is held elsewhere."""

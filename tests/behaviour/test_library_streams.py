@@ -88,7 +88,7 @@ class Graph(IterableDataset):
             step = int(os.environ["WORLD_SIZE"]) * info.num_workers
             source = nodes.IterableWrapper([{"number": number} for number in NUMBERS[first::step]])
             mapper = nodes.ParallelMapper(source, stamp, num_workers=2, method="thread")
-            self.loader = nodes.Loader(nodes.Prefetcher(mapper, 4))
+            self.loader = nodes.Loader(nodes.Prefetcher(mapper, 4), restart_on_stop_iteration=False)
         return self.loader
 
     def __iter__(self):
@@ -186,18 +186,46 @@ def test_epoch_that_is_set_for_a_stream_reaches_persistent_workers(server):
     assert len(set(map(tuple, orders[0]))) == 3
 
 
+@pytest.mark.parametrize("num_batches", [5, 9])  # in the middle of both streams, and at the end of one
 @pytest.mark.parametrize("kind", RESUMED, ids=lambda kind: kind.make.__name__)
-def test_saved_pass_goes_on_where_it_was(kind, shards, server):
+def test_saved_pass_goes_on_where_it_was(kind, shards, server, num_batches):
     pytest.importorskip(kind.library)
     whole = numbers_of(load(kind.make(shards), server), [server.pid], 2)
     loader = load(kind.make(shards), server)
     batches = iter(loader)
-    begun = numbers_of(itertools.islice(batches, 5), [server.pid], 2)
+    begun = numbers_of(itertools.islice(batches, num_batches), [server.pid], 2)
     state = loader.state_dict()
     assert [stream[2] for stream in state["streams"]] == [kind.owner, kind.owner]
     resumed = load(kind.make(shards), server)
     resumed.load_state_dict(state)
+    assert begun + numbers_of(resumed, [server.pid]) == whole
+
+
+def test_shuffled_stream_of_hugging_face_whose_state_cannot_be_loaded_is_read_again(server):
+    pytest.importorskip("datasets")
+    whole = numbers_of(load(hf_shuffled(None), server), [server.pid], 2)
+    loader = load(hf_shuffled(None), server)
+    begun = numbers_of(itertools.islice(loader, 5), [server.pid], 2)
+    resumed = load(hf_shuffled(None), server, persistent_workers=True)
+    resumed.load_state_dict(loader.state_dict())
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
+    assert numbers_of(resumed, [server.pid], 2) == whole
+
+
+@pytest.mark.parametrize("make", [hf_stream, hf_shuffled])
+@pytest.mark.parametrize("sets_epoch", [False, True])
+def test_epochs_of_hugging_face_after_a_resumed_one_are_whole(server, make, sets_epoch):
+    pytest.importorskip("datasets")
+    dataset = RPCDataset(server.address, make, None)
+    loader = load(dataset, server, persistent_workers=True)
+    list(itertools.islice(loader, 5))
+    resumed = load(dataset, server, persistent_workers=True)
+    resumed.load_state_dict(loader.state_dict())
+    for epoch in range(3):
+        if sets_epoch and epoch:
+            dataset.call_all(lambda stream, epoch=epoch: stream.set_epoch(epoch))
+        found = numbers_of(resumed, [server.pid], 2)
+        assert sorted(found) == NUMBERS if epoch else len(found) == 20
 
 
 def load_shares(address, shards, pid):

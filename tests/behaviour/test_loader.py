@@ -178,6 +178,50 @@ def test_error_in_a_thread_that_receives_ends_the_pass(workers, event, monkeypat
     assert "an event was not handled" in caplog.text
 
 
+# A generator that is dropped is interrupted, too.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("place", ["workers", "inline", "inline stream"])
+@pytest.mark.parametrize("num_taken", [5, 30])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_epoch_whose_beginning_a_signal_handler_interrupts_leaves_no_iterator_that_hangs(
+    workers, place, num_taken, every
+):
+    before, num_interrupted, number = sys.gettrace(), 0, 1
+
+    def interrupt(frame, event, _argument):
+        nonlocal left
+        left -= event == "call" and frame.f_globals["__name__"].startswith("rpcdataloader.")
+        if left < 0:
+            raise Alarm
+
+    while True:
+        dataset = Parts([60]) if place == "inline stream" else range(60)
+        where = {"workers": workers, "num_workers": 1} if place == "workers" else {"workers": "inline"}
+        loader = RPCDataloader(dataset, 2, persistent_workers=True, timeout=30, **where)
+        batches = iter(loader)
+        received, left = flat(itertools.islice(batches, num_taken)), number
+        number += every
+        sys.settrace(interrupt)
+        try:
+            iter(loader)
+        except Alarm:
+            num_interrupted += 1
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        found, told = [], "Alarm has interrupted this pass"
+        try:
+            found += flat(batches)
+        except RuntimeError as error:
+            told = str(error)
+        assert "Alarm has interrupted this pass" in told
+        # The rest of the last pass, or a new one.
+        assert received + found == list(range(60)) or found in ([], list(range(60)))
+        assert flat(loader) == list(range(60))
+    assert num_interrupted >= 2
+
+
 def test_warning_that_is_an_error_takes_the_place_of_a_batch_as_with_torch():
     ends = []
     stream = Sized(5, 2)  # has more samples than it says

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -25,12 +26,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset
+from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
 from rpcdataloader.errors import LocalProtocolError, RPCError
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, Sliced, augment_batch, notes
 from tests.support.differential import seed, seeded, steps
 from tests.support.kinds import as_is
+from tests.support.samplers import Counted, Total
 from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
 
 SIZE = 20
@@ -478,6 +480,54 @@ def test_other_ranks_go_on_with_what_nobody_has_seen_and_with_its_random_numbers
     assert dict(seen) == expected
 
 
+class Seeds(Dataset):
+    """Its samples are their index and seed."""
+
+    def __len__(self):
+        return 120
+
+    def __getitem__(self, index):
+        return index, get_sample_seed()
+
+
+def with_seed(samples):
+    return samples, get_sample_seed()
+
+
+@pytest.mark.parametrize("kind", ["resumable", "planned", "taken over"])
+def test_other_ranks_get_random_numbers_that_nobody_has_had(address, kind):
+    def make(rank, num_ranks, **options):
+        dataset = Seeds()
+        if kind == "planned":
+            costs = [1 + index % 5 for index in range(len(dataset))]
+            options["batch_sampler"] = CostBatchSampler(costs, 10, num_replicas=num_ranks, rank=rank)
+        else:
+            is_taken = kind == "taken over" and num_ranks == 4
+            sampler = DistributedSampler if is_taken else ResumableDistributedSampler
+            options |= {"sampler": sampler(dataset, num_ranks, rank, seed=1), "batch_size": 2}
+        partition = rank, num_ranks
+        return RPCDataloader(dataset, collate_fn=with_seed, partition=partition, persistent_workers=True, **options)
+
+    seed(4)
+    before, saved, epochs = generators(), None, [[], []]
+    for num_ranks, num_batches in (4, 3), (2, 3), (3, 2), (3, None):
+        for rank in range(num_ranks):
+            restore(before)
+            where = {"workers": address, "num_workers": 1} if rank == 0 else {"workers": "inline"}
+            loader = make(rank, num_ranks, **where)
+            if saved is not None:
+                loader.load_state_dict(saved)
+            epochs[0] += itertools.islice(loader, num_batches)
+            if num_batches is None:
+                epochs[1] += loader
+        saved = through_json(loader.state_dict())
+    for batches in epochs:
+        samples = [sample for batch, _seed in batches for sample in batch]
+        assert {index for index, _seed in samples} == set(range(120))
+        for pairs in samples, batches:
+            assert len({number for _what, number in pairs}) == len(pairs)
+
+
 # What is loaded, and what is left alone
 
 
@@ -518,6 +568,28 @@ def test_what_was_delivered_ahead_is_not_loaded_again_and_must_be_the_same(addre
         list(other)
     other.load_state_dict(without(state, "digest"))
     assert len(list(other)) == 7
+
+
+@pytest.mark.parametrize("kind", [Total, Counted])
+def test_late_first_batch_of_a_later_epoch_is_that_of_the_sampler_with_a_state(address, fifo, kind):
+    def make(dataset, **options):
+        sampler = kind(SIZE)
+        return sampler, RPCDataloader(dataset, 2, sampler=sampler, in_order=False, **options)
+
+    _sampler, loader = make(Numbers(SIZE), workers="inline")
+    list(loader)
+    end = loader.state_dict()
+    sampler, loader = make(Gated(SIZE, loader.sampler.order(1)[0], fifo), workers=address, num_workers=2)
+    loader.load_state_dict(end)
+    batches = iter(loader)
+    ahead = list(itertools.islice(batches, 3))
+    state = through_json(loader.state_dict())
+    open(fifo, "w").close()
+    assert state["num_batches"] == 0
+    _sampler, rest = make(Numbers(SIZE), workers="inline")
+    rest.load_state_dict(state)
+    assert sorted(torch.cat([*ahead, *rest]).tolist()) == list(range(SIZE))
+    assert torch.cat(list(rest)).tolist() == sampler.order(2)
 
 
 def test_planned_batches_that_came_early_need_the_same_ranks(address, fifo):
@@ -625,6 +697,71 @@ def test_state_stays_as_it_was_when_the_loader_goes_on():
         assert through_json(state) == before
 
 
+class Circular(Given):
+    """Leads back to itself, over another one."""
+
+    def __init__(self):
+        super().__init__([[0, 1], [2, 3]])
+        self.sampler = Given([], batch_sampler=self)
+
+
+class Mocked(Given):
+    """Has whatever it is asked for."""
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Mocked([])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [Circular, lambda: Mocked([[0, 1], [2, 3]])])
+def test_samplers_without_an_innermost_one_are_resumed(make):
+    loader, rest = (RPCDataloader(Numbers(SIZE), batch_sampler=make(), workers="inline") for _ in range(2))
+    next(iter(loader))
+    rest.load_state_dict(loader.state_dict())
+    assert torch.cat(list(rest)).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("where", ["inline", "workers"])
+def test_iterator_from_before_a_state_was_loaded_is_refused_until_another_has_begun(address, where, persistent):
+    def make(size=SIZE):
+        where_to = {"inline": "inline", "workers": address}[where]
+        return RPCDataloader(Numbers(size), 2, shuffle=True, workers=where_to, persistent_workers=persistent)
+
+    first, loader = make(), make()
+    expected = list(itertools.islice(first, 4))
+    state = first.state_dict()
+    for num_before in 0, 3:  # load_state_dict between iter and the first batch, and between two batches
+        open_before = iter(loader)
+        list(itertools.islice(open_before, num_before))
+        for _twice in range(2):
+            loader.load_state_dict(state)
+            with pytest.raises(LocalProtocolError, match=r"load_state_dict\(\) was called while .* go on with iter"):
+                next(open_before)
+            assert through_json(loader.state_dict()) == through_json(state)
+        rest = list(loader)
+        assert sorted(torch.cat([*expected, *rest]).tolist()) == list(range(SIZE))
+        assert loader.state_dict()["num_batches"] == SIZE // 2
+    if not persistent:  # whose iterators are one, as torch's
+        loader = make()
+        other = iter(loader)
+        begun = list(itertools.islice(other, 3))
+        loader.load_state_dict(state)
+        again = iter(loader)
+        assert len(list(other)) == SIZE // 2 - len(begun), "an iterator beside that of the state goes on, as any"
+        assert len(list(again)) == SIZE // 2 - 4
+
+
+def test_end_of_a_pass_stays_its_end_when_a_state_is_loaded():
+    loader = RPCDataloader(Numbers(SIZE), 2, workers="inline")
+    batches = iter(loader)
+    list(batches)
+    loader.load_state_dict(loader.state_dict())
+    assert next(batches, None) is None
+
+
 # What does not fit
 
 
@@ -704,7 +841,7 @@ OF_STREAM = {"dataset": Parts([9])}
         (lambda: [1], {}, "but is a int"),
         (list, {}, "empty list: give the states of all ranks"),
         (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
-        (lambda: {"version": 1}, {}, "its version is 1, not 2"),
+        (lambda: {"version": 1}, {}, "its version is 1, not 3"),
         (OF_STREAM, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
         ({}, OF_STREAM, "ValueError: the state is of a loader with a map-style"),
         (OF_STREAM, {**OF_STREAM, "transform": abs}, "here is an iterable-style dataset with a tr"),

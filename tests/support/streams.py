@@ -112,3 +112,73 @@ class Seekable(Parts):
 
     def __iter__(self) -> Iterator[Any]:
         return Cursor(self)
+
+
+class Placed(Parts):
+    """Has a state: its epoch, which it counts itself, and its place in it. What is loaded holds for the next iteration.
+
+    With ``holds_for_all``, the loaded place holds for all that follow, as those of Hugging Face's streams do.
+    """
+
+    holds_for_all = False
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.epoch = self.first = self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first = self.first
+        if not self.holds_for_all:
+            self.first = 0
+        order = random.Random(self.epoch).sample(range(self.sizes[stream_number()]), self.sizes[stream_number()])
+        for place in range(first, len(order)):
+            self.place = place + 1
+            yield self.make(order[place])
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.first = state["epoch"], state["place"]
+
+
+class Lasting(Placed):
+    """See above."""
+
+    holds_for_all = True
+
+
+class Wrapped(IterableDataset[Any]):
+    """Has its state inside."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+
+
+class Told(Parts):
+    """Its methods are of another protocol: its own loader tells it how many samples were taken."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        return {"num_samples": num_samples, "from_beginning": from_beginning}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002
+        raise AssertionError("nobody has its state")
+
+
+class Unloadable(Placed):
+    """Its state cannot be loaded, as that of a shuffled stream of Hugging Face by several workers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.first:
+            raise IndexError("list index out of range")
+        return super().__iter__()

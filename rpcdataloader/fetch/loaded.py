@@ -1,0 +1,173 @@
+"""A state that was loaded into an iterable-style dataset: it holds for one iteration, and is undone where it stays.
+
+Both kinds of datasets are in use. A state of torchdata's nodes holds for the next iteration, one of Hugging Face's
+streams for all that follow, whose samples would be lost in each later pass of the same process. No method tells. So the
+first sample of each iteration is watched: if it leaves the dataset where the first one after loading has left it, the
+state still holds. Then the attributes that loading has changed, and that are still what it made of them, are set back.
+A dataset that counts its epochs so keeps its count. (Loading a state of the beginning would lose that; and asking for
+one before loading makes some datasets ignore what is loaded, such as torchdata's.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rpcdataloader.wire.digests import digest
+
+logger = logging.getLogger("rpcdataloader.loader")
+
+_MISSING = object()  # in place of an attribute
+
+_CONTAINERS = (dict, list, set)
+
+
+class LoadedState:
+    """What loading a state has changed in a dataset of this process.
+
+    Args:
+        dataset: Dataset, into which ``load`` loads the state.
+        state: That state.
+    """
+
+    def __init__(self, dataset: Any, state: Any, load: Callable[[], None]) -> None:
+        self._saved = _parts(state)
+        before = _attributes(dataset)
+        load()
+        # Each attribute that loading has changed: its owner, name, and value before and after.
+        self._changed = [
+            (weakref.ref(owner), name, before[key][1].get(name, _MISSING), values.get(name, _MISSING))
+            for key, (owner, values) in _attributes(dataset).items()
+            if key in before
+            for name in before[key][1].keys() | values.keys()
+            if not _same(before[key][1].get(name, _MISSING), values.get(name, _MISSING))
+        ]
+        # The parts of the state that the first sample after loading has changed; None before that.
+        self._first: dict[Any, Any] | None = None
+        self._is_told = False
+
+    def was_used(self, dataset: Any) -> None:
+        """Use the state, if the pass was left before its first sample: else one for one iteration waits for another."""
+        if self._first is None:
+            try:
+                ended = next(iter(dataset), self) is self
+            except Exception:
+                logger.debug("the first sample after a loaded state has failed", exc_info=True)
+                ended = False
+            self.gave_first(dataset, ended=ended)
+
+    def gave_first(self, dataset: Any, *, ended: bool) -> bool:
+        """Note that an iteration has given its first sample, or that it has none.
+
+        Returns:
+            True if a later iteration has begun at the loaded position; the next one begins at the beginning.
+        """
+        try:
+            # At the end, a dataset may have counted an epoch.
+            now = {"ended": True} if ended else {**_parts(dataset.state_dict()), "ended": False}
+        except Exception:
+            logger.debug("cannot tell whether a loaded state still holds", exc_info=True)
+            now = {"unknown": object()}
+        if self._first is None:
+            moved = {name: part for name, part in now.items() if self._saved.get(name) != part}
+            self._first = moved if len(moved) > 1 else now
+            return False
+        if any(now.get(name) != part for name, part in self._first.items()):
+            return False
+        is_undone = self.undo(only_if_unchanged=True)
+        if not is_undone and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "this pass over %s seems to begin where an earlier one was resumed, as if the loaded state still held: "
+                "let load_state_dict() hold for one iteration, or samples are lost",
+                type(dataset).__name__,
+            )
+        return is_undone
+
+    def undo(self, *, only_if_unchanged: bool = False) -> bool:
+        """Set back the attributes that loading has changed; returns False if there are none.
+
+        Args:
+            only_if_unchanged: Leave those that have changed since.
+        """
+        undone = False
+        for reference, name, before, after in self._changed:
+            if (owner := reference()) is None:
+                continue
+            now = vars(owner).get(name, _MISSING)
+            if _same(now, before) or (only_if_unchanged and not _same(now, after)):
+                continue
+            undone = True
+            if before is _MISSING:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = _copied(before)
+        return undone
+
+
+def _attributes(dataset: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
+    """The attributes of a dataset, and of those of its parts that can load a state; by the ids of their owners."""
+    found: dict[int, tuple[Any, dict[str, Any]]] = {}
+    todo = [dataset]
+    while todo:
+        owner = todo.pop()
+        # The class is asked: a proxy has all attributes.
+        if id(owner) not in found and hasattr(owner, "__dict__") and hasattr(type(owner), "load_state_dict"):
+            found[id(owner)] = owner, {name: _copied(value) for name, value in vars(owner).items()}
+            todo += vars(owner).values()
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """A value, or a copy of a container, which may change in place."""
+    return value.copy() if type(value) in _CONTAINERS else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether an attribute is the same object, or a container of the same objects."""
+    if type(one) is not type(other) or type(one) not in _CONTAINERS:
+        return one is other or (type(one) is type(other) and type(one) in (int, str, bool) and bool(one == other))
+    if type(one) is dict:
+        one, other = list(itertools.chain(*one.items())), list(itertools.chain(*other.items()))
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Whether two states of a dataset are equal, as far as can be told."""
+    return _parts(one) == _parts(other)
+
+
+def _parts(state: Any, path: tuple[Any, ...] = ()) -> dict[Any, Any]:
+    """What is in a state, by the keys that lead there, as values that can be compared."""
+    if type(state) is dict:
+        return {name: part for key, value in state.items() for name, part in _parts(value, (*path, key)).items()}
+    try:
+        return {path: digest(state) if isinstance(state, torch.Tensor) else pickle.dumps(state, 5)}
+    except Exception:
+        return {path: object()}  # equal to no other
+
+
+# Of the datasets of this process into which a state was loaded, by their ids: some cannot be hashed.
+_loaded: dict[int, tuple[weakref.ref[Any], LoadedState]] = {}
+
+
+def loaded_state(dataset: Any) -> LoadedState | None:
+    """The last state that was loaded into a dataset; None without one."""
+    found = _loaded.get(id(dataset))
+    return None if found is None else found[1]
+
+
+def note_loaded(dataset: Any, loaded: LoadedState | None) -> None:
+    """Keep what loading has changed, as long as there is the dataset; None to forget it."""
+    key = id(dataset)
+    if loaded is None:
+        _loaded.pop(key, None)
+    else:
+        _loaded[key] = weakref.ref(dataset, lambda _gone: _loaded.pop(key, None)), loaded

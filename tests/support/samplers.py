@@ -1,0 +1,149 @@
+"""Samplers with states of their own, of the kinds that libraries and scripts have. Each says what its state is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class Ordered:
+    """Has another order in each epoch, by its number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def order(self, epoch: int) -> list[int]:
+        return random.Random(epoch).sample(range(self.size), self.size)
+
+
+class Position(Ordered):
+    """Position within the epoch, which the script chooses by ``set_epoch``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.epoch = self.position = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for index in self.order(self.epoch)[self.position :]:
+            self.position += 1
+            yield index
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Total(Ordered):
+    """Number of samples given in all epochs, as Megatron's; the end of an epoch is the beginning of the next one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, position = divmod(self.given, self.size)
+        for index in self.order(epoch)[position:]:
+            self.given += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+class Drawing(Ordered):
+    """Its generator, as Python gives its state, and what is left of the epoch; the next one begins when none is."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.random = random.Random(7)
+        self.left: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.left:
+            self.left = self.random.sample(range(self.size), self.size)
+        while self.left:
+            yield self.left.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.random.getstate(), "left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.random.setstate(state["generator"])
+        self.left = state["left"]
+
+
+class Counted(Ordered):
+    """Epoch, which it counts itself, and numbers given, by epoch. Until the first one, it says what was in the last."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.epoch, self.given, self.first = 0, {0: 0}, 0
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.first = self.first, 0
+        self.given[self.epoch] = first
+        for index in self.order(self.epoch)[first:]:
+            self.given[self.epoch] += 1
+            yield index
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.given = state["epoch"], dict(state["given"])
+        self.first = self.given.get(self.epoch, 0)
+
+
+class Iterating(Ordered):
+    """Its iterator has the state, a generator of torch with it, as those of torchdata."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[int]:
+        return _Iterator(self)
+
+
+class _Iterator:
+    def __init__(self, sampler: Iterating) -> None:
+        self.sampler = sampler
+        self.state, self.given = sampler.generator.get_state(), 0
+        self.order: list[int] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.order is None:
+            self.sampler.generator.set_state(self.state)
+            self.order = torch.randperm(self.sampler.size, generator=self.sampler.generator).tolist()
+        if self.given == self.sampler.size:
+            raise StopIteration
+        self.given += 1
+        return self.order[self.given - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.state, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state, self.given = state["generator"], state["given"]
+
+
+SAMPLERS = {kind.__name__: kind for kind in (Position, Total, Drawing, Counted, Iterating)}
