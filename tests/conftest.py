@@ -151,7 +151,7 @@ def occupied(server_pid: int) -> list[int]:
     return [pid for pid in descendants(server_pid) if process_name(pid) != process_name(server_pid)]
 
 
-READY_LINE = re.compile(r"rpcdataloader ready (\S+) num_workers=(\d+) pid=(\d+)\n")
+READY_LINE = re.compile(r"rpcdataloader ready (.+) num_workers=(\d+) pid=(\d+)\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

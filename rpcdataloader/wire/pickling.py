@@ -231,9 +231,14 @@ def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error
 
 def _search(obj: Any, make_pickler: _MakePickler, name: str) -> tuple[str, Any]:
     """As :func:`_find_culprit`, within a limit of time."""
+    found, deadline = (name, obj), time.monotonic() + _MAX_SEARCH_SECONDS
     with contextlib.suppress(_SearchTimeout):
-        return _find_culprit(obj, make_pickler, name, time.monotonic() + _MAX_SEARCH_SECONDS)
-    return name, obj
+        found = _find_culprit(obj, make_pickler, name, deadline)
+        if isinstance(found[1], type):  # of which each attribute has a pickle of its own
+            for path, attribute in _parts(found[1], found[0]):
+                if _visit_until_failure(attribute, make_pickler, deadline):
+                    return _find_culprit(attribute, make_pickler, path, deadline)
+    return found
 
 
 class _SearchTimeout(Exception):

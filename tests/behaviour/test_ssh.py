@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 # The first line of a script that names an interpreter takes no path with blanks, nor a long one.
 SSH = """#!/bin/sh
-exec {python} -S {folder}/bin/ssh.py "$@"
+exec {python} -S "$0.py" "$@"
 """
 
 SSH_PY = """import os, socket, subprocess, sys, threading
@@ -134,8 +134,8 @@ def start(tmp_path):
     """Start node servers on hosts, each a line of the host file; stand-ins unless ``python`` is another one."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh.py").write_text(SSH_PY)
-    ssh = SSH.format(python=shlex.quote(sys.executable), folder=tmp_path)
-    for name, text in ("ssh", ssh), ("python", PYTHON.format(folder=tmp_path)):
+    ssh = SSH.format(python=shlex.quote(sys.executable))
+    for name, text in ("ssh", ssh), ("python", PYTHON.format(folder=shlex.quote(str(tmp_path)))):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o700)
     os.mkfifo(tmp_path / "fifo")

@@ -265,7 +265,8 @@ def test_output_that_takes_not_all(tmp_path, output, status):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == status
-    said = [rf"{tmp_path}/\xe9: no node server found", "error: standard output is closed"]
+    shown = f"{tmp_path}/é".encode("ascii", "backslashreplace").decode()
+    said = [f"{shown}: no node server found", "error: standard output is closed"]
     assert said[status - 1] in (ended.stdout, ended.stderr)[status - 1]
 
 

@@ -35,7 +35,7 @@ def test_steps_get_the_cpus_and_the_environment_of_their_job(tmp_path, script, e
     srun.parent.mkdir()
     here.mkdir()
     srun.with_suffix(".py").write_text(SRUN)
-    srun.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {srun}.py "$@"\n')
+    srun.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$0.py" "$@"\n')
     srun.chmod(0o700)
     environ = {"PATH": f"{srun.parent}:{os.environ['PATH']}", "HOME": str(here), "SLURM_JOB_ID": "4711"}
     environ |= {"SLURM_JOB_NUM_NODES_HET_GROUP_1": "0", "SLURMD_NODENAME": "node07", **export, **cpus}
