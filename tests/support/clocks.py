@@ -54,7 +54,7 @@ CLOCKS_OF_SERVERS: dict[str, dict[str, float]] = {
     # After a connection for which there was no descriptor; 1 s.
     "exhausted": {"node.EXHAUSTED_PAUSE": 0.3},
     # Between two signs of life of the command that starts servers by ssh; 10 s.
-    "heartbeat": {"ssh.HEARTBEAT": 0.05},
+    "heartbeat": {"starter.HEARTBEAT": 0.05},
 }
 
 
