@@ -19,7 +19,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-# Before torch and numpy are imported below: their thread pools would make this process's forks unsafe.
+from rpcdataloader.host.trust import search_current_folder
+
+# Before torch and numpy are imported below, since python -m searches the current folder first.
+if __name__ == "__main__":
+    search_current_folder()
+
+# For the same reason: their thread pools would make this process's forks unsafe.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 # jemalloc comes with pyarrow, and would start a thread as soon as that is imported.
@@ -31,6 +37,8 @@ from rpcdataloader.host.output import Output  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
 from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_credentials  # noqa: E402
+
+logger = logging.getLogger("rpcdataloader.server")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -109,6 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             credentials = receive_credentials(sys.stdin.fileno())
         else:
             credentials = load_credentials(token_file=token_file)
+        if (unsafe := search_current_folder()) is not None:
+            logger.warning(
+                "%s: modules and configuration of other users may be there; python -m has searched it already for this "
+                "package, and `rpcdataloader launch` does not",
+                unsafe,
+            )
+            os.chdir(os.sep)
         run_server(
             settings,
             credentials,

@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.output import Output
@@ -93,7 +93,7 @@ def run_server(
         with server.signals.heard(), contextlib.ExitStack() as failed:
             if settings.register:
                 entry = ServerEntry(address, context.num_workers, context.node, os.getpid(), machine_id())
-                server.registration = Registration(settings.register_directory, entry)
+                server.registration = Registration(settings.register, entry)
                 failed.callback(server.registration.close)
             if credentials.insecure and tls is None and not settings.is_unix:
                 logger.warning(
@@ -118,12 +118,24 @@ def _preload(modules: Sequence[str]) -> None:
     for module in modules:
         before = num_threads()
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # who started this server waits for its ready line
+            with _output_to_log():
                 importlib.import_module(module)
         except ImportError as exc:
             raise ImportError(f"cannot preload {module}: {exc}") from exc
         if num_threads() > before:
             logger.warning("preloading %s started threads, which workers do not inherit and may miss", module)
+
+
+@contextlib.contextmanager
+def _output_to_log() -> Iterator[None]:
+    """Keep what modules, C libraries and programs print off standard output, which is for the ready line alone."""
+    with contextlib.ExitStack() as opened, contextlib.redirect_stdout(sys.stderr):
+        if sys.__stdout__ is not None:
+            before = os.dup(1)
+            opened.callback(os.close, before)
+            opened.callback(os.dup2, before, 1)
+            os.dup2(2, 1)
+        yield
 
 
 def _identity(settings: ServerSettings) -> tuple[int, int, int] | None:
