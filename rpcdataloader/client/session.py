@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Set
@@ -309,13 +310,16 @@ class RemoteSession:
                 self._condition.notify_all()
 
     def _look(self) -> None:
-        """End the session if its node has vanished; otherwise look again later (also the alarm's thread)."""
+        """End connections on which data no longer gets through; look again later (also the alarm's thread)."""
         if self.connection.has_ended:
             return
         if self.connection.is_cut_off():
             self.connection.close(ConnectionLostError(f"connection to {self.name} lost: its host no longer answers"))
-        else:
-            self._settings.alarm.call_after(transport.CUT_OFF_PERIOD, self._look)
+            return
+        for worker in list(self.workers):
+            if worker.is_usable and worker.connection.is_cut_off():
+                self.end_worker(worker.number, "its connection no longer carries data, though its node answers")
+        self._settings.alarm.call_after(transport.CUT_OFF_PERIOD, self._look)
 
     def received(self, message: Message) -> None:
         if message.type == MessageType.EXITED:
@@ -323,8 +327,12 @@ class RemoteSession:
             with self._condition:
                 self._exited[exited.worker] = exited
                 self.num_exited += 1
-                self._present.pop(exited.worker, None)
+                worker = self._present.pop(exited.worker, None)
                 self._condition.notify_all()
+            if worker is not None:
+                # What it had sent may still come; but the end of the connection may be lost with all that follows.
+                error = ConnectionLostError(f"{worker.name} {exited.reason}")
+                self._settings.alarm.call_after(FATE_TIMEOUT, functools.partial(worker.close, error))
         elif message.type == MessageType.GOAWAY:
             self.draining = True
         elif message.type == MessageType.LOG:

@@ -50,10 +50,10 @@ class Outbox:
             self.num_waiting += 1
             self._messages.put(message)
 
-    def join(self) -> None:
-        """Wait until all messages are sent."""
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all messages are sent, for at most ``timeout`` seconds; returns whether they are."""
         with self._lock:
-            self._changed.wait_for(lambda: not self.num_waiting)
+            return self._changed.wait_for(lambda: not self.num_waiting, timeout)
 
     def _run(self) -> None:
         while True:
