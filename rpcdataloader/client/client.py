@@ -26,7 +26,7 @@ from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.messages import printable
-from rpcdataloader.wire.register import Lookup
+from rpcdataloader.wire.register import LOOK_TIMEOUT, Lookup
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.status import LoopStatus, Report, slowest_rank
 from rpcdataloader.wire.tls import client_tls
@@ -111,7 +111,7 @@ class Client:
                 if lookup not in self._lookups:
                     self._lookups[lookup] = lookup.open()
                 opened = self._lookups[lookup]
-            found |= opened.look()
+            found |= opened.look(LOOK_TIMEOUT)
         return found
 
     def _find(self, where: Remote) -> dict[Address, str]:

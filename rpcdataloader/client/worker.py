@@ -63,16 +63,20 @@ class ClientSettings:
     changed: Condition = field(default_factory=Condition)
 
     def open(self, address: Address, session: bytes, deadline: Deadline, **options: Any) -> tuple[Channel, Welcome]:
-        """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`."""
-        try:
-            credentials = client_credentials(address)
-        except AuthenticationError:  # a home directory may be away for a moment
-            if address not in self.proven:
-                raise
-            credentials = self.proven[address]
+        """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`.
+
+        The secret that the server has accepted before comes first: the folder of its file may be away, or hang.
+        """
+        proven = self.proven.get(address)
+        credentials = proven or client_credentials(address)
         identity = local_identity("client", self.rank)
         tls = None if address.is_unix else self.tls  # a Unix socket cannot be listened in on
-        channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
+        try:
+            channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
+        except AuthenticationError:
+            if proven is None or (credentials := client_credentials(address)) == proven:
+                raise
+            channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
         welcome = read_welcome(channel, deadline)
         self.proven[address] = credentials
         return channel, welcome

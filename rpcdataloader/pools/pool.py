@@ -118,6 +118,9 @@ class PoolWorkers(Lookup, Iterable[str]):
         """The pool's secret, for ``RPCDATALOADER_TOKEN`` of other processes; it opens nothing else."""
         return self._credentials.secret.decode()
 
+    def _start(self) -> None:
+        self._run()  # in a thread that the engine knows; it has a time limit of its own
+
     def open(self) -> PoolWorkers:
         return PoolWorkers(self._read, self._credentials, self._arguments[0])
 

@@ -32,6 +32,7 @@ from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.host.trust import UnsafeFileError, check_file, read_safely
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.messages import from_json, printable, read_json
 
 client_logger = logging.getLogger("rpcdataloader.client")
@@ -164,6 +165,9 @@ class Registration:
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
+# Seconds after which a pass goes on with the servers that were found before.
+LOOK_TIMEOUT = 1.0
+
 # After being unusable this many times in a row, a file is not merely being written: one warning.
 PATIENCE = 3
 
@@ -171,7 +175,8 @@ PATIENCE = 3
 class Lookup(ABC):
     """A place where node servers come and go, as this process has seen them so far. Thread-safe.
 
-    Lookups are equal if they are made with the same arguments. A copy has seen nothing yet.
+    A thread looks, one at a time: file servers and resolvers may hang. Lookups are equal if they are made with the same
+    arguments. A copy has seen nothing yet.
 
     Args:
         name: Name in :attr:`problems` for the place itself.
@@ -190,27 +195,51 @@ class Lookup(ABC):
 
     def __init__(self, name: str, *arguments: Any) -> None:
         self._name, self._arguments = name, arguments
-        self._lock = threading.Lock()
-        # Guarded by the lock:
+        self._changed = Condition()
+        # Guarded by the condition:
+        self._begun: float | None = None  # time of the look under way
         self._found: dict[Address, str] = {}
         self.problems: dict[str, str] = {}
 
-    def look(self) -> dict[Address, str]:
+    def look(self, timeout: float | None = None) -> dict[Address, str]:
         """The current servers, in an order that is the same for every client; those of before if the look fails.
 
         The text of an address changes when another server takes it; it is empty where that cannot be told.
+
+        Args:
+            timeout: Seconds for the look, after which those of before are given; None to wait for it.
         """
-        with self._lock:
-            try:
-                self._found, self.problems = self._look()
-            except Exception as exc:  # of a file system, a resolver, or an engine: it says nothing about the servers
-                self.problems = {self._name: getattr(exc, "strerror", None) or str(exc)}
-                client_logger.debug("cannot look for servers %s: %s", self.condition, exc)
+        with self._changed:
+            now = time.monotonic()
+            if self._begun is None:
+                self._begun = now
+                self._start()
+            left = None if timeout is None else self._begun + timeout - now
+            if not self._changed.wait_for(lambda: self._begun is None, left):
+                self.problems = {self._name: f"no answer for {time.monotonic() - self._begun:.0f} s"}
             return self._found
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="rpcdl-lookup", daemon=True).start()
+        except RuntimeError:  # there are too many threads, or the interpreter ends
+            self._run()
+
+    def _run(self) -> None:
+        found, problems = self._found, dict[str, str]()
+        try:
+            found, problems = self._look()
+        except Exception as exc:  # of a file system, a resolver, or an engine: it says nothing about the servers
+            problems = {self._name: getattr(exc, "strerror", None) or str(exc)}
+            client_logger.debug("cannot look for servers %s: %s", self.condition, exc)
+        finally:
+            with self._changed:
+                self._found, self.problems, self._begun = found, problems, None
+                self._changed.notify_all()
 
     @abstractmethod
     def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
-        """The current servers, and the problems. Called with the lock held."""
+        """The current servers, and the problems. Called in one thread at a time."""
 
     def open(self) -> Lookup:
         """The same lookup, for one use in this process."""
@@ -250,7 +279,7 @@ class Register(Lookup):
         self.directory = directory
         self.condition = f"registered in {directory}"
         self.advice = f"start some with: python -m rpcdataloader.launch --register {directory}"
-        # Guarded by the lock:
+        # For the thread that looks:
         self._last_look = time.monotonic()
         self._files: dict[str, _File] | None = None  # before the first look
 
