@@ -194,11 +194,11 @@ class PendingReply(concurrent.futures.Future["Message | RPCError"]):
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result; raises the exception of a request that failed, or has no reply in time."""
-        try:
-            reply = self.result(timeout)
-        except concurrent.futures.TimeoutError:
-            raise RPCTimeoutError(f"no answer within {timeout:g} s") from None
-        return result_of(reply)
+        with self._condition:
+            # Not by the error of `result`: a signal handler of the script may raise a TimeoutError, too.
+            if not self._condition.wait_for(self.done, timeout):
+                raise RPCTimeoutError(f"no answer within {timeout:g} s")
+        return result_of(self.result())
 
     def stack(self) -> str:
         """Wait for a stack; returns the reason if none comes."""
