@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rpcdataloader.client.background import Alarm, Callers, Janitor
+from rpcdataloader.client.background import Alarm, Callers, Janitor, Waiting
 from rpcdataloader.client.discovery import ASK_TIMEOUT, Local, Remote, ask_all
 from rpcdataloader.client.node import LocalServer, Node
 from rpcdataloader.client.session import RemoteSession
@@ -118,23 +118,22 @@ class Client:
         """The node servers of the moment, or the first ones that come."""
         timeout, deadline = self._settings.connect_timeout, None
         condition = " or ".join(lookup.condition for lookup in where.lookups)
-        while not (found := self.look(where)):
-            if deadline is None:
-                deadline = Deadline(timeout)
-                logger.warning("waiting for a node server to be %s, for at most %g s", condition, timeout)
-            if not deadline.pause(min(*(lookup.pause for lookup in where.lookups), timeout / 10)):
-                problems = "; ".join(
-                    f"{name}: {reason}"
-                    for lookup in where.lookups
-                    for name, reason in self._lookups[lookup].problems.items()
-                )
-                # Other users may have chosen the names, if they can write to the directory.
-                raise ConnectError(
-                    f"no node server is {condition}, and none came within {timeout:g} s"
-                    + (f" ({printable(problems)})" if problems else "")
-                    + "; "
-                    + "; ".join(lookup.advice for lookup in where.lookups)
-                )
+
+        def problems() -> str:
+            found = [each for lookup in where.lookups for each in self._lookups[lookup].problems.items()]
+            # Other users may have chosen the names, if they can write to the directory.
+            return printable(f" ({'; '.join(f'{name}: {reason}' for name, reason in found)})") if found else ""
+
+        with Waiting(self.alarm, lambda: f"a node server to be {condition}{problems()}"):
+            while not (found := self.look(where)):
+                if deadline is None:
+                    deadline = Deadline(timeout)
+                    logger.warning("waiting for a node server to be %s, for at most %g s", condition, timeout)
+                if not deadline.pause(min(*(lookup.pause for lookup in where.lookups), timeout / 10)):
+                    raise ConnectError(
+                        f"no node server is {condition}, and none came within {timeout:g} s{problems()}; "
+                        + "; ".join(lookup.advice for lookup in where.lookups)
+                    )
         return found
 
     def node(self, address: Address, *, is_registered: bool = False) -> Node:

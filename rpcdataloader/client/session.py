@@ -14,6 +14,7 @@ from collections.abc import Callable, Set
 from concurrent.futures import Future
 from typing import Any
 
+from rpcdataloader.client.background import Waiting
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.client.worker import (
@@ -29,6 +30,7 @@ from rpcdataloader.host.environment import Additions, collect, import_modules, s
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.connecting import NO_ANSWER
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import Encoded, dumps
@@ -46,9 +48,6 @@ FATE_TIMEOUT = 2.0
 # free.
 UNREPORTED_TIMEOUT = 5.0
 
-# Seconds until the user is told that a session is not set up yet. A file server may hang, and modules may be large.
-SLOW_SET_UP_SECONDS = 10.0
-
 # Seconds for a killed worker to end.
 END_TIMEOUT = 0.5
 
@@ -61,6 +60,7 @@ class RemoteSession:
 
     Attributes:
         is_quiet: True if waiting for it needs no log message.
+        reason: Last known reason for which it is not ready, in words.
         num_exited: Number of its workers that were reported as exited, whose places are free.
         workers: Its workers that have not ended.
     """
@@ -80,6 +80,7 @@ class RemoteSession:
         self.num_exited = 0
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
+        self.reason = NO_ANSWER
         self._deadline = Deadline(settings.connect_timeout)
         self.connection = Connection(self.name, self, settings.sender)
         self.workers: set[RemoteWorker] = set()
@@ -87,6 +88,7 @@ class RemoteSession:
         # What the session was sent last of what may change, and its answer.
         self._sent: tuple[Additions, Partition, PendingReply] | None = None
         self._imported: set[str] = set()
+        self._waiting = Waiting(settings.alarm, self._describe, self._partition.label)
         self.connection.start()
 
     @property
@@ -133,7 +135,7 @@ class RemoteSession:
             if self._lost is not None:
                 raise copy.copy(self._lost)
             if self.welcome is None:
-                raise ConnectionLostError(f"{self.name} has not answered yet")
+                raise ConnectionLostError(f"{self.name}: {self.reason}")
             return self.welcome
 
     def wake(self) -> None:
@@ -276,7 +278,7 @@ class RemoteSession:
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
-            label=lambda: None if self.is_quiet else self._partition.label,
+            tell=self._note,
         )
         with contextlib.suppress(OSError):  # it has gone already
             self.host = channel.transport.peer_host
@@ -284,27 +286,28 @@ class RemoteSession:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel
 
+    def _note(self, reason: str) -> None:
+        self.reason = reason
+
+    def _describe(self) -> str | None:
+        limit = f"at most {self._settings.connect_timeout:g} s, RPCDATALOADER_CONNECT_TIMEOUT"
+        return None if self.is_quiet else f"{self.name}: {self.reason} ({limit})"
+
     def ready(self) -> None:
+        self.reason = (
+            "it looks for the folders of this script, and writes its py_modules (does a file server hang there?)"
+        )
         additions, partition = self._settings.additions.current, self._partition
         answer = self.call(set_up, collect(), additions, partition.rank, partition.world_size)
         self._sent = additions, partition, answer
-        slow = self._settings.alarm.call_after(SLOW_SET_UP_SECONDS, self._warn_of_set_up)
-        answer.add_done_callback(lambda _answer: slow.cancel())
         answer.add_done_callback(self._is_set_up)
         if not self.address.is_unix:
             self._look()
 
-    def _warn_of_set_up(self) -> None:
-        logger.warning(
-            "%sstill waiting for %s, which looks for the folders of this script, and writes its py_modules "
-            "(does a file server hang there?)",
-            self._partition.label,
-            self.name,
-        )
-
     def _is_set_up(self, answer: Future[Message | RPCError]) -> None:
         # Not before: workers inherit the modules and the environment of the training script from their session.
         if isinstance(answer.result(), Message):
+            self._waiting.end()
             with self._condition:
                 self.welcome = self._welcome
                 self._condition.notify_all()
@@ -350,6 +353,7 @@ class RemoteSession:
         return explained
 
     def lost(self, error: RPCError) -> None:
+        self._waiting.end()
         with self._condition:
             self._lost = error
             self._condition.notify_all()

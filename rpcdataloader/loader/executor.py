@@ -121,6 +121,7 @@ class Executor:
             return
         try:
             session = node.session()
+            session.is_quiet = True  # the loss of a node is told once
             session.wait(lambda: not self._closed.is_set())
             session.update()(None)
             self._dataset.build_on(session)

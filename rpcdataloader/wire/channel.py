@@ -210,7 +210,7 @@ def open_channel(
     deadline: Deadline,
     *,
     retry: bool = False,
-    label: Callable[[], str | None] = str,
+    tell: Callable[[str], None] = lambda _reason: None,
     host: str = "",
     tls: TlsCredentials | None = None,
 ) -> Channel:
@@ -219,7 +219,8 @@ def open_channel(
     Args:
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
-        retry, label, host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
+        retry, host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
+        tell: Function that takes the reason for which the server is still waited for, whenever that changes.
         tls: TLS credentials; None without TLS. Not for Unix sockets, which cannot be listened in on.
 
     Raises:
@@ -227,8 +228,9 @@ def open_channel(
         AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
     """
-    transport = connect(address, deadline, retry=retry, label=label, host=host)
+    transport = connect(address, deadline, retry=retry, tell=tell, host=host)
     try:
+        tell("it has accepted the connection, and does not finish the handshake (is it overloaded?)")
         if credentials.insecure:
             transport.require_same_user()
         handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
@@ -11,6 +12,7 @@ import pytest
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client
 from tests.support import datasets, tasks
+from tests.support.clocks import shorten
 from tests.support.datasets import Gated, Numbers
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -100,9 +102,88 @@ def test_exception_of_a_signal_handler_of_the_script_comes_out_of_any_wait_at_on
     begin = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, 0.5 * TIMEOUT_SCALE)
     try:
-        with pytest.raises(TimeoutError, match="^the script has waited long enough$"):
+        with pytest.raises(TimeoutError, match=r"^the script has waited long enough$"):
             wait(server.address, fifo, closed_port)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - begin < AT_ONCE
+
+
+@pytest.fixture
+def silent_port():
+    """An address where packets are dropped, as by a firewall: of a listener whose queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filler.connect(listener.getsockname())
+        yield "{}:{}".format(*listener.getsockname())
+
+
+def start_build(address, fifo):
+    assert len(RPCDataset(address, Numbers)) == 20  # the session
+    RPCDataset(address, build, fifo)
+
+
+# What is waited for; and what is said of it, again and again.
+TOLD = {
+    "closed": (lambda _address, _fifo, closed, _silent: RPCDataset(closed, Numbers), "{closed}: connection refused"),
+    "call": (lambda _address, _fifo, closed, _silent: rpc_async(closed, int).wait(), "{closed}: connection refused"),
+    "silent": (lambda _address, _fifo, _closed, silent: RPCDataset(silent, Numbers), "{silent}: no answer"),
+    "one of two": (
+        lambda address, _fifo, closed, _silent: RPCDataset(f"{address},{closed}", Numbers),
+        "{closed}: connection refused",
+    ),
+    "too few": (
+        lambda address, _fifo, closed, _silent: RPCDataset(f"{address},{closed}", Numbers, min_workers=100),
+        "min_workers=100: 4 workers are there",
+    ),
+    "register": (lambda _address, fifo, _closed, _silent: RPCDataset(f"@{fifo}s", Numbers), "registered in {fifo}s"),
+    "build": (
+        lambda address, fifo, _closed, _silent: start_build(address, fifo),
+        "dataset build, which is being built",
+    ),
+    "answer": (
+        lambda address, fifo, _closed, _silent: RPCDataset(address, Asked).ask(fifo),
+        "an answer of dataset Asked, which worker",
+    ),
+}
+
+
+class Told(Exception):
+    """Ends a wait of a test."""
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_any_wait_for_nodes_is_told_with_the_reason_and_told_again(
+    server, closed_port, silent_port, fifo, monkeypatch, caplog, name
+):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
+    close_client()  # it has read the variable
+    shorten(monkeypatch, "told", "told again")
+    monkeypatch.setattr("rpcdataloader.loader.placement.PATIENCE", 600)
+    wait, text = TOLD[name]
+    text = text.format(closed=closed_port, silent=silent_port, fifo=fifo)
+    lines = []
+
+    def look(_number, _frame):
+        lines[:] = [line for line in caplog.messages if line.startswith("still waiting after ") and text in line]
+        if len(lines) >= 3:
+            raise Told
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(Told):
+            wait(server.address, fifo, closed_port, silent_port)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_missing_node_is_left_out_with_its_reason(server, closed_port, monkeypatch, caplog):
+    shorten(monkeypatch, "patience")
+    assert len(RPCDataset(f"{server.address},{closed_port}", Numbers)) == 20
+    assert f"going on without {closed_port} until it comes: connection refused" in caplog.text
