@@ -20,7 +20,7 @@ from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import DEFAULT_PORT, ServerContext, ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
-from rpcdataloader.wire.connecting import listen_tcp, listen_unix, look_up
+from rpcdataloader.wire.connecting import is_local, listen_tcp, listen_unix, look_up
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.register import Registration, ServerEntry
 
@@ -81,6 +81,8 @@ def run_server(
         tls.load("server")  # each connection does so again; here errors come before anything is started
     _preload([*_CALLED, *settings.preload])
     listener, address = _listen(settings)
+    # With --advertise, something may lead from there to a loopback address.
+    is_alone = not settings.advertise and (settings.is_unix or is_local(listener.getsockname()[0]))
     made = _identity(settings)
     # Looking up versions takes milliseconds: once here instead of in every fork.
     local_identity("server")
@@ -92,7 +94,9 @@ def run_server(
         server = NodeServer(listener, context, lifeline)
         with server.signals.heard(), contextlib.ExitStack() as failed:
             if settings.register:
-                entry = ServerEntry(address, context.num_workers, context.node, os.getpid(), machine_id())
+                entry = ServerEntry(
+                    address, context.num_workers, context.node, os.getpid(), machine_id(), is_local=is_alone
+                )
                 server.registration = Registration(settings.register, entry)
                 failed.callback(server.registration.close)
             if credentials.insecure and tls is None and not settings.is_unix:
@@ -102,7 +106,8 @@ def run_server(
                     address,
                 )
             how = "" if tls is None else " over TLS"
-            logger.info("listening on %s%s, offering %d workers", address, how, context.num_workers)
+            others = "; other machines cannot connect without --host" if is_alone and not settings.is_unix else ""
+            logger.info("listening on %s%s, offering %d workers%s", address, how, context.num_workers, others)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
             failed.pop_all()
             server.serve()  # whose drain closes the registration

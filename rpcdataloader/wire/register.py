@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import ipaddress
 import json
 import logging
 import math
@@ -33,6 +32,7 @@ from rpcdataloader.host.resources import machine_id
 from rpcdataloader.host.trust import UnsafeFileError, check_file, read_safely
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.condition import Condition
+from rpcdataloader.wire.connecting import is_local, leads_here
 from rpcdataloader.wire.messages import from_json, printable, read_json
 
 client_logger = logging.getLogger("rpcdataloader.client")
@@ -61,16 +61,12 @@ class ServerEntry:
     pid: int
     machine: str  # its identity (:func:`~rpcdataloader.host.resources.machine_id`)
     started: float = 0.0  # time of registration, in seconds of the file system's clock
+    is_local: bool = False  # True if it listens where other machines cannot reach it, whatever its name
 
     @property
     def is_for_its_machine_alone(self) -> bool:
-        """Whether the address is local to its machine: a loopback address or a Unix socket."""
-        if self.address.is_unix or self.address.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.address.host).is_loopback
-        except ValueError:
-            return False
+        """Whether the address is local to its machine: a loopback or link-local address, or a Unix socket."""
+        return self.is_local or self.address.is_unix or is_local(self.address.host) or leads_here(self.address.host)
 
     def file_name(self, unique: str) -> str:
         """A name for its file, for users to recognise.
@@ -262,6 +258,7 @@ class _File:
     changed: float = math.nan  # its modification time, on the clock of its file system
     silence: float = 0.0  # seconds since that changed
     entry: ServerEntry | None = None
+    is_foreign: bool | None = None  # whether only another machine reaches the server; None before that is known
     num_failures: int = 0  # number of looks in a row at which it was unusable
 
 
@@ -354,7 +351,9 @@ class Register(Lookup):
                 entry = file.entry = ServerEntry.decode(data)
         except UnsafeFileError as exc:
             raise ValueError(f"it {exc}") from None
-        if entry.is_for_its_machine_alone and entry.machine != machine_id():
+        if file.is_foreign is None:  # once, as names are resolved
+            file.is_foreign = entry.machine != machine_id() and entry.is_for_its_machine_alone
+        if file.is_foreign:
             raise ValueError(
                 f"{entry.address} cannot be reached from outside {entry.host}; start that server with a "
                 "--host that other machines can reach"
