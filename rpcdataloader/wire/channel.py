@@ -27,7 +27,7 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
 )
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import connect
+from rpcdataloader.wire.connecting import connect, is_original
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
@@ -258,6 +258,11 @@ def open_channel(
                 secret = f"this client's secret: {credentials.source}, fingerprint {credentials.fingerprint}"
                 raise AuthenticationError(f"{address}: {exc} ({secret})") from exc
             case ConnectionLostError():
+                if not address.is_unix and is_original(host or address.host, address.port):
+                    raise RemoteProtocolError(
+                        f"{address}: a worker of the original RPCDataloader listens there, and no node server of this "
+                        "package. It runs what anyone sends to that port: stop it, and install this package there"
+                    ) from exc
                 guess = "in the handshake: perhaps it is no node server, or one that ends"
                 raise ConnectionLostError(f"{exc} ({guess})") from exc
         raise

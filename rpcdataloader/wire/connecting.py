@@ -8,7 +8,9 @@ import fcntl
 import functools
 import ipaddress
 import os
+import pickle
 import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,9 @@ _NOT_YET = {
 NO_ANSWER = "no answer (is the host up, does a firewall drop the port?)"
 
 LISTEN_BACKLOG = 1024
+
+# Seconds for the answer of a server that may be another program.
+PROBE_TIMEOUT = 0.4
 
 # Seconds to wait for another server that starts in the same folder; any program that can read it may hold its lock.
 LOCK_TIMEOUT = 5.0
@@ -141,6 +146,20 @@ def _reason(exc: OSError) -> str:
     if exc.errno == errno.ENOENT:
         return f"{exc.strerror} (is `python -m rpcdataloader.launch` running on this machine?)"
     return exc.strerror or str(exc)
+
+
+def is_original(host: str, port: int) -> bool:
+    """Whether a server that has closed a connection without an answer is one of CEA-LIST/RPCDataloader.
+
+    It takes the first 8 bytes for the length of a pickle, for which it has no memory. Asked to call ``bool()``, it
+    answers with the number of buffers, the length of a pickle, and that pickle, which is not read here.
+    """
+    request = pickle.dumps((bool, (), None, False), protocol=4)
+    with contextlib.suppress(OSError), socket.create_connection((host, port), PROBE_TIMEOUT) as sock:
+        sock.sendall(struct.pack("L", len(request)) + request)
+        answer = sock.recv(17, socket.MSG_WAITALL)
+        return len(answer) == 17 and struct.unpack("LLc", answer)[::2] == (0, b"\x80")
+    return False
 
 
 def is_listening(path: str) -> bool:

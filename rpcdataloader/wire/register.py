@@ -207,12 +207,13 @@ class Lookup(ABC):
         """
         with self._changed:
             now = time.monotonic()
-            if self._begun is None:
-                self._begun = now
+            began = self._begun
+            if began is None:
+                began = self._begun = now
                 self._start()
-            left = None if timeout is None else self._begun + timeout - now
+            left = None if timeout is None else began + timeout - now
             if not self._changed.wait_for(lambda: self._begun is None, left):
-                self.problems = {self._name: f"no answer for {time.monotonic() - self._begun:.0f} s"}
+                self.problems = {self._name: f"no answer for {time.monotonic() - began:.0f} s"}
             return self._found
 
     def _start(self) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
+import pickle
 import signal
 import socket
+import struct
+import threading
 import time
 
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.__main__ import main
+from rpcdataloader.errors import RemoteProtocolError
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client
 from tests.support import datasets, tasks
 from tests.support.clocks import shorten
@@ -187,3 +193,74 @@ def test_missing_node_is_left_out_with_its_reason(server, closed_port, monkeypat
     shorten(monkeypatch, "patience")
     assert len(RPCDataset(f"{server.address},{closed_port}", Numbers)) == 20
     assert f"going on without {closed_port} until it comes: connection refused" in caplog.text
+
+
+# Other programs at the address of a node server
+
+
+def serve_files(stack):
+    server = stack.enter_context(
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    )
+    threading.Thread(target=server.serve_forever).start()
+    stack.callback(server.shutdown)
+    return server.server_address
+
+
+def run_original(stack):
+    """As far as a client sees it: it takes 8 bytes for the length of a pickle, and runs what is in that."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    listener.settimeout(10)
+
+    def run():
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as client, contextlib.suppress(MemoryError):
+                    memory = bytearray(*struct.unpack("L", client.recv(8, socket.MSG_WAITALL)))
+                    client.recv_into(memory, 0, socket.MSG_WAITALL)
+                    function, args, kwargs, _rref = pickle.loads(memory)
+                    answer = pickle.dumps((function(*args, **(kwargs or {})), None), protocol=5)
+                    client.sendall(struct.pack("LL", 0, len(answer)) + answer)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(listener.shutdown, socket.SHUT_RDWR)
+    return listener.getsockname()
+
+
+def run_sshd(stack):
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def run():
+        with contextlib.suppress(OSError), listener.accept()[0] as client:
+            client.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            client.recv(65536)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(listener.shutdown, socket.SHUT_RDWR)
+    return listener.getsockname()
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (serve_files, "an HTTP server answers there"),
+        (run_original, "a worker of the original RPCDataloader listens there"),
+        (run_sshd, "an SSH server answers there"),
+    ],
+)
+def test_another_program_is_named_at_once(other, name, capfd):
+    with contextlib.ExitStack() as stack:
+        address = "{}:{}".format(*other(stack))
+        begin = time.monotonic()
+        with pytest.raises(RemoteProtocolError, match=f"{address}: {name}"):
+            RPCDataset(address, Numbers)
+        assert time.monotonic() - begin < AT_ONCE
+        close_client()
+    if other is run_original:
+        with contextlib.ExitStack() as stack:
+            assert main(["status", "{}:{}".format(*other(stack))]) != 0
+            assert name in capfd.readouterr().out
