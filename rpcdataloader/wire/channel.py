@@ -90,7 +90,7 @@ class Receiver:
         except EOFError:
             raise ConnectionLostError(f"connection to {self._transport.name} lost in the middle of a message") from None
         if message is not None:
-            message.arrival = self._arrival
+            message.arrival, message.peer = self._arrival, self._transport.name
         return message
 
     def _fill(self, views: list[memoryview], is_first: bool) -> int:

@@ -150,6 +150,7 @@ class Message:
     payload: Buffer = b""  # memory of the receiver's own, never reused for other messages
     blocks: list[Any] = field(default_factory=list)  # the allocator's, filled
     arrival: Arrival | None = None  # the channel's note; None if the message came as a whole
+    peer: str = ""  # the channel's note: the sender's name here, such as the address of a node server
 
 
 class Sealer:
