@@ -21,11 +21,10 @@ from dataclasses import fields
 
 from rpcdataloader.host.trust import search_current_folder
 
-# Before torch and numpy are imported below, since python -m searches the current folder first.
-if __name__ == "__main__":
+if __name__ == "__main__":  # modules beside a checkout of the package, perhaps torch
     search_current_folder()
 
-# For the same reason: their thread pools would make this process's forks unsafe.
+# Before torch and numpy are imported below: their thread pools would make this process's forks unsafe.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 # jemalloc comes with pyarrow, and would start a thread as soon as that is imported.

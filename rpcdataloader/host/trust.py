@@ -130,11 +130,12 @@ def search_current_folder() -> str | None:
         flaw = find_flaw(folder, {})
     except OSError as exc:  # its path leads elsewhere by now
         flaw = f"it cannot be judged ({exc.strerror})"
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if flaw is not None or folder == os.sep:  # the root has no modules
-        named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         relative = {folder, *(os.path.abspath(entry) for entry in named if not os.path.isabs(entry))}
         sys.path[:] = [entry for entry in sys.path if entry in named or os.path.abspath(entry) not in relative]
-    elif not {"", folder} & {*sys.path} and not getattr(sys.flags, "safe_path", False):
+    is_searched = flaw is None and folder != os.sep and not getattr(sys.flags, "safe_path", False)
+    if (is_searched or folder in named) and not {"", folder} & {*sys.path}:
         sys.path.insert(0, folder)
     return flaw and f"{folder} is not used, as {flaw}"
 

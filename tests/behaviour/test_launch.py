@@ -154,17 +154,24 @@ def test_preloaded_modules_are_imported_once_in_the_server_and_print_into_its_lo
 MAIN = "from rpcdataloader.__main__ import main; raise SystemExit(main())"
 
 
-@pytest.mark.parametrize("command", [["-m", "rpcdataloader.launch"], ["-P", "-c", MAIN, "launch"]])
-def test_nothing_is_imported_from_a_folder_where_others_may_write_not_even_by_sessions(command, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        (["-m", "rpcdataloader.launch"], ["", "relative"]),
+        (["-P", "-c", MAIN, "launch"], []),
+    ],
+)
+def test_nothing_is_imported_from_a_folder_where_others_may_write_not_even_by_sessions(command, more, tmp_path):
     """As Slurm leaves a job in /tmp, where the folder of the job is missing."""
     if "-P" in command and sys.version_info < (3, 11):
         command = command[1:]
     tmp_path.chmod(0o1777)
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch.py of another user')")
+    for name in "argparse", "logging", "torch":
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of another user')")
     (tmp_path / "later.py").touch()
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "mine.py").touch()
-    path = os.pathsep.join(["", "relative", str(ROOT), str(tmp_path / "own")])
+    path = os.pathsep.join([*more, str(ROOT), str(tmp_path / "own")])
     command = [sys.executable, *command, "--port", "0", "--num-workers", "1", "--register", "pool", "--preload", "mine"]
     environment = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(
