@@ -22,7 +22,7 @@ from typing import Any
 # Seconds between two signs of life. Servers wait 60 s for one.
 HEARTBEAT = 10.0
 
-# Seconds for the last lines of a server that has ended: what it has started may hold its output open.
+# Seconds for the last lines of a server that has ended: what it has started may hold its log open.
 LAST_LINES_TIMEOUT = 1.0
 
 # Longest line, so that a log without line feeds cannot grow this process.
@@ -147,9 +147,10 @@ class ServerProcess:
         self._tell(line.rstrip(b"\r").decode(errors="replace"))
 
     def _wait(self) -> None:
+        output, log = self._readers
+        output.join()  # which the server alone holds open; a command in place of ssh may leave it in the background
         self.process.wait()
-        for thread in self._readers:
-            thread.join(LAST_LINES_TIMEOUT)
+        log.join(LAST_LINES_TIMEOUT)
         self._is_closing.set()
         self._tell(None)
 
