@@ -5,6 +5,16 @@ Names are imported on first use: the node server sets up its environment before 
 
 from __future__ import annotations
 
+import os
+import sys
+
+# ``python -m rpcdataloader.launch`` has put the current folder first in the path. Nothing is imported from there before
+# it is judged (``search_current_folder``), not even what follows; the two above are there when Python starts.
+if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv and sys.orig_argv[-1] != "-m":
+    _module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+    if _module.partition(".")[0] == __name__:
+        sys.path[:] = [entry for entry in sys.path if entry != os.getcwd()]
+
 import importlib
 import logging
 from typing import TYPE_CHECKING, Any

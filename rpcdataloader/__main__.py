@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 from rpcdataloader import __version__
+from rpcdataloader.host.trust import search_current_folder
 
 # Module and purpose of each; a module is imported when its command runs, since some must work without torch.
 COMMANDS = {
@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     module, _purpose = COMMANDS[make_parser().parse_args(words[:1]).command]
-    # As with python -m: modules of the current folder can be preloaded and checked.
-    if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
+    search_current_folder()  # for modules to preload and to check
     status: int = importlib.import_module(module).main(words[1:])
     return status
 

@@ -18,6 +18,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
+from rpcdataloader.host.trust import search_current_folder
+
+if __name__ == "__main__":  # modules beside a checkout of the package, perhaps torch
+    search_current_folder()
+
 # Before torch and numpy are imported below: their thread pools would make this process's forks unsafe.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
@@ -30,6 +35,8 @@ from rpcdataloader.host.output import Output, is_journal  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
 from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_credentials  # noqa: E402
+
+logger = logging.getLogger("rpcdataloader.server")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -109,6 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             credentials = receive_credentials(sys.stdin.fileno())
         else:
             credentials = load_credentials(token_file=token_file)
+        if (unsafe := search_current_folder()) is not None:
+            logger.warning(
+                "%s: modules and configuration of other users may be there; python -m has searched it already for this "
+                "package, and `rpcdataloader launch` does not",
+                unsafe,
+            )
+            os.chdir(os.sep)
         run_server(
             settings,
             credentials,

@@ -14,31 +14,25 @@ import argparse
 import contextlib
 import os
 import queue
-import re
 import shlex
 import signal
-import subprocess
+import stat
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.host.output import Output
+from rpcdataloader.host.trust import is_private, parts_of
+from rpcdataloader.starter import Ready, ServerProcess, Told, arguments_of
 from rpcdataloader.wire.credentials import load_credentials
+from rpcdataloader.wire.messages import printable
 
 # ssh never prompts, and notices a vanished machine within 45 s.
 SSH = ("ssh", "-T", *(f"-o{option}" for option in ("BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=3")))
 
-# Seconds between two signs of life. Servers wait 60 s for one.
-HEARTBEAT = 10.0
-
 # Seconds between two attempts to write to a terminal that has stopped.
 RETRY_PAUSE = 0.5
-
-_READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+$")
 
 # Options of launch that choose the secret; without them, this module chooses.
 _SECRETS = ("--token-file", "--insecure")
@@ -76,18 +70,70 @@ def uses_own_secret(options: Sequence[str]) -> bool:
     return _has(options, _SECRETS)
 
 
+# Runs on a host, by its /bin/sh: ``sh -c _START sh python here ...``. Another user who can make a folder of that path
+# there can put an interpreter into it, or a pyvenv.cfg beside that or above. So each folder and link on the way must
+# belong to this user or root, and no other user may write to it; or it has the owner, group and mode that it has here,
+# and only that group may. A sticky folder, such as /tmp, is safe to pass through: other users cannot rename or remove
+# what is in it. The host gets one line without exclamation marks, as the login shell may be a csh.
+_START = r"""
+python=$1; here=$2; shift 2; me=$(id -u); private=;
+if [ "$(id -gn)" = "$(id -un)" ]; then private=$(id -g); fi;
+refuse() { echo "$1" >&2; echo "$python is not started: other users could have put it there" >&2; exit 126; };
+judge() {
+    if [ -z "$1" ]; then return; fi;
+    judge "${1%/*}" $(($2 + 1));
+    status=$(stat -c %u:%g:%a -- "$1") || exit 126;
+    case $status in "$me":*) status=me:${status#*:};; esac;
+    case $status in me:"$private":*) status=me:mine:${status##*:};; esac;
+    case $here in *"|$status $1|"*) status=same:same:${status##*:};; esac;
+    case $status in 0:* | me:* | same:*) ;; *) refuse "$1 belongs to user ${status%%:*}";; esac;
+    if [ -L "$1" ]; then
+        link=$(readlink -- "$1") || exit 126;
+        case $link in /*) judge "$link" "$2";; *) judge "${1%/*}/$link" "$2";; esac;
+        return;
+    fi;
+    case $status in *:*:[1357]???) if [ "$2" -gt 2 ]; then return; fi;; esac;
+    case $status in
+        *[2367] | *:[0-9]*:*[2367]?) refuse "$1 is writable by other users (mode ${status##*:})";;
+    esac;
+};
+cd / || exit;
+case $python in */*)
+    if [ -e "$python" ]; then judge "$python" 0; else echo "there is no $python" >&2; exit 127; fi;;
+esac;
+exec "$python" "$@"
+"""
+
+
 def remote_command(python: str, folder: str, options: Sequence[str]) -> str:
-    """The command line for the shell of a host, of any kind; runs in ``folder`` if the host has it."""
-    own = ["--exit-with-stdin"]
+    """The command line for the shell of a host, of any kind.
+
+    Args:
+        python: Interpreter: a path, or a name for the host's ``PATH``.
+        folder: Absolute path of the folder in which relative paths begin.
+    """
+    own = []
     if not _has(options, ("--host",)):
         own += ["--host", "0.0.0.0"]
     if not _has(options, ("--port",)) and not any("unix:" in option for option in options):
         own += ["--port", "0"]
     if not uses_own_secret(options):
         own += ["--token-file", "-"]
-    # One stream for all output: what ssh itself says goes to the terminal.
-    script = 'exec 2>&1; cd "$0" 2>/dev/null; exec "$@"'
-    return "exec " + shlex.join(["sh", "-c", script, folder, python, "-m", "rpcdataloader.launch", *own, *options])
+    if os.sep in python:
+        python = os.path.join(folder, python)
+    words = [python, _describe(python), *arguments_of([*own, *options], folder)]
+    return "exec " + shlex.join(["sh", "-c", " ".join(_START.split()), "sh", *words])
+
+
+def _describe(path: str) -> str:
+    """Owner, group and mode of all that leads to a path here, for :data:`_START`."""
+    found = "|"
+    with contextlib.suppress(OSError):
+        for part, status in parts_of(path):
+            owner = "me" if status.st_uid == os.geteuid() else status.st_uid
+            group = "mine" if owner == "me" and is_private(status.st_gid) else status.st_gid
+            found += f"{owner}:{group}:{stat.S_IMODE(status.st_mode):o} {part}|"
+    return found
 
 
 def _has(options: Sequence[str], names: Sequence[str]) -> bool:
@@ -95,38 +141,20 @@ def _has(options: Sequence[str], names: Sequence[str]) -> bool:
 
 
 class _Server:
-    """A node server behind an ssh process, with a thread that reports its lines, and ``None`` once it has ended.
+    """A node server behind an ssh process.
 
     Attributes:
         address: Address for clients; None until the server is ready.
     """
 
-    def __init__(self, host: str, command: str, secret: bytes | None, report: Callable[[_Event], None]) -> None:
+    def __init__(self, host: str, command: str, secret: bytes | None, events: queue.SimpleQueue[_Event]) -> None:
         self.host = host
         self.address: str | None = None
-        # A session of its own: Ctrl-C and a closed terminal reach only this process, which tells the server.
-        process: Any = subprocess.Popen(
-            [*SSH, host, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        self.process = process
-        os.set_blocking(self.process.stdin.fileno(), False)
-        self.send(b"\n" if secret is None else secret + b"\n\n")  # with a first sign of life
-        threading.Thread(target=self._read, args=(report,), name=f"rpcdl-ssh {host}", daemon=True).start()
-
-    def _read(self, report: Callable[[_Event], None]) -> None:
-        for line in self.process.stdout:
-            report((self, line.rstrip(b"\n")))
-        self.process.wait()
-        report((self, None))
-
-    def send(self, data: bytes) -> None:
-        # The server may have ended, or its connection hang: both are seen elsewhere.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.process.stdin.fileno(), data)
+        self.starter = ServerProcess([*SSH, host, command], secret, lambda told: events.put((self, told)), name=host)
 
 
-# A server with a line of its output, or with None once it has ended; no server for a signal to end.
-_Event = tuple[_Server | None, bytes | None]
+# A server with what it tells; no server for a signal to end.
+_Event = tuple[_Server | None, Told]
 
 
 class _Pool:
@@ -144,31 +172,27 @@ class _Pool:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda *_: self._events.put((None, None)))
-        self._servers = [_Server(*order, self._events.put) for order in orders]
-        beat = time.monotonic() + HEARTBEAT
+        self._servers = [_Server(*order, self._events) for order in orders]
         while self._servers:
-            if (remaining := beat - time.monotonic()) <= 0:
-                beat += HEARTBEAT
-                for server in self._servers if not self._is_ending else ():
-                    server.send(b"\n")
-            pause = RETRY_PAUSE if self._output.is_waiting or self._errors.is_waiting else HEARTBEAT
+            pause = RETRY_PAUSE if self._output.is_waiting or self._errors.is_waiting else None
             with contextlib.suppress(queue.Empty):
-                self._handle(*self._events.get(timeout=max(0.0, min(remaining, pause))))
+                self._handle(*self._events.get(timeout=pause))
             self._output.flush()
             self._errors.flush()
         self._output.finish()
         self._errors.finish()
         return self._status
 
-    def _handle(self, server: _Server | None, line: bytes | None) -> None:
-        if server is None:
-            self._on_signal()
-        elif line is None:
-            self._on_end(server)
-        elif match := _READY.search(line):
-            self._on_ready(server, match[1].decode(), match[2].decode())
-        else:
-            self._say(f"[{server.host}] {line.decode(errors='replace')}")
+    def _handle(self, server: _Server | None, told: Told) -> None:
+        match server, told:
+            case None, _:
+                self._on_signal()
+            case _Server(), None:
+                self._on_end(server)
+            case _Server(), Ready(address, num_workers):
+                self._on_ready(server, address, num_workers)
+            case _Server(host=host), line:
+                self._say(printable(f"[{host}] {line}", keep="\t"))  # strangers and datasets have words in a log
 
     def _say(self, text: str) -> None:
         self._errors.write(f"{text}\n")
@@ -176,19 +200,19 @@ class _Pool:
     def _drain(self) -> None:
         self._is_ending = True
         for server in self._servers:
-            server.process.stdin.close()
+            server.starter.close()
 
     def _on_signal(self) -> None:
         if self._is_ending:
             self._say("not waiting any longer: each node server drains and ends within its --grace")
             for server in self._servers:
-                server.process.kill()
+                server.starter.process.kill()
             self._servers.clear()
         else:
             self._say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
             self._drain()
 
-    def _on_ready(self, server: _Server, address: str, num_workers: str) -> None:
+    def _on_ready(self, server: _Server, address: str, num_workers: int) -> None:
         server.address = address
         self._say(f"[{server.host}] ready: {address}, {num_workers} workers")
         addresses = [server.address for server in self._servers if server.address is not None]
@@ -199,7 +223,7 @@ class _Pool:
         self._servers.remove(server)
         if self._is_ending:
             return
-        status = server.process.returncode
+        status = server.starter.process.returncode
         if server.address is None:
             self._status = 1
             self._say(f"error: the node server on {server.host} did not start (exit status {status} of ssh)")

@@ -113,6 +113,43 @@ class Alarm:
             return None
 
 
+# Seconds of a wait after which the user is told what it is for, and seconds between two such lines.
+FIRST_TOLD, NEXT_TOLD = 3.0, 10.0
+
+
+class Waiting:
+    """A wait that the user is told of, from its beginning until :meth:`end` or the end of a ``with`` block.
+
+    Args:
+        describe: Function for the object of the wait, with the last known reason; None to say nothing now. The alarm's
+            thread calls it.
+        label: Beginning of the lines.
+    """
+
+    def __init__(self, alarm: Alarm, describe: Callable[[], str | None], label: str = "") -> None:
+        self._alarm, self._describe, self._label = alarm, describe, label
+        self._began = time.monotonic()
+        self._has_ended = False
+        self._timer = alarm.call_after(FIRST_TOLD, self._tell)
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Say nothing more; idempotent."""
+        self._has_ended = True
+        self._timer.cancel()
+
+    def _tell(self) -> None:
+        if (text := self._describe()) is not None and not self._has_ended:
+            logger.warning("%sstill waiting after %.0f s for %s", self._label, time.monotonic() - self._began, text)
+        if not self._has_ended:
+            self._timer = self._alarm.call_after(NEXT_TOLD, self._tell)
+
+
 class Janitor:
     """A thread that closes objects without references, one after the other.
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 
-from rpcdataloader.client.background import Alarm, Callers, Janitor
+from rpcdataloader.client.background import Alarm, Callers, Janitor, Waiting
 from rpcdataloader.client.discovery import ASK_TIMEOUT, Remote, ask_all
 from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.node import Node
@@ -29,7 +29,7 @@ from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.messages import printable
-from rpcdataloader.wire.register import Lookup
+from rpcdataloader.wire.register import LOOK_TIMEOUT, Lookup
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.status import LoopStatus, Report, slowest_rank
 from rpcdataloader.wire.tls import client_tls
@@ -126,7 +126,7 @@ class Client:
         """The node servers of the moment, as :meth:`Lookup.look` tells them; those at addresses are always there."""
         found = dict.fromkeys(where.addresses, "")
         for lookup in self._open(where):
-            found |= lookup.look()
+            found |= lookup.look(LOOK_TIMEOUT)
         return found
 
     def follow(self, where: Remote) -> tuple[dict[Address, str], float]:
@@ -145,23 +145,22 @@ class Client:
         """The node servers of the moment, or the first ones that come."""
         timeout, deadline = self._settings.connect_timeout, None
         condition = " or ".join(lookup.condition for lookup in where.lookups)
-        while not (found := self.look(where)):
-            if deadline is None:
-                deadline = Deadline(timeout)
-                logger.warning("waiting for a node server to be %s, for at most %g s", condition, timeout)
-            if not deadline.pause(min(FIRST_PAUSE, *(lookup.pause for lookup in where.lookups), timeout / 10)):
-                problems = "; ".join(
-                    f"{name}: {reason}"
-                    for lookup in where.lookups
-                    for name, reason in self._lookups[lookup].problems.items()
-                )
-                # Other users may have chosen the names, if they can write to the directory.
-                raise ConnectError(
-                    f"no node server is {condition}, and none came within {timeout:g} s"
-                    + (f" ({printable(problems)})" if problems else "")
-                    + "; "
-                    + "; ".join(lookup.advice for lookup in where.lookups)
-                )
+
+        def problems() -> str:
+            found = [each for lookup in where.lookups for each in self._lookups[lookup].problems.items()]
+            # Other users may have chosen the names, if they can write to the directory.
+            return printable(f" ({'; '.join(f'{name}: {reason}' for name, reason in found)})") if found else ""
+
+        with Waiting(self.alarm, lambda: f"a node server to be {condition}{problems()}"):
+            while not (found := self.look(where)):
+                if deadline is None:
+                    deadline = Deadline(timeout)
+                    logger.warning("waiting for a node server to be %s, for at most %g s", condition, timeout)
+                if not deadline.pause(min(FIRST_PAUSE, *(lookup.pause for lookup in where.lookups), timeout / 10)):
+                    raise ConnectError(
+                        f"no node server is {condition}, and none came within {timeout:g} s{problems()}; "
+                        + "; ".join(lookup.advice for lookup in where.lookups)
+                    )
         return found
 
     def node(self, address: Address, *, is_registered: bool = False) -> Node:

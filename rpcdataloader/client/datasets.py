@@ -12,13 +12,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy.random  # noqa: F401  # before anything is pickled: cloudpickle names the submodules that are loaded
 from torch.utils.data import IterableDataset
 
+from rpcdataloader.client.background import Waiting
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.discovery import Local, Remote
 from rpcdataloader.client.local import ADDRESS as LOCAL
@@ -47,9 +48,8 @@ from rpcdataloader.wire.pickling import Build, Encoded
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# Builds and questions have no time limit, since walking a large folder may take long; after this time, a log line names
-# the nodes.
-SLOW_BUILD_SECONDS = 10.0
+# Builds and questions have no time limit, since walking a large folder may take long; lines name up to so many nodes.
+MAX_NAMED = 4
 
 _keys = itertools.count(1)
 
@@ -158,15 +158,10 @@ class RemoteDataset(DatasetRef):
             with self._lock:
                 self._sessions[session] = 0
             return
-        began, name = time.monotonic(), self.name
-
-        def warn() -> None:
-            logger.warning("dataset %s is being built on %s for %.0f s", name, session.name, time.monotonic() - began)
-
+        began = time.monotonic()
         wait_until_updated = session.update()  # before the build, as the session answers in order
         if not self._shared:
             session.import_early(self._modules)
-        slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
         try:
             reply = self._ask_to_build(session, self._shared, lambda: wait_until_updated(None))
             if reply["shared"]:
@@ -176,8 +171,6 @@ class RemoteDataset(DatasetRef):
         except BaseException:
             session.connection.release(self.key)  # nothing else does, also if it is still building
             raise
-        finally:
-            slow.cancel()
         self.spent = max(self.spent, time.monotonic() - began)
         with self._lock:
             for before in [other for other in self._sessions if other.address == session.address]:
@@ -414,7 +407,8 @@ class RemoteDataset(DatasetRef):
         for session in sessions():
             try:
                 session.wait()
-                self.build_on(session)
+                with Waiting(client.alarm, lambda: describe_build(self, [session])):  # noqa: B023  # in this round
+                    self.build_on(session)
                 return
             except (ConnectError, ConnectionLostError) as exc:
                 reasons.append(f"{session.name}: {exc}")
@@ -428,15 +422,9 @@ class RemoteDataset(DatasetRef):
 
     def _answer(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Any:
         """Ask a worker and wait, without limit, as the user's code may take long; the log says so."""
-
-        def warn() -> None:
-            logger.warning("dataset %s has not answered on %s for %.0f s", self.name, worker.name, SLOW_BUILD_SECONDS)
-
-        slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
-        try:
-            return self._ask(worker, func, *args)()
-        finally:
-            slow.cancel()
+        answer = self._ask(worker, func, *args)
+        with Waiting(get_client().alarm, lambda: f"an answer of dataset {self.name}, which {worker.name} computes"):
+            return answer()
 
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         answer = PendingReply()
@@ -450,6 +438,13 @@ class RemoteDataset(DatasetRef):
 def make_key() -> int:
     """A new key, for an object to which requests refer."""
     return next(_keys)
+
+
+def describe_build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> str:
+    """A build that is waited for, in words."""
+    names = [session.name for session in sessions]
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"dataset {dataset.name}, which is being built on {', '.join(names[:MAX_NAMED])}{more}"
 
 
 def ship(instance: object, name: str) -> RemoteDataset:

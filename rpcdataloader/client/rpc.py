@@ -13,6 +13,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.worker import RemoteWorker, RRef
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.condition import Event
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import result_of
@@ -99,7 +100,17 @@ def rpc_async(
 
 
 class _CallFuture(Future[Any]):
-    """Runs callbacks where they may wait: the thread that completes a call receives the answers of all others."""
+    """Runs callbacks where they may wait: the thread that completes a call receives the answers of all others.
+
+    Waits so that signal handlers run, Ctrl-C included.
+    """
+
+    def wait(self) -> Any:
+        if not self.done():
+            completed = Event()
+            super().add_done_callback(lambda _future: completed.set())
+            completed.wait()
+        return super().wait()
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         following = _CallFuture()

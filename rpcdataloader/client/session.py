@@ -6,12 +6,14 @@ The loss of the control connection ends the session and all of its workers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Set
 from concurrent.futures import Future
 from typing import Any
 
+from rpcdataloader.client.background import Waiting
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.sharing import Partition, current_partition, has_process_group
 from rpcdataloader.client.worker import (
@@ -28,6 +30,7 @@ from rpcdataloader.host.sources import Source, recorder
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.connecting import NO_ANSWER
 from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Message, MessageType
@@ -47,9 +50,6 @@ FATE_TIMEOUT = 2.0
 # free.
 UNREPORTED_TIMEOUT = 5.0
 
-# Seconds until the user is told that a session is not set up yet. A file server may hang, and modules may be large.
-SLOW_SET_UP_SECONDS = 10.0
-
 # Seconds for a killed worker to end.
 END_TIMEOUT = 0.5
 
@@ -62,6 +62,7 @@ class RemoteSession:
 
     Attributes:
         is_quiet: True if waiting for it needs no log message.
+        reason: Last known reason for which it is not ready, in words.
         num_exited: Number of its workers that were reported as exited, whose places are free.
         workers: Its workers that have not ended.
     """
@@ -83,6 +84,7 @@ class RemoteSession:
         self.num_exited = 0
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
+        self.reason = NO_ANSWER
         self._deadline = Deadline(settings.connect_timeout)
         self.connection = Connection(self.name, self, Known(self.has))
         self.workers: set[RemoteWorker] = set()
@@ -91,6 +93,7 @@ class RemoteSession:
         self._sent: tuple[tuple[Any, ...], PendingReply] | None = None
         self._sources: dict[str, Source] = {}
         self._imported: set[str] = set()
+        self._waiting = Waiting(settings.alarm, self._describe, self._partition.label)
         self.connection.start()
 
     @property
@@ -137,7 +140,7 @@ class RemoteSession:
             if self._lost is not None:
                 raise copy_to_raise(self._lost)
             if self.welcome is None:
-                raise ConnectionLostError(f"{self.name} has not answered yet")
+                raise ConnectionLostError(f"{self.name}: {self.reason}")
             return self.welcome
 
     def wake(self) -> None:
@@ -301,7 +304,7 @@ class RemoteSession:
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
-            label=lambda: None if self.is_quiet else self._partition.label,
+            tell=self._note,
         )
         with contextlib.suppress(OSError):  # it has gone already
             self.host = channel.transport.peer_host
@@ -309,37 +312,41 @@ class RemoteSession:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel
 
+    def _note(self, reason: str) -> None:
+        self.reason = reason
+
+    def _describe(self) -> str | None:
+        limit = f"at most {self._settings.connect_timeout:g} s, RPCDATALOADER_CONNECT_TIMEOUT"
+        return None if self.is_quiet else f"{self.name}: {self.reason} ({limit})"
+
     def ready(self) -> None:
+        self.reason = (
+            "it looks for the folders of this script, and writes its py_modules (does a file server hang there?)"
+        )
         answer = self._tell(self._partition)
-        slow = self._settings.alarm.call_after(SLOW_SET_UP_SECONDS, self._warn_of_set_up)
-        answer.add_done_callback(lambda _answer: slow.cancel())
         answer.add_done_callback(self._is_set_up)
         if not self.address.is_unix:
             self._look()
 
-    def _warn_of_set_up(self) -> None:
-        logger.warning(
-            "%sstill waiting for %s, which looks for the folders of this script, and writes its py_modules "
-            "(does a file server hang there?)",
-            self._partition.label,
-            self.name,
-        )
-
     def _is_set_up(self, answer: Future[Message | RPCError]) -> None:
         # Not before: workers inherit the modules and the environment of the training script from their session.
         if isinstance(answer.result(), Message):
+            self._waiting.end()
             with self._condition:
                 self.welcome = self._welcome
                 self._condition.notify_all()
 
     def _look(self) -> None:
-        """End the session if its node has vanished; otherwise look again later (also the alarm's thread)."""
+        """End connections on which data no longer gets through; look again later (also the alarm's thread)."""
         if self.connection.has_ended:
             return
         if self.connection.is_cut_off():
             self.connection.close(ConnectionLostError(f"connection to {self.name} lost: its host no longer answers"))
-        else:
-            self._settings.alarm.call_after(transport.CUT_OFF_PERIOD, self._look)
+            return
+        for worker in list(self.workers):
+            if worker.is_usable and worker.connection.is_cut_off():
+                self.end_worker(worker.number, "its connection no longer carries data, though its node answers")
+        self._settings.alarm.call_after(transport.CUT_OFF_PERIOD, self._look)
 
     def received(self, message: Message) -> None:
         if message.type == MessageType.EXITED:
@@ -347,8 +354,12 @@ class RemoteSession:
             with self._condition:
                 self._exited[exited.worker] = exited
                 self.num_exited += 1
-                self._present.pop(exited.worker, None)
+                worker = self._present.pop(exited.worker, None)
                 self._condition.notify_all()
+            if worker is not None:
+                # What it had sent may still come; but the end of the connection may be lost with all that follows.
+                error = ConnectionLostError(f"{worker.name} {exited.reason}")
+                self._settings.alarm.call_after(FATE_TIMEOUT, functools.partial(worker.close, error))
         elif message.type == MessageType.GOAWAY:
             self.draining = True
         elif message.type == MessageType.LOG:
@@ -366,6 +377,7 @@ class RemoteSession:
         return explained
 
     def lost(self, error: RPCError) -> None:
+        self._waiting.end()
         with self._condition:
             self._lost = error
             self._condition.notify_all()

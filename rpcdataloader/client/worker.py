@@ -64,16 +64,20 @@ class ClientSettings:
     changed: Condition = field(default_factory=Condition)
 
     def open(self, address: Address, session: bytes, deadline: Deadline, **options: Any) -> tuple[Channel, Welcome]:
-        """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`."""
-        try:
-            credentials = client_credentials(address)
-        except AuthenticationError:  # a home directory may be away for a moment
-            if address not in self.proven:
-                raise
-            credentials = self.proven[address]
+        """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`.
+
+        The secret that the server has accepted before comes first: the folder of its file may be away, or hang.
+        """
+        proven = self.proven.get(address)
+        credentials = proven or client_credentials(address)
         identity = local_identity("client", self.rank)
         tls = None if address.is_unix else self.tls  # a Unix socket cannot be listened in on
-        channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
+        try:
+            channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
+        except AuthenticationError:
+            if proven is None or (credentials := client_credentials(address)) == proven:
+                raise
+            channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
         welcome = read_welcome(channel, deadline)
         self.proven[address] = credentials
         return channel, welcome
@@ -221,11 +225,11 @@ class PendingReply(concurrent.futures.Future["Message | RPCError"]):
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result; raises the exception of a request that failed, or has no reply in time."""
-        try:
-            reply = self.result(timeout)
-        except concurrent.futures.TimeoutError:
-            raise RPCTimeoutError(f"no answer within {timeout:g} s") from None
-        return result_of(reply)
+        with self._condition:
+            # Not by the error of `result`: a signal handler of the script may raise a TimeoutError, too.
+            if not self._condition.wait_for(self.done, timeout):
+                raise RPCTimeoutError(f"no answer within {timeout:g} s")
+        return result_of(self.result())
 
     def stack(self) -> str:
         """Wait for a stack; returns the reason if none comes."""

@@ -2,6 +2,8 @@
 
 Files, such as secrets, are judged when they are open, since the path could lead to another file by then.
 
+The folder in which a command starts is judged before modules are imported from there.
+
 Paths of the trainer are judged on a node: safe if other users of the node cannot have put modules there, now or later.
 A path is judged by all folders and symbolic links that lead to it. Each must belong to this user or root and be
 writable by no other user; or it must be the trainer's own, whose modules the trainer uses itself. A sticky folder, such
@@ -18,6 +20,7 @@ import grp
 import os
 import pwd
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 from rpcdataloader.host.resources import machine_id, read
@@ -81,7 +84,7 @@ def identify(paths: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in paths:
         try:
-            for part, status in _parts(path):
+            for part, status in parts_of(path):
                 found[part] = _identity(status, file_systems)
         except OSError:
             continue
@@ -98,7 +101,7 @@ def find_flaw(path: str, trusted: Mapping[str, str]) -> str | None:
         OSError: The path does not exist.
     """
     file_systems = _file_systems()
-    parts = list(_parts(path))
+    parts = list(parts_of(path))
     for number, (part, status) in enumerate(parts, 1):
         if trusted.get(part) == _identity(status, file_systems):
             continue
@@ -111,7 +114,33 @@ def find_flaw(path: str, trusted: Mapping[str, str]) -> str | None:
     return None
 
 
-def _parts(path: str) -> Iterator[tuple[str, os.stat_result]]:
+def search_current_folder() -> str | None:
+    """Let a command import modules from the current folder, as ``python -m`` does, unless other users can write there.
+
+    Absolute paths in ``PYTHONPATH`` are the user's own choice. A relative or empty one means the current folder.
+
+    Returns:
+        The folder, and the reason to distrust it, in words; None if it is safe.
+    """
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return None
+    try:
+        flaw = find_flaw(folder, {})
+    except OSError as exc:  # its path leads elsewhere by now
+        flaw = f"it cannot be judged ({exc.strerror})"
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if flaw is not None or folder == os.sep:  # the root has no modules
+        relative = {folder, *(os.path.abspath(entry) for entry in named if not os.path.isabs(entry))}
+        sys.path[:] = [entry for entry in sys.path if entry in named or os.path.abspath(entry) not in relative]
+    is_searched = flaw is None and folder != os.sep and not getattr(sys.flags, "safe_path", False)
+    if (is_searched or folder in named) and not {"", folder} & {*sys.path}:
+        sys.path.insert(0, folder)
+    return flaw and f"{folder} is not used, as {flaw}"
+
+
+def parts_of(path: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield what leads to an absolute path, in order, and the path itself; without the root, which all programs trust.
 
     Raises:
@@ -166,10 +195,10 @@ def _is_writable_by_others(part: str, status: os.stat_result) -> bool:
     if not status.st_mode & stat.S_IWGRP:
         return bool(status.st_mode & stat.S_IWOTH)
     # With an access control list, this bit may stand for other users, too.
-    return bool(status.st_mode & stat.S_IWOTH) or not _is_private(status.st_gid) or _has_acl(part)
+    return bool(status.st_mode & stat.S_IWOTH) or not is_private(status.st_gid) or _has_acl(part)
 
 
-def _is_private(gid: int) -> bool:
+def is_private(gid: int) -> bool:
     """Whether a group consists of this user alone. Many distributions make such a group for each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)

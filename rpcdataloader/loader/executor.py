@@ -151,6 +151,7 @@ class Executor:
             return
         try:
             session = node.session()
+            session.is_quiet = True  # the loss of a node is told once
             session.wait(lambda: not self._closed.is_set())
             session.update()(None)
             self._dataset.build_on(session)
@@ -286,10 +287,15 @@ class Executor:
         """Report the batch that the consumer waits for, and its worker; in a new thread, as the stack takes time."""
 
         def report() -> None:
-            where, stack = "which is not assigned", ""
-            if worker is not None:
-                where, stack = f"which is at {worker.name}", "\n" + worker.session.stack_of(worker.number)
             begin = f"{self._settings.partition.label}the loop has waited {action.seconds:.0f} s"
-            logger.warning("%s for %s, %s (%s)%s", begin, describe(action.payload), where, action.summary, stack)
+            logger.warning("%s %s", begin, describe_wait(action, worker))
 
         self._client.start_thread("rpcdl-report", report, self._closed)
+
+
+def describe_wait(report: ReportWait, worker: RemoteWorker | None) -> str:
+    """A wait for a batch, in words, with the stack of its worker; waits for that, at most 2 s."""
+    where, stack = "which is not assigned", ""
+    if worker is not None:
+        where, stack = f"which is at {worker.name}", "\n" + worker.session.stack_of(worker.number)
+    return f"for {describe(report.payload)}, {where} ({report.summary}){stack}"

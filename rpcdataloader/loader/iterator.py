@@ -19,6 +19,7 @@ from torch.autograd import profiler
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import of_rank
+from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import NOTED_WAIT, Probe, Recorder
 from rpcdataloader.diagnosis.verdict import diagnose
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
@@ -26,7 +27,7 @@ from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import DeviceCopies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver, shown
-from rpcdataloader.loader.executor import Executor, Here
+from rpcdataloader.loader.executor import Executor, Here, describe_wait
 from rpcdataloader.loader.passes import begin_pass, functions_of, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options, prepare
 from rpcdataloader.loader.seat import Answer, Intake
@@ -34,6 +35,7 @@ from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Returned, Task, describe
 from rpcdataloader.loader.waits import Wants, tell, to_status
+from rpcdataloader.plan.actions import ReportWait
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.exceptions import copy_to_raise, take_state
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
@@ -233,18 +235,26 @@ class RemoteIterator(PassIterator):
         timeout = self._settings.timeout or None
         deadline = None if timeout is None else began + timeout
         blocked = 0.0
+        overdue: list[tuple[ReportWait, RemoteWorker | None]] | None = None
         while True:
             with driver.condition:
                 delivery = driver.take()
                 if delivery is None:
                     if engine.failure is None and engine.table.finished:
                         break
-                    blocked += self._wait(deadline)
+                    if (slept := self._wait(deadline)) is None:
+                        overdue = self._present_wait()
+                        break
+                    blocked += slept
                     delivery = driver.take()  # as a rule, the wait was for it
                 wants_input = engine.table.wants_input and driver.may_draw(has_batch=delivery is not None)
             if delivery is not None:
                 break
             driver.advance(wants_input, began)
+        if overdue is not None:
+            # torch's exception and text, which scripts may match; without the condition, as the stack takes time.
+            text = f"{self._settings.partition.label}DataLoader timed out after {self._settings.timeout} seconds"
+            raise RuntimeError(" ".join([text, *(describe_wait(*each) for each in overdue)]))
         if delivery is None:
             driver.begun.source.check_end()
             self.progress.finished = True
@@ -300,14 +310,21 @@ class RemoteIterator(PassIterator):
         recorder.delivered(now, waited, blocked, ready=ready, worker=answer.worker, probe=probe)
         driver.decide()
 
-    def _wait(self, deadline: float | None) -> float:
+    def _present_wait(self) -> list[tuple[ReportWait, RemoteWorker | None]]:
+        """The batch that is waited for, and its worker, with the condition; empty while there is none."""
+        report = self.driver.engine.present_wait(time.monotonic())
+        if report is None:
+            return []
+        seat = None if report.worker is None else self.driver.seats.get(report.worker)
+        return [(report, None if seat is None else seat.worker)]
+
+    def _wait(self, deadline: float | None) -> float | None:
         """Wait, with the condition, until the next batch or another action is due.
 
         Returns:
-            Seconds asleep.
+            Seconds asleep; None if the deadline has passed.
 
         Raises:
-            RuntimeError: The deadline has passed.
             BaseException: The pass cannot go on.
         """
         driver, engine = self.driver, self.driver.engine
@@ -321,9 +338,7 @@ class RemoteIterator(PassIterator):
             return 0.0  # a stream has ended, which makes room for others
         now = time.monotonic()
         if deadline is not None and deadline <= now:
-            # torch's exception and text, which scripts may match.
-            label = self._settings.partition.label
-            raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
+            return None
         try:
             until = driver.falls_asleep(now, deadline)
             if wants_input:  # of a source that is not ready

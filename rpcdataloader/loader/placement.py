@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rpcdataloader.client.background import Waiting
 from rpcdataloader.client.client import connect_timeout, get_client
-from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.datasets import RemoteDataset, describe_build
 from rpcdataloader.client.discovery import Local, Remote, Where
 from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.node import Node
@@ -205,6 +206,13 @@ def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
     wanted = [session for session in wanted if session not in dataset.late] or wanted
     if all(map(dataset.is_current, wanted)):
         return
+    missing = set(wanted)
+    with Waiting(get_client().alarm, lambda: describe_build(dataset, missing), current_partition().label):
+        _build(dataset, wanted, missing)
+
+
+def _build(dataset: RemoteDataset, wanted: Sequence[RemoteSession], missing: set[RemoteSession]) -> None:
+    """Build on all of ``wanted``; those that are ``missing`` are waited for."""
     if len(wanted) == 1:
         dataset.build_on(wanted[0])
         return
@@ -223,7 +231,7 @@ def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
         run = functools.partial(build_on, session)
         if not get_client().start_thread(f"rpcdl-build {session.name}", run, threading.Event()):
             run()
-    limit, missing, lost = Deadline(None), set(wanted), None
+    limit, lost = Deadline(None), None
     while missing:
         try:
             session, error = answers.get(timeout=limit.remaining())
@@ -262,7 +270,27 @@ def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
 def _find_nodes(
     where: Local | Remote, local: LocalNode | None, count: Callable[[Sequence[Node]], int], min_workers: int
 ) -> tuple[list[Node], list[Node]]:
-    """Return the nodes that are or were connected, and those that may still come; ``count`` is this process's share.
+    """Return the nodes that are or were connected, and those that may still come; ``count`` is this process's share."""
+    there: list[Node] = []
+
+    def describe() -> str | None:
+        if not there:  # connecting sessions speak for themselves
+            return "node servers" if isinstance(where, Remote) and where.lookups else None
+        num_workers = count(there)
+        return f"min_workers={min_workers}: {num_workers} workers are there" if num_workers < min_workers else None
+
+    with Waiting(get_client().alarm, describe, current_partition().label):
+        return there, _wait_for_nodes(where, local, count, min_workers, there)
+
+
+def _wait_for_nodes(
+    where: Local | Remote,
+    local: LocalNode | None,
+    count: Callable[[Sequence[Node]], int],
+    min_workers: int,
+    there: list[Node],
+) -> list[Node]:
+    """Note the nodes that are or were connected in ``there``; return those that may still come.
 
     It waits for the first node, and :data:`PATIENCE` longer for all others, once; longer if the share is too small.
     """
@@ -278,16 +306,18 @@ def _find_nodes(
             refused = [node for node in sessions if isinstance(sessions[node].connection.error, _REFUSALS)]
             sessions = {node: each for node, each in sessions.items() if each.is_usable or node in refused}
         sessions |= {node: node.session() for node in nodes if node not in sessions and not node.is_local}
-        there = [node for node in nodes if node.offered is not None]
+        there[:] = [node for node in nodes if node.offered is not None]
         missing = [node for node in nodes if node.offered is None]
         connecting = [node for node in missing if sessions[node].is_usable]
         for node in connecting:
-            sessions[node].is_quiet = bool(there)
+            sessions[node].is_quiet = bool(there) and node.is_missed
         if not is_enough and there and count(there) >= min_workers:
             is_enough, deadline = True, time.monotonic() + PATIENCE
         may_come = any(not (is_enough and node.is_missed) for node in connecting)
         if is_followed and not is_enough:  # others may follow, unless all of these refuse this client
-            may_come |= any(not isinstance(sessions[node].connection.error, _REFUSALS) for node in nodes)
+            may_come |= any(
+                not isinstance(sessions[node].connection.error, _REFUSALS) for node in nodes if not node.is_local
+            )
         pause = deadline - time.monotonic()
         if pause > 0 and may_come:
             is_empty = not there and not connecting
@@ -308,7 +338,7 @@ def _find_nodes(
             f"min_workers={min_workers}, but {count(there)} workers were there for this process within {limit:g} s; "
             f"missing: {', '.join(map(str, missing)) or 'no node'}"
         )
-    return there, [node for node in missing if not node.is_foreign]
+    return [node for node in missing if not node.is_foreign]
 
 
 def _miss(node: Node, session: RemoteSession, *, is_named: bool) -> None:
@@ -329,7 +359,7 @@ def _miss(node: Node, session: RemoteSession, *, is_named: bool) -> None:
             # Only the text: an error keeps its frames alive, and with them the iterator to be.
             label = current_partition().label
             logger.warning("%sgoing on without %s%s: %s", label, node, until, told_of(node, error))
-    node.is_missed = True
+    node.is_missed = session.is_quiet = True
 
 
 @functools.cache

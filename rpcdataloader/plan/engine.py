@@ -267,10 +267,20 @@ class Engine(Generic[N]):
             if self._interrupted and isinstance(error, ConnectionLostError):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
             self.failure = error
-        if self._waiting_since is not None and self._report_at <= now and (task := self.table.awaited()) is not None:
-            worker = task.holders[0].id if task.holders else None
+        if (
+            self._waiting_since is not None
+            and self._report_at <= now
+            and (report := self.present_wait(now)) is not None
+        ):
             self._report_at = now + REPORT_AGAIN
-            self._out.append(ReportWait(worker, task.payload, now - self._waiting_since, self.summary(now)))
+            self._out.append(report)
+
+    def present_wait(self, now: float) -> ReportWait | None:
+        """The task that the consumer waits for, and its worker; None while there is none."""
+        if self._waiting_since is None or (task := self.table.awaited()) is None:
+            return None
+        worker = task.holders[0].id if task.holders else None
+        return ReportWait(worker, task.payload, now - self._waiting_since, self.summary(now))
 
     def summary(self, now: float) -> str:
         """The state of the pass in a line: tasks, workers, nodes, and the next deadline."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ from typing import Any, Protocol
 
 from rpcdataloader.client.discovery import ASK_TIMEOUT, ask_all
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.starter import Ready, ServerProcess, Told, arguments_of
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
@@ -45,11 +44,6 @@ ASK_PAUSE = 3.0
 
 # Seconds for which node servers are kept that were needed: longer than the time between two reports of a loop.
 SHRINK_AFTER = 15.0
-
-# Seconds between two signs of life. Servers wait 60 s for one.
-HEARTBEAT = 10.0
-
-_READY = re.compile(r"rpcdataloader ready (\S+) num_workers=\d+ pid=\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +117,9 @@ class PoolWorkers(Lookup, Iterable[str]):
     def token(self) -> str:
         """The pool's secret, for ``RPCDATALOADER_TOKEN`` of other processes; it opens nothing else."""
         return self._credentials.secret.decode()
+
+    def _start(self) -> None:
+        self._run()  # in a thread that the engine knows; it has a time limit of its own
 
     def open(self) -> PoolWorkers:
         return PoolWorkers(self._read, self._credentials, self._arguments[0])
@@ -379,9 +376,20 @@ class NodeActor:
     """
 
     def __init__(self, order: ServerOrder) -> None:
-        self._server = server = _Server(order)  # whose threads do not refer to this object
-        self.ended = server.ended
-        self._close = weakref.finalize(self, server.closing.set)
+        # It refers to the record alone, and not to this object.
+        self._record = record = _Record()
+        self.ended = record.ended
+        own = ["--host", order.find_host(), "--port", "0", "--num-workers", str(order.num_workers)]
+        options = [*own, "--log-level", "warning", *order.launch, "--token-file", "-"]
+        self._server = ServerProcess(
+            [sys.executable, *arguments_of(options, os.getcwd())],
+            order.credentials.secret,
+            record.take,
+            cwd=os.sep,
+            # The server can import what this process can: engines bring packages along (runtime_env of Ray).
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)},
+        )
+        self._close = weakref.finalize(self, self._server.close)
 
     def address(self) -> str | None:
         """Address for clients; None before the server is ready.
@@ -389,71 +397,35 @@ class NodeActor:
         Raises:
             RuntimeError: The server has ended.
         """
-        server = self._server
-        if server.ended.is_set():
-            status = f"a node server has ended with status {server.process.returncode}"
-            raise RuntimeError(": ".join(filter(None, [status, server.last_words])))
-        return server.address
+        record = self._record
+        if record.ended.is_set():
+            status = f"a node server has ended with status {self._server.process.returncode}"
+            raise RuntimeError(": ".join(filter(None, [status, record.last_words])))
+        return record.address
 
     def stop(self) -> None:
         """Let the server drain and end; does not wait."""
-        if self._server.address is None:
+        if self._record.address is None:
             self._server.process.kill()
         self._close()
 
 
-class _Server:
-    """The node server of an actor, and threads: to send signs of life, to read what it says, to wait for its end."""
+class _Record:
+    """What an actor knows of its node server."""
 
-    def __init__(self, order: ServerOrder) -> None:
+    def __init__(self) -> None:
         self.address: str | None = None
         self.last_words = ""
-        self.ended, self.closing = threading.Event(), threading.Event()
-        self.process: Any = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "rpcdataloader.launch", "--host", order.find_host(), "--port", "0"),
-                *("--num-workers", str(order.num_workers), "--log-level", "warning", *order.launch),
-                *("--token-file", "-", "--exit-with-stdin"),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            # The server can import what this process can: engines bring packages along (runtime_env of Ray).
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C in a terminal of the engine
-        )
-        self._send(order.credentials.secret + b"\n")
-        self._follower = threading.Thread(target=self._follow, name="rpcdl-pool-follow", daemon=True)
-        self._follower.start()
-        for name, function in ("beat", self._beat), ("wait", self._wait):
-            threading.Thread(target=function, name=f"rpcdl-pool-{name}", daemon=True).start()
+        self.ended = threading.Event()
 
-    def _send(self, data: bytes) -> None:
-        with suppress(OSError):  # the server has ended
-            self.process.stdin.write(data)
-
-    def _beat(self) -> None:
-        self._send(b"\n")
-        while not self.closing.wait(HEARTBEAT):
-            self._send(b"\n")
-        self.process.stdin.close()
-
-    def _follow(self) -> None:
-        """Pass the log on to where the engine collects it."""
-        with self.process.stdout as lines:
-            for line in lines:
-                text = line.decode(errors="replace").strip()
-                if match := _READY.search(text):  # after what has no end of line yet
-                    self.address = match[1]
-                else:
-                    self.last_words = text
-                    with suppress(Exception):  # the engine's stream: a full disk, or anything
-                        sys.stderr.write(f"{text}\n")
-                        sys.stderr.flush()
-
-    def _wait(self) -> None:
-        self.process.wait()
-        self._follower.join(1.0)  # for its last words; what it has started may hold its output open
-        self.ended.set()
-        self.closing.set()
+    def take(self, told: Told) -> None:
+        match told:
+            case Ready(address):
+                self.address = address
+            case str(text):  # passed on to where the engine collects it
+                self.last_words = text
+                with suppress(Exception):  # the engine's stream: a full disk, or anything
+                    sys.stderr.write(f"{text}\n")
+                    sys.stderr.flush()
+            case None:
+                self.ended.set()

@@ -32,6 +32,9 @@ END_TIMEOUT = 2.0
 # Seconds for which a connection that has proved nothing holds a place that others may want.
 PROOF_PATIENCE = 1.0
 
+# Seconds for the removal of a folder at the end of the node server; it goes on afterwards.
+REMOVAL_TIMEOUT = 1.0
+
 # What a peer is seen to do whose bytes are for another process.
 PEER_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
@@ -86,6 +89,8 @@ class Clients:
         self._by_id: dict[str, ClientRecord] = {}
         self.is_draining = False
         self.work: Counter[str] = Counter()
+        with contextlib.suppress(FileNotFoundError):
+            tempfile.gettempdir()  # which tries folders, once: their file servers may hang later
         self._look_for_vanished()
 
     def __iter__(self) -> Iterator[ClientRecord]:
@@ -300,9 +305,10 @@ def _name_folder() -> str:
 def _remove_folder(path: str, *, wait: bool = False) -> None:
     """Remove the folder of an ended session, if it exists.
 
-    A program does the work, as the client may have put any number of files there, at any depth.
+    A program does the work, as the client may have put any number of files there, at any depth, and as its file server
+    may hang. The shell itself looks at no other folder, such as that of ``PWD``.
     """
-    if os.path.lexists(path):
-        command = 'exec >/dev/null 2>&1; rm -rf -- "$1"' + ("" if wait else " &")
-        with contextlib.suppress(OSError):
-            subprocess.run(["sh", "-c", command, "sh", path], stdin=subprocess.DEVNULL, check=False)
+    if path:
+        command = ["/bin/sh", "-c", 'exec >/dev/null 2>&1; rm -rf -- "$1"' + ("" if wait else " &"), "sh", path]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=os.sep, env={}).wait(REMOVAL_TIMEOUT)

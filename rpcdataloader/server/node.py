@@ -45,7 +45,7 @@ MAX_EVENTS = 256
 # Seconds for the kernel to end all children. One that waits for a file server may take longer.
 END_TIMEOUT = 5.0
 
-# Seconds for the file server of the register when the server drains.
+# Seconds for the file server of the register when the server ends.
 REGISTER_TIMEOUT = 1.0
 
 # Seconds between two looks for orphans that have ended, as process 1 of a container.
@@ -153,6 +153,8 @@ class NodeServer:
             child.link.close()
         self._clients.close()
         self._listener.close()
+        if self._renewal is not None:
+            self._renewal.reap(wait=REGISTER_TIMEOUT)
         self._context.log.finish()
 
     # --- connections
@@ -439,13 +441,21 @@ class NodeServer:
         self.registration.renew()
 
     def _deregister(self) -> None:
+        """Begin to remove the file of the register: its file server may hang."""
         if self.registration is None:
             return
-        if self._renewal is not None and self._renewal.reap(wait=REGISTER_TIMEOUT) is None:
-            self._renewal.kill("its file server hangs")
-            self._renewal.reap(wait=REGISTER_TIMEOUT)
-        else:
+        if self._renewal is not None:
+            self._renewal.kill("the node server is draining")  # it must not register again
+            self._renewal.reap(wait=0.1)
+        try:
+            self._renewal = fork(self._deregister_in_fork)
+        except OSError:  # no room for another process
             self.registration.close()
+
+    def _deregister_in_fork(self) -> None:
+        assert self.registration is not None
+        self._forget_in_child()
+        self.registration.close()
 
 
 def _named_session(start: bytes) -> str | None:

@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.output import Output
@@ -21,7 +21,7 @@ from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import DEFAULT_PORT, ServerContext, ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
-from rpcdataloader.wire.connecting import listen_tcp, listen_unix, look_up
+from rpcdataloader.wire.connecting import is_local, listen_tcp, listen_unix, look_up
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.register import Registration, ServerEntry
 
@@ -81,6 +81,8 @@ def run_server(
     _preload([*_CALLED, *settings.preload])
     recorder.look()  # what it has imported, however late a client comes
     listener, address = _listen(settings)
+    # With --advertise, something may lead from there to a loopback address.
+    is_alone = not settings.advertise and (settings.is_unix or is_local(listener.getsockname()[0]))
     made = _identity(settings)
     # Looking up versions takes milliseconds: once here instead of in every fork.
     local_identity("server")
@@ -92,8 +94,10 @@ def run_server(
         server = NodeServer(listener, context, lifeline)
         with server.signals.heard(), contextlib.ExitStack() as failed:
             if settings.register:
-                entry = ServerEntry(address, context.num_workers, context.node, os.getpid(), machine_id())
-                server.registration = Registration(settings.register_directory, entry)
+                entry = ServerEntry(
+                    address, context.num_workers, context.node, os.getpid(), machine_id(), is_local=is_alone
+                )
+                server.registration = Registration(settings.register, entry)
                 failed.callback(server.registration.close)
             if credentials.insecure and tls is None and not settings.is_unix:
                 logger.warning(
@@ -102,7 +106,8 @@ def run_server(
                     address,
                 )
             how = "" if tls is None else " over TLS"
-            logger.info("listening on %s%s, offering %d workers", address, how, context.num_workers)
+            others = "; other machines cannot connect without --host" if is_alone and not settings.is_unix else ""
+            logger.info("listening on %s%s, offering %d workers%s", address, how, context.num_workers, others)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
             failed.pop_all()
             server.serve()  # whose drain closes the registration
@@ -118,12 +123,24 @@ def _preload(modules: Sequence[str]) -> None:
     for module in modules:
         before = num_threads()
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # who started this server waits for its ready line
+            with _output_to_log():
                 importlib.import_module(module)
         except ImportError as exc:
             raise ImportError(f"cannot preload {module}: {exc}") from exc
         if num_threads() > before:
             logger.warning("preloading %s started threads, which workers do not inherit and may miss", module)
+
+
+@contextlib.contextmanager
+def _output_to_log() -> Iterator[None]:
+    """Keep what modules, C libraries and programs print off standard output, which is for the ready line alone."""
+    with contextlib.ExitStack() as opened, contextlib.redirect_stdout(sys.stderr):
+        if sys.__stdout__ is not None:
+            before = os.dup(1)
+            opened.callback(os.close, before)
+            opened.callback(os.dup2, before, 1)
+            os.dup2(2, 1)
+        yield
 
 
 def _identity(settings: ServerSettings) -> tuple[int, int, int] | None:

@@ -81,6 +81,9 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
+        for name in ("register", "tls_cert", "tls_key", "tls_ca"):  # the server may leave the folder of its start
+            if path := getattr(self, name):
+                object.__setattr__(self, name, os.path.abspath(os.path.expanduser(path)))
         for name in ("num_workers", "max_connections", "max_tasks_per_worker"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
@@ -124,11 +127,6 @@ class ServerSettings:
     def workers(self) -> int:
         """Number of workers that the server offers."""
         return self.num_workers or available_cpus()
-
-    @property
-    def register_directory(self) -> str:
-        """Absolute path of the directory to register in; empty for none."""
-        return os.path.abspath(os.path.expanduser(self.register)) if self.register else ""
 
     def advertised_host(self) -> str:
         """Host that clients use."""

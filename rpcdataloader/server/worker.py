@@ -34,6 +34,7 @@ from rpcdataloader.server.processes import Life, keep_freed_memory, name_process
 from rpcdataloader.server.requests import Meter
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import write_stacks
+from rpcdataloader.wire import transport as sockets
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import add_state, dumps_exception, summarize
 from rpcdataloader.wire.frames import Flag, Message, MessageType
@@ -185,7 +186,8 @@ class Worker:
                     self._call(message)
                     if message.type == MessageType.CALL and not self._outbox.is_idle:
                         # The next one may change what the result refers to, or be cancelled meanwhile.
-                        self._outbox.join()
+                        while not self._outbox.join(sockets.CUT_OFF_PERIOD):
+                            self._is_unacknowledged()
                     self._num_calls -= 1
                 del message  # this frame must not keep it while it waits
             goaway = Goaway(self._last_request, self._life is Life.RETIRING)
@@ -234,12 +236,32 @@ class Worker:
         looks = now >= self._next_idle
         ready = dict(self._poll.poll(0)) if looks else {}
         if not ready:
-            ready = dict(self._poll.poll(None))
+            ready = dict(self._poll.poll(sockets.CUT_OFF_PERIOD * 1000)) or self._wait_long()
             if looks:
                 self._idle = time.monotonic_ns() - now
         if looks:
             self._next_idle = now + LOOK_PERIOD_NS
         return ready
+
+    def _wait_long(self) -> dict[int, int]:
+        """Wait for input, and look at the connection while the client's host has not acknowledged all replies."""
+        while self._is_unacknowledged():
+            if ready := dict(self._poll.poll(sockets.CUT_OFF_PERIOD * 1000)):
+                return ready
+        return dict(self._poll.poll(None))
+
+    def _is_unacknowledged(self) -> bool:
+        """Whether replies are under way.
+
+        Raises:
+            RPCTimeoutError: Data no longer gets through.
+        """
+        transport = self._channel.transport
+        if not transport.count_unacknowledged():
+            return False
+        if transport.is_cut_off():
+            raise RPCTimeoutError("its connection no longer carries data")
+        return True
 
     def _begin_drain(self, life: Life) -> None:
         """Begin to drain: receive what has arrived, since the client is told the last request that gets an answer."""

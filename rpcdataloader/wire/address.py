@@ -60,7 +60,7 @@ class Address:
                 raise ValueError
             return cls(host, port)
         except ValueError:
-            raise ValueError(f"cannot read the address {text!r}: {_FORMS}") from None
+            raise ValueError(f"cannot read the address {text!r}: {_FORMS}{_guess(text)}") from None
 
     @property
     def is_unix(self) -> bool:
@@ -73,3 +73,14 @@ class Address:
         if self.path:
             return _UNIX_PREFIX + self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _guess(text: str) -> str:
+    """The probable meaning of a text that is no address, for the end of an error; or nothing."""
+    parts = re.split(r"[\s;]+", text.strip())
+    if len(parts) > 1 and all(map(_HOST_AND_PORT.fullmatch, parts)):
+        return f"; commas separate addresses: {','.join(parts)}"
+    if re.fullmatch(r"[\w.-]+", text):
+        own = ", or local for workers of this script's own" if text == "localhost" else ""
+        return f"; the port of its node server is missing, as in {text}:6543{own}"
+    return ""

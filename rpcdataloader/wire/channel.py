@@ -27,7 +27,7 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
 )
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import connect
+from rpcdataloader.wire.connecting import connect, is_original
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
@@ -97,7 +97,7 @@ class Receiver:
         except EOFError:
             raise ConnectionLostError(f"connection to {self._transport.name} lost in the middle of a message") from None
         if message is not None:
-            message.arrival = self._arrival
+            message.arrival, message.peer = self._arrival, self._transport.name
         return message
 
     def _fill(self, views: list[memoryview], is_first: bool) -> int:
@@ -216,7 +216,7 @@ def open_channel(
     deadline: Deadline,
     *,
     retry: bool = False,
-    label: Callable[[], str | None] = str,
+    tell: Callable[[str], None] = lambda _reason: None,
     host: str = "",
     tls: TlsCredentials | None = None,
 ) -> Channel:
@@ -225,7 +225,8 @@ def open_channel(
     Args:
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
-        retry, label, host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
+        retry, host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
+        tell: Function that takes the reason for which the server is still waited for, whenever that changes.
         tls: TLS credentials; None without TLS. Not for Unix sockets, which cannot be listened in on.
 
     Raises:
@@ -233,8 +234,9 @@ def open_channel(
         AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
     """
-    transport = connect(address, deadline, retry=retry, label=label, host=host)
+    transport = connect(address, deadline, retry=retry, tell=tell, host=host)
     try:
+        tell("it has accepted the connection, and does not finish the handshake (is it overloaded?)")
         if credentials.insecure:
             transport.require_same_user()
         handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))
@@ -262,6 +264,11 @@ def open_channel(
                 secret = f"this client's secret: {credentials.source}, fingerprint {credentials.fingerprint}"
                 raise AuthenticationError(f"{address}: {exc} ({secret})") from exc
             case ConnectionLostError():
+                if not address.is_unix and is_original(host or address.host, address.port):
+                    raise RemoteProtocolError(
+                        f"{address}: a worker of the original RPCDataloader listens there, and no node server of this "
+                        "package. It runs what anyone sends to that port: stop it, and install this package there"
+                    ) from exc
                 guess = "in the handshake: perhaps it is no node server, or one that ends"
                 raise ConnectionLostError(f"{exc} ({guess})") from exc
         raise

@@ -6,11 +6,12 @@ import contextlib
 import errno
 import fcntl
 import functools
-import logging
-import math
+import ipaddress
 import os
+import pickle
 import selectors
 import socket
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +19,6 @@ from typing import Any, cast
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.transport import TRAINER_SEND_BYTES, Deadline, Transport, peer_uid, shut_down, tune
-
-logger = logging.getLogger("rpcdataloader.client")
 
 # sockaddr_un holds 108 bytes, including the final zero.
 MAX_UNIX_PATH = 107
@@ -38,7 +37,13 @@ _NOT_YET = {
     errno.EAGAIN,
 }
 
+# In words, while packets are dropped.
+NO_ANSWER = "no answer (is the host up, does a firewall drop the port?)"
+
 LISTEN_BACKLOG = 1024
+
+# Seconds for the answer of a server that may be another program.
+PROBE_TIMEOUT = 0.4
 
 # Seconds to wait for another server that starts in the same folder; any program that can read it may hold its lock.
 LOCK_TIMEOUT = 5.0
@@ -52,7 +57,7 @@ def connect(
     deadline: Deadline,
     *,
     retry: bool = False,
-    label: Callable[[], str | None] = str,
+    tell: Callable[[str], None] = lambda _reason: None,
     host: str = "",
 ) -> Transport:
     """Connect to ``address``.
@@ -61,14 +66,13 @@ def connect(
         deadline: Bounds all attempts on the resolved addresses together; resolution itself is the C library's, which
             takes as long as its own configuration says. Cancelling it ends the wait, and the connection.
         retry: Try again, with back-off, while no server listens there: it may still be starting.
-        label: Beginning of the warning after a long wait; None for no warning.
+        tell: Function that takes the reason of each failed attempt before the last.
         host: IP address to use, where the name of ``address`` has been resolved before.
 
     Raises:
         ConnectError: No server answered before the deadline; the message says why.
     """
     pause = 0.05
-    reported = False
     while True:
         try:
             return _connect_once(address, deadline, host or address.host)
@@ -76,15 +80,7 @@ def connect(
             is_full = exc.errno == errno.EAGAIN  # the queue of a Unix socket
             if not (retry or is_full) or not _may_pass(exc) or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
-            if pause >= 1.0 and not reported and (prefix := label()) is not None:
-                reported = True
-                logger.warning(
-                    "%sstill waiting for %s: %s (this attempt ends after %g s, RPCDATALOADER_CONNECT_TIMEOUT)",
-                    prefix,
-                    address,
-                    _reason(exc),
-                    deadline.timeout or math.inf,
-                )
+            tell(_reason(exc))
         pause = min(2 * pause, 1.0)
 
 
@@ -142,12 +138,29 @@ def _reason(exc: OSError) -> str:
     if isinstance(exc, socket.gaierror):
         return f"the host name does not resolve ({exc.strerror})"
     if isinstance(exc, TimeoutError):
-        return "no answer in time (is the host up, does a firewall drop the port?)"
+        return NO_ANSWER
     if exc.errno == errno.ECONNREFUSED:
-        return "connection refused (is `python -m rpcdataloader.launch` running there, on that port?)"
+        return (
+            "connection refused (is `python -m rpcdataloader.launch` running there, on that port, and with --host if "
+            "that is another machine?)"
+        )
     if exc.errno == errno.ENOENT:
         return f"{exc.strerror} (is `python -m rpcdataloader.launch` running on this machine?)"
     return exc.strerror or str(exc)
+
+
+def is_original(host: str, port: int) -> bool:
+    """Whether a server that has closed a connection without an answer is one of CEA-LIST/RPCDataloader.
+
+    It takes the first 8 bytes for the length of a pickle, for which it has no memory. Asked to call ``bool()``, it
+    answers with the number of buffers, the length of a pickle, and that pickle, which is not read here.
+    """
+    request = pickle.dumps((bool, (), None, False), protocol=4)
+    with contextlib.suppress(OSError), socket.create_connection((host, port), PROBE_TIMEOUT) as sock:
+        sock.sendall(struct.pack("L", len(request)) + request)
+        answer = sock.recv(17, socket.MSG_WAITALL)
+        return len(answer) == 17 and struct.unpack("LLc", answer)[::2] == (0, b"\x80")
+    return False
 
 
 def is_listening(path: str) -> bool:
@@ -205,6 +218,24 @@ def short_path(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
+
+
+def is_local(address: str) -> bool:
+    """Whether an IP address is one that other machines cannot reach: a loopback or link-local one."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return found.is_loopback or found.is_link_local
+
+
+def leads_here(name: str) -> bool:
+    """Whether a host name resolves to addresses that other machines cannot reach, and to no other."""
+    try:
+        infos = look_up(name, 0)
+    except OSError:
+        return False
+    return all(is_local(str(info[4][0])) for info in infos)
 
 
 def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:

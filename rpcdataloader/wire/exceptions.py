@@ -94,8 +94,11 @@ def dumps_exception(exc: BaseException, where: str) -> bytes:
     return pickle.dumps((where, summary, text, pickled, notes, state), protocol=5)
 
 
-def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
+def loads_exception(payload: bytes | bytearray | memoryview, peer: str = "") -> Exception:
     """Decode an exception. Never fails; runs code that the sender chose.
+
+    Args:
+        peer: Address of its node server as the user knows it, for a note and for the cause.
 
     Returns:
         The exception, not raised, with a :class:`~rpcdataloader.errors.RemoteTraceback` as its cause. A
@@ -105,6 +108,12 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
         where, summary, text, pickled, notes, state = pickle.loads(payload)
     except USER_ERRORS as error:
         return RemoteError(f"a task raised an exception whose message cannot be read ({type(error).__name__}: {error})")
+    if peer:
+        named = f"{where} ({peer})"
+        notes = [f"{note[: -len(where)]}{named}" if note.endswith(where) else note for note in notes]
+        if not any(note.endswith(named) for note in notes):
+            notes.insert(0, f"raised by {named}")
+        where = named
     cause = RemoteTraceback("\n".join([f"{where}:\n\n{text}", *([] if _HAS_NOTES else notes)]))
     exc: Exception = RemoteError(f"{where} raised {summary}")
     found = None if pickled is None else _rebuilt(pickled)

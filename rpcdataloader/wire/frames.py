@@ -29,6 +29,9 @@ from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
 _MAGIC = b"RPDL"
+
+# First bytes of other protocols' answers to a client's first message. HTTP/0.9 has no status line.
+_OTHERS = (b"HTTP/", "an HTTP server"), (b"<", "an HTTP server"), (b"SSH-", "an SSH server")
 HEADER_SIZE = _HEADER.size
 MAC_SIZE = 16
 _NO_MAC = bytes(MAC_SIZE)
@@ -147,6 +150,7 @@ class Message:
     payload: Buffer = b""  # memory of the receiver's own, never reused for other messages
     blocks: list[Any] = field(default_factory=list)  # the allocator's, filled
     arrival: Arrival | None = None  # the channel's note; None if the message came as a whole
+    peer: str = ""  # the channel's note: the sender's name here, such as the address of a node server
 
 
 class Sealer:
@@ -327,6 +331,7 @@ class Decoder:
             if not size:
                 return None
             if size < HEADER_SIZE:
+                self._check_magic(bytes(self._header[:size]))
                 raise EOFError
             message, payload_size, num_blocks, digest = self._read_header()
             table_size = (24 if message.flags & _SHARED else 8) * num_blocks
@@ -347,13 +352,19 @@ class Decoder:
             self._is_broken = True
             raise
 
+    @staticmethod
+    def _check_magic(start: bytes) -> None:
+        if not start.startswith(_MAGIC) and not _MAGIC.startswith(start):
+            known = next((name for sign, name in _OTHERS if start.startswith(sign)), None)
+            what = "the peer sent no message" if known is None else f"{known} answers there"
+            raise RemoteProtocolError(f"{what}: {start[:4]!r} is where one should begin")
+
     def _read_header(self) -> tuple[Message, int, int, bytes]:
         """The message without its content, payload size, number of blocks, and digest of the body."""
         magic, code, flags, header_size, request_id, payload_size, num_blocks, reserved, digest, mac = _HEADER.unpack(
             self._header
         )
-        if magic != _MAGIC:
-            raise RemoteProtocolError(f"the peer sent no message: {magic!r} is where one should begin")
+        self._check_magic(magic)
         sealer = self._sealer
         if sealer is not None:
             if not hmac.compare_digest(sealer.seal(self._header[:-MAC_SIZE]), mac):

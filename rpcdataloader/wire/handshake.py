@@ -150,6 +150,9 @@ class Handshake:
         self._identity = identity
         self._preamble = preamble
         self._hello = _dump(nonce=(nonce or secrets.token_bytes(NONCE_SIZE)).hex(), identity=asdict(identity))
+        if self._is_client:
+            # Space, for JSON; a server of HTTP, or of another protocol of lines, would wait for more otherwise.
+            self._hello += b"\r\n\r\n"
         self._expected: MessageType | None = MessageType.HELLO
         self._outgoing = bytearray()
         self._peer: Identity | None = None

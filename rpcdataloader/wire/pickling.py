@@ -403,7 +403,7 @@ def result_of(reply: Message | RPCError, allocator: Allocator | None = None, mov
     if not isinstance(reply, Message):
         raise copy_to_raise(reply)
     if reply.type == MessageType.ERROR:
-        raise loads_exception(reply.payload)
+        raise loads_exception(reply.payload, reply.peer)
     return loads(reply.payload, reply.blocks, allocator=allocator, movable=movable)
 
 

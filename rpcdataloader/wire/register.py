@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import ipaddress
 import json
 import logging
 import math
@@ -33,6 +32,8 @@ from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.host.trust import UnsafeFileError, check_file, read_safely
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.condition import Condition
+from rpcdataloader.wire.connecting import is_local, leads_here
 from rpcdataloader.wire.messages import from_json, printable, read_json
 
 client_logger = logging.getLogger("rpcdataloader.client")
@@ -64,16 +65,12 @@ class ServerEntry:
     pid: int
     machine: str  # its identity (:func:`~rpcdataloader.host.resources.machine_id`)
     started: float = 0.0  # time of registration, in seconds of the file system's clock
+    is_local: bool = False  # True if it listens where other machines cannot reach it, whatever its name
 
     @property
     def is_for_its_machine_alone(self) -> bool:
-        """Whether the address is local to its machine: a loopback address or a Unix socket."""
-        if self.address.is_unix or self.address.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.address.host).is_loopback
-        except ValueError:
-            return False
+        """Whether the address is local to its machine: a loopback or link-local address, or a Unix socket."""
+        return self.is_local or self.address.is_unix or is_local(self.address.host) or leads_here(self.address.host)
 
     def file_name(self, unique: str) -> str:
         """A name for its file, for users to recognise.
@@ -168,6 +165,9 @@ class Registration:
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
+# Seconds after which a pass goes on with the servers that were found before.
+LOOK_TIMEOUT = 1.0
+
 # After being unusable this many times in a row, a file is not merely being written: one warning.
 PATIENCE = 3
 
@@ -175,7 +175,8 @@ PATIENCE = 3
 class Lookup(ABC):
     """A place where node servers come and go, as this process has seen them so far. Thread-safe.
 
-    Lookups are equal if they are made with the same arguments. A copy has seen nothing yet.
+    A thread looks, one at a time: file servers and resolvers may hang. Lookups are equal if they are made with the same
+    arguments. A copy has seen nothing yet.
 
     Args:
         name: Name in :attr:`problems` for the place itself.
@@ -194,39 +195,59 @@ class Lookup(ABC):
 
     def __init__(self, name: str, *arguments: Any) -> None:
         self._name, self._arguments = name, arguments
-        self._lock = threading.Lock()
-        # Guarded by the lock:
+        self._changed = Condition()
+        # Guarded by the condition:
+        self._begun: float | None = None  # time of the look under way
         self._looked = -math.inf  # time of the last look
         self._found: dict[Address, str] = {}
         self.problems: dict[str, str] = {}
 
-    def look(self) -> dict[Address, str]:
+    def look(self, timeout: float | None = None) -> dict[Address, str]:
         """The current servers, in an order that is the same for every client; those of before if the look fails.
 
         The text of an address changes when another server takes it; it is empty where that cannot be told.
+
+        Args:
+            timeout: Seconds for the look, after which those of before are given; None to wait for it.
         """
-        with self._lock:
-            return self._look_now()
+        with self._changed:
+            now = time.monotonic()
+            began = self._begun
+            if began is None:
+                began = self._begun = now
+                self._start()
+            left = None if timeout is None else began + timeout - now
+            if not self._changed.wait_for(lambda: self._begun is None, left):
+                self.problems = {self._name: f"no answer for {time.monotonic() - began:.0f} s"}
+            return self._found
 
     def follow(self) -> tuple[dict[Address, str], float]:
         """The servers of the last moments, in the same order, and the seconds until it is time for another look."""
-        with self._lock:
-            if time.monotonic() >= self._looked + self.pause:
-                self._look_now()
-            return self._found, max(0.0, self._looked + self.pause - time.monotonic())
+        if time.monotonic() >= self._looked + self.pause:
+            self.look()
+        return self._found, max(0.0, self._looked + self.pause - time.monotonic())
 
-    def _look_now(self) -> dict[Address, str]:
+    def _start(self) -> None:
         try:
-            self._found, self.problems = self._look()
+            threading.Thread(target=self._run, name="rpcdl-lookup", daemon=True).start()
+        except RuntimeError:  # there are too many threads, or the interpreter ends
+            self._run()
+
+    def _run(self) -> None:
+        found, problems = self._found, dict[str, str]()
+        try:
+            found, problems = self._look()
         except Exception as exc:  # of a file system, a resolver, or an engine: it says nothing about the servers
-            self.problems = {self._name: getattr(exc, "strerror", None) or str(exc)}
+            problems = {self._name: getattr(exc, "strerror", None) or str(exc)}
             client_logger.debug("cannot look for servers %s: %s", self.condition, exc)
-        self._looked = time.monotonic()
-        return self._found
+        finally:
+            with self._changed:
+                self._found, self.problems, self._begun, self._looked = found, problems, None, time.monotonic()
+                self._changed.notify_all()
 
     @abstractmethod
     def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
-        """The current servers, and the problems. Called with the lock held."""
+        """The current servers, and the problems. Called in one thread at a time."""
 
     def open(self) -> Lookup:
         """The same lookup, for one use in this process."""
@@ -249,6 +270,7 @@ class _File:
     changed: float = math.nan  # its modification time, on the clock of its file system
     silence: float = 0.0  # seconds since that changed
     entry: ServerEntry | None = None
+    is_foreign: bool | None = None  # whether only another machine reaches the server; None before that is known
     num_failures: int = 0  # number of looks in a row at which it was unusable
 
 
@@ -266,7 +288,7 @@ class Register(Lookup):
         self.directory = directory
         self.condition = f"registered in {directory}"
         self.advice = f"start some with: python -m rpcdataloader.launch --register {directory}"
-        # Guarded by the lock:
+        # For the thread that looks:
         self._unsure_until = -math.inf
         self._last_look = time.monotonic()
         self._files: dict[str, _File] | None = None  # before the first look
@@ -350,7 +372,9 @@ class Register(Lookup):
                 entry = file.entry = ServerEntry.decode(data)
         except UnsafeFileError as exc:
             raise ValueError(f"it {exc}") from None
-        if entry.is_for_its_machine_alone and entry.machine != machine_id():
+        if file.is_foreign is None:  # once, as names are resolved
+            file.is_foreign = entry.machine != machine_id() and entry.is_for_its_machine_alone
+        if file.is_foreign:
             raise ValueError(
                 f"{entry.address} cannot be reached from outside {entry.host}; start that server with a "
                 "--host that other machines can reach"

@@ -60,8 +60,9 @@ _HAS_LOST_DESCRIPTORS = int(socket.MSG_CTRUNC)
 # Seconds between two looks at a connection that may be cut off while keep-alive is suspended; see is_cut_off.
 CUT_OFF_PERIOD = 2.0
 
-# Fields of struct tcp_info (linux/tcp.h): tcpi_retransmits and tcpi_probes, tcpi_last_data_recv, tcpi_last_ack_recv.
-_TCP_INFO = struct.Struct("=2xBB48xII")
+# Fields of struct tcp_info (linux/tcp.h): tcpi_retransmits, tcpi_probes, tcpi_backoff, tcpi_rto, tcpi_last_data_sent,
+# tcpi_last_data_recv, tcpi_last_ack_recv.
+_TCP_INFO = struct.Struct("=2xBBB3xI32xI4xII")
 
 
 class Transport:
@@ -209,6 +210,14 @@ class Transport:
     def has_input(self) -> bool:
         """Whether the next receive returns at once, with data or the end of file."""
         return self.has_unread or bool(self._readable.poll(0))
+
+    def count_unacknowledged(self) -> int:
+        """Bytes that were sent, but not acknowledged by the peer's host (``SIOCOUTQ``, tcp(7)); 0 for a Unix socket."""
+        waiting = bytearray(4)
+        if self._is_tcp:
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(self._sock, termios.TIOCOUTQ, waiting)
+        return int.from_bytes(waiting, sys.byteorder)
 
     def count_waiting(self) -> int:
         """Bytes that the kernel holds unread (``FIONREAD``, ioctl_tty(2))."""
@@ -390,11 +399,13 @@ def tune(sock: socket.socket, same_host_send_bytes: int = SAME_HOST_SEND_BYTES) 
 
 
 def is_cut_off(sock: socket.socket) -> bool:
-    """Whether the peer's host leaves data unanswered for as long as keep-alive would wait.
+    """Whether data does not get through, for as long as keep-alive would wait.
 
     The kernel sends no keep-alive probes while data is unacknowledged: it retransmits the data, and gives up after a
-    quarter of an hour. So callers look every :data:`CUT_OFF_PERIOD`. This counts retransmissions without answer, and,
-    unlike ``TCP_USER_TIMEOUT``, spares a host whose process is stopped: that still answers.
+    quarter of an hour. So callers look every :data:`CUT_OFF_PERIOD`. Either the peer's host leaves all unanswered; or
+    it answers, but what it answers never includes the first unacknowledged byte, as behind a path that drops large
+    packets. Unlike ``TCP_USER_TIMEOUT``, this spares a host whose process is stopped: that acknowledges what it has
+    room for, and then answers the probes of a closed window, which count as no repetitions.
 
     False for a Unix socket, and for a closed one.
     """
@@ -404,10 +415,14 @@ def is_cut_off(sock: socket.socket) -> bool:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except OSError:
         return False
-    num_repeated, num_probes, *silent = _TCP_INFO.unpack(info)
-    patience = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
-    # Milliseconds since data and since an acknowledgement came.
-    return bool(num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience * 1000)
+    num_repeated, num_probes, backoff, timeout_us, since_sent, *silent = _TCP_INFO.unpack(info)
+    # In milliseconds, as the times since data was sent, since data came and since an acknowledgement came.
+    patience = (KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES) * 1000
+    # The time from the first sending of that byte to its last repetition: the timeout doubles with each.
+    repeated_for = timeout_us / 1000 * (2**num_repeated - 1) / 2**backoff
+    if num_repeated >= KEEPALIVE_PROBES and repeated_for + since_sent >= patience:
+        return True
+    return bool(num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience)
 
 
 class Deadline:

@@ -137,7 +137,7 @@ def test_random_constructor_gives_the_same_dataset_everywhere(two_nodes, build):
 
 def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_path, fifo, monkeypatch, caplog):
     assert len(RPCDataset(two_nodes, datasets.Numbers)) == 20  # the sessions
-    shorten(monkeypatch, "slow build")
+    shorten(monkeypatch, "told")
     with ThreadPoolExecutor(1) as thread:
         building = thread.submit(RPCDataset, two_nodes, datasets.build_slowly_once, str(tmp_path / "marker"), fifo)
         wait_until(lambda: "is being built" in caplog.text)
@@ -145,7 +145,8 @@ def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_
         assert len(building.result()) == 20
     (line,) = [record for record in caplog.records if "is being built" in record.getMessage()]
     assert line.levelno == logging.WARNING
-    assert line.getMessage().startswith("dataset build_slowly_once is being built on ")
+    assert line.getMessage().startswith("still waiting after ")
+    assert "for dataset build_slowly_once, which is being built on " in line.getMessage()
     assert sum(address in line.getMessage() for address in two_nodes) == 1
 
 

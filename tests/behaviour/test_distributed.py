@@ -164,8 +164,12 @@ def test_errors_name_the_rank(serve, as_rank):
 def test_timeout_and_a_node_that_is_not_there_name_the_rank(serve, as_rank, monkeypatch):
     as_rank(3, 8)
     server = serve("--num-workers", "1")
-    with pytest.raises(RuntimeError, match=r"^\[rank 3 of 8\] DataLoader timed out after 0\.2 seconds$"):
-        next(iter(RPCDataloader(Kinds(), workers=server.address, sampler=[1], timeout=0.2)))
+    with pytest.raises(RuntimeError, match=r"^\[rank 3 of 8\] DataLoader timed out after 1 seconds") as caught:
+        next(iter(RPCDataloader(Kinds(), workers=server.address, sampler=[1], timeout=1)))
+    assert re.search(
+        rf"for batch 0 .*, which is at worker 1 \(pid \d+\) on {server.address} \(tasks: ", str(caught.value)
+    )
+    assert "in __getitem__" in str(caught.value)  # the stack
     server.stop()
     close_client()
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.1")

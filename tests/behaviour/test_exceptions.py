@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 import rpcdataloader
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import RemoteError, RemoteTraceback, SerializationError
 from tests.support import failures, kinds
 from tests.support.comparison import assert_same
@@ -68,7 +68,7 @@ def test_exception_is_what_it_was_and_its_cause_names_the_worker_and_shows_its_t
     expected, actual = ALL[name](), raised[name]
     if name in EXITS:  # which would end a process
         assert type(actual) is RemoteError
-        assert re.fullmatch(rf"worker \d+ \(pid \d+\) on \S+ raised {name}", str(actual))
+        assert re.fullmatch(rf"worker \d+ \(pid \d+\) on \S+ \(\S+\) raised {name}", str(actual))
     elif name in AS_TEXT:
         assert type(actual) is RemoteError
         assert str(actual).endswith(f"{type(expected).__qualname__}: {expected}")
@@ -84,7 +84,7 @@ def test_exception_is_what_it_was_and_its_cause_names_the_worker_and_shows_its_t
         assert_same(found, wanted)
     cause = actual.__cause__
     assert type(cause) is RemoteTraceback
-    assert re.search(r"^worker \d+ \(pid \d+\) on \S+:$", str(cause), re.MULTILINE), str(cause)
+    assert re.search(r"^worker \d+ \(pid \d+\) on \S+ \(\S+\):$", str(cause), re.MULTILINE), str(cause)
     assert "in __getitem__" in str(cause)
     assert name == "stop" or PACKAGE not in str(cause)  # it begins with the code of the user
     shown = "".join(traceback.format_exception_only(expected)).splitlines() if name != "recursion" else []
@@ -189,9 +189,22 @@ def test_exception_names_its_sample(workers, where, options, note):
     loader = RPCDataloader(**{"batch_size": 2, "sampler": SAMPLES, **options, **chosen})
     with pytest.raises(ValueError, match="five") as caught:
         list(loader)
-    where = r", worker \d+ \(pid \d+\) on \S+" if where == "workers" else ""
+    where = rf", worker \d+ \(pid \d+\) on \S+ \({re.escape(workers)}\)" if where == "workers" else ""
     (found,) = caught.value.__notes__
     assert re.fullmatch(note + where, found), found
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="the cause has it in Python 3.10")
+def test_exception_of_a_constructor_or_a_call_names_its_node_as_the_script_does(workers):
+    for attempt, process in (
+        (lambda: RPCDataset(workers, fail_at_five, [5]), "the session"),
+        (lambda: rpc_async(workers, fail_at_five, ([5],)).wait(), r"worker \d+"),
+    ):
+        with pytest.raises(ValueError, match="five") as caught:
+            attempt()
+        (found,) = caught.value.__notes__
+        assert re.fullmatch(rf"raised by {process} \(pid \d+\) on \S+ \({re.escape(workers)}\)", found), found
+        assert str(caught.value.__cause__).startswith(f"\n{found.removeprefix('raised by ')}:\n")
 
 
 # Where torch raises it

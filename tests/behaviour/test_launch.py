@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import logging
 import os
 import re
@@ -159,12 +159,56 @@ def test_unix_socket_is_private_and_goes_with_the_server(serve, tmp_path):
 
 
 def test_preloaded_modules_are_imported_once_in_the_server_and_print_into_its_log(serve, tmp_path):
-    (tmp_path / "preloaded_one.py").write_text("import os; pid = os.getpid(); print('hello')")
+    (tmp_path / "preloaded_one.py").write_text(
+        "import os; pid = os.getpid(); print('hello'); os.write(1, b'as of a library of C\\n')"
+    )
     (tmp_path / "preloaded_two.py").write_text("import os; pid = os.getpid()")
     server = serve("--preload", "preloaded_one, preloaded_two", before=f"sys.path.append({str(tmp_path)!r})")
     imported = lambda: [sys.modules[f"preloaded_{name}"].pid for name in ("one", "two")]  # noqa: E731  # sent by value
     assert call(server, imported) == [server.pid, server.pid]
-    server.logged("^hello\n")
+    for line in "hello", "as of a library of C":
+        server.logged(f"(?m)^{line}$")
+
+
+MAIN = "from rpcdataloader.__main__ import main; raise SystemExit(main())"
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        (["-m", "rpcdataloader.launch"], ["", "relative"]),
+        (["-P", "-c", MAIN, "launch"], []),
+    ],
+)
+def test_nothing_is_imported_from_a_folder_where_others_may_write_not_even_by_sessions(command, more, tmp_path):
+    """As Slurm leaves a job in /tmp, where the folder of the job is missing."""
+    if "-P" in command and sys.version_info < (3, 11):
+        command = command[1:]
+    tmp_path.chmod(0o1777)
+    for name in "argparse", "logging", "torch":
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of another user')")
+    (tmp_path / "later.py").touch()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.py").touch()
+    path = os.pathsep.join([*more, str(ROOT), str(tmp_path / "own")])
+    command = [sys.executable, *command, "--port", "0", "--num-workers", "1", "--register", "pool", "--preload", "mine"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    ) as process:
+        try:
+            match = READY_LINE.fullmatch(process.stdout.readline())
+            assert match, process.stderr.read()
+            assert [path.suffix for path in (tmp_path / "pool").iterdir()] == [".json"]
+            found = rpc_async(match[1], lambda: (importlib.util.find_spec("later"), sys.path)).wait()
+            assert found[0] is None
+            assert str(tmp_path / "own") in found[1]
+            assert not {str(tmp_path), str(tmp_path / "relative")} & {*found[1]}
+            assert os.readlink(f"/proc/{process.pid}/cwd") == "/"
+        finally:
+            process.terminate()
+            _, log = process.communicate()
+    assert f"WARNING rpcdataloader.server[{process.pid}] {tmp_path} is not used, as it is writable by others" in log
 
 
 # --- secrets

@@ -401,7 +401,9 @@ def test_timeout_is_an_error_as_with_torch_and_waiting_may_go_on(workers, fifo):
     dataset, timeout = datasets.Gated(6, 0, fifo), 3 * TIMEOUT_SCALE
     error, text, rest = run(DataLoader(dataset, num_workers=2, timeout=timeout))
     gc.collect()  # torch's iterator, which the traceback refers to
-    assert run(RPCDataloader(dataset, workers=workers, timeout=timeout)) == (error, text, rest)
+    ours = run(RPCDataloader(dataset, workers=workers, timeout=timeout))
+    assert (ours[0], ours[2]) == (error, rest)
+    assert ours[1].startswith(f"{text} for batch 0 ")
     assert rest == list(range(6))
 
 

@@ -62,7 +62,7 @@ def nothing():
 # fmt: off
 MISTAKES = {
     "no server": (load_from_nobody, ConnectError,
-        r"connection refused \(is `python -m rpcdataloader\.launch` running there, on that port\?\)"),
+        r"connection refused \(is `python -m rpcdataloader\.launch` running there, on that port, and with --host"),
     "more workers than there are": (ask_for_too_many, ConnectError,
         r"min_workers=3, but 2 workers were there for this process within \S+ s; missing: no node"),
     "collate function with a lock": (lambda a: load(a, collate_fn=WithLock().__getitem__), SerializationError,

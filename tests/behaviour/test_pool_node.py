@@ -92,6 +92,23 @@ def test_server_that_is_stopped_while_it_starts_ends_at_once(start):
         actor.address()
 
 
+def test_server_imports_nothing_from_the_folder_of_its_actor_and_takes_its_address_from_no_log(
+    start, tmp_path, monkeypatch
+):
+    """Machines of an engine may be in any folder, as dask-jobqueue leaves them in /tmp."""
+    (tmp_path / "rpcdataloader.py").write_text("raise SystemExit('a module of another user')")
+    words = "rpcdataloader ready stranger.example:6543 num_workers=64 pid=1"
+    (tmp_path / "chatty.py").write_text(f"import os, sys\nfor to in 1, 2:\n    os.write(to, b'{words}\\n')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path, "lib"])
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "chatty.py").rename(tmp_path / "lib" / "chatty.py")
+    actor = start("--preload", "chatty", "--register", "pool")
+    wait_until(actor.address, 30)
+    assert actor.address().startswith("127.0.0.1:")
+    assert len(list((tmp_path / "pool").iterdir())) == 1
+
+
 def test_server_that_does_not_start_says_why(start):
     actor = start("--num-workers", "-1")
     assert actor.ended.wait(30 * TIMEOUT_SCALE)

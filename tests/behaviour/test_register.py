@@ -16,10 +16,12 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import IterableDataset
 
-from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async, wire
 from rpcdataloader.__main__ import main
+from rpcdataloader.client import discovery
 from rpcdataloader.errors import ConnectError
-from tests.conftest import close_client, descendants, wait_until
+from rpcdataloader.wire import credentials
+from tests.conftest import AT_ONCE, close_client, descendants, wait_until
 from tests.support import datasets
 from tests.support.clocks import in_server
 
@@ -87,15 +89,90 @@ def test_file_that_is_removed_is_written_again_unless_its_folder_has_gone(regist
     assert server.log.count("registered again") == 1
 
 
-def test_server_whose_file_server_hangs_serves_and_drains(register):
-    hangs = "import os, time; os.utime = lambda *_: time.sleep(600); "
+@pytest.mark.parametrize("function", ["utime", "unlink"])
+def test_server_whose_file_server_hangs_serves_and_drains(register, function):
+    hangs = f"import os, time; os.{function} = lambda *_: time.sleep(600); "
     server, _path = register(before=hangs + in_server("renewal"))
-    wait_until(lambda: len(descendants(server.pid)) == 1)
+    wait_until(lambda: function == "unlink" or len(descendants(server.pid)) == 1)
     assert rpc_async(server.address, os.getpid).wait() > 0
+    begin = time.monotonic()
     assert server.end(signal.SIGTERM) == 0
+    assert time.monotonic() - begin < AT_ONCE
+
+
+FOLDER_HANGS = """
+import tempfile
+def hangs(real):
+    def call(path, *args, **options):
+        if str(path).startswith(tempfile.gettempdir()):
+            time.sleep(600)
+        return real(path, *args, **options)
+    return call
+for name in "stat", "lstat":
+    setattr(os, name, hangs(getattr(os, name)))
+"""
+
+
+def test_server_whose_folder_for_temporary_files_hangs_serves_on_after_the_end_of_a_session(serve):
+    server = serve("--num-workers", "1", before=f"import os, time{FOLDER_HANGS}")
+    for _ in range(2):
+        assert rpc_async(server.address, os.getpid).wait() > 0
+        close_client()
+        server.logged("session of .* ended: the client has gone")
 
 
 # --- clients
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    """Let functions of a module hang until the end of the test, as while a file server or a resolver does."""
+    ended = threading.Event()
+
+    def hang(module, name):
+        def wait(*_args, **_options):
+            ended.wait()
+            raise OSError("the test is over")
+
+        monkeypatch.setattr(module, name, wait)
+
+    yield hang
+    ended.set()
+
+
+def test_epoch_begins_while_the_register_and_the_folder_of_the_secret_hang(register, where, hang, caplog):
+    register()
+    dataset = RPCDataset(where, Servers)
+    loader = RPCDataloader(dataset)
+    servers = servers_of(loader)
+    hang(wire.register.os, "scandir")
+    hang(credentials, "read_safely")
+    for _ in range(3):
+        begin = time.monotonic()
+        assert servers_of(loader) == servers
+        assert time.monotonic() - begin < AT_ONCE
+    assert not caplog.text
+
+
+def test_name_that_no_resolver_answers_is_told_within_the_connect_timeout(hang, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "2")
+    hang(discovery.socket, "getaddrinfo")
+    with pytest.raises(ConnectError, match=r"pool.example: no answer for \d+ s"):
+        RPCDataset("dns://pool.example:6543", Servers)
+
+
+def test_secret_that_was_changed_is_read_again(serve, tmp_path, monkeypatch):
+    """The one that the server had accepted is tried first: a home directory may be away for a moment."""
+    path = tmp_path / "token"
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(path))
+    path.touch(0o600)
+    path.write_text("the first secret of this test")
+    server = serve("--host", f"unix:{tmp_path}/socket", "--token-file", str(path))
+    assert rpc_async(server.address, os.getpid).wait() > 0
+    server.stop()
+    path.write_text("the second secret of this test")
+    server = serve("--host", f"unix:{tmp_path}/socket", "--token-file", str(path))
+    assert rpc_async(server.address, os.getpid).wait() > 0
 
 
 def test_dataset_over_a_directory_uses_all_servers_in_it(register, where, monkeypatch):

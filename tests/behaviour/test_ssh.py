@@ -57,7 +57,11 @@ echo "a message of the day"
 read secret
 echo $$ "$secret" > {folder}/server-$$
 case "$*" in *bad*) echo "cannot listen" >&2; exit 3;; esac
+strange() {{ echo "rpcdataloader ready stranger.example:$1 num_workers=64 pid=1"; }}  # the words of a peer in the log
+strange 1 >&2
 echo "rpcdataloader ready 127.0.0.1:$$ num_workers=2 pid=$$"
+strange 2 >&2
+strange 3
 cat > {folder}/beats-$$
 echo "draining" >&2
 case "$*" in *slow*) cat {folder}/fifo;; esac
@@ -75,7 +79,7 @@ class Starter:
         take_terminal = "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
         # Whoever runs the tests may have left the terminal behind.
         heed = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"
-        run = f"{take_terminal}; {heed}; from rpcdataloader import ssh; {before}; sys.exit(ssh.main())"
+        run = f"{take_terminal}; {heed}; from rpcdataloader import ssh, starter; {before}; sys.exit(ssh.main())"
         with self._output.open("w") as output, self._errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", run, str(folder / "hosts"), *options],
@@ -191,6 +195,14 @@ def test_secret_goes_through_the_connection_and_is_in_no_command_line(start, tmp
     for pid in [starter.process.pid, *descendants(starter.process.pid)]:
         assert secret not in Path(f"/proc/{pid}/cmdline").read_text()
         assert secret not in Path(f"/proc/{pid}/environ").read_text()
+
+
+def test_address_is_in_the_ready_line_of_standard_output_and_nowhere_else(start):
+    starter = start("node1", "node2")
+    assert len(starter.workers().split(",")) == 2
+    wait_until(lambda: starter.errors.count("] rpcdataloader ready stranger.example") == 6)
+    assert "stranger" not in starter.output
+    assert starter.errors.count("] ready: 127.0.0.1:") == 2
 
 
 def test_servers_are_told_that_the_starter_is_there_from_the_beginning_and_again(start, tmp_path):

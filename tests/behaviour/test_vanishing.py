@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
@@ -21,7 +23,8 @@ from tests.behaviour.test_recovery import take
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
 from tests.support.clocks import REAL_KEEPALIVE, KeepAlive
 from tests.support.datasets import Filled, Gated, Hosted
-from tests.support.network import Network, why_not
+from tests.support.network import Network, deafen, drop_incoming, why_not
+from tests.support.peers import session_of
 from tests.support.quick import quick_server
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -134,6 +137,52 @@ def test_host_that_vanishes_is_noticed_during_any_wait(zygote, monkeypatch, wait
             finish()
         wait_until(lambda: not any(map(is_running, pids)), pace.limit + SLACK, "the end of its session")
         assert time.monotonic() - start < pace.limit + SLACK
+        close_client()
+
+
+class Deafened(IterableDataset):
+    """Its worker hears nothing more once it is at sample 12, the first time."""
+
+    def __init__(self, flag):
+        self.flag = flag
+
+    def __iter__(self):
+        for index in range(40):
+            if index == 12 and not self.flag.exists():
+                self.flag.touch()
+                deafen()
+            yield index
+
+
+def test_stream_goes_on_when_the_connection_of_its_worker_dies_alone(zygote, monkeypatch, caplog, tmp_path):
+    FAST.use(monkeypatch)
+    with quick_server(zygote, "--num-workers", "1", before=FAST.statement) as server:
+        loader = RPCDataloader(Deafened(tmp_path / "flag"), batch_size=4, workers=server.address)
+        start = time.monotonic()
+        assert torch.equal(torch.cat(list(loader)), torch.arange(40))
+        assert time.monotonic() - start < FAST.limit + SLACK
+        assert re.search(
+            r"worker 1 \(pid \d+\) on \S+ was ended: its connection no longer carries data, though its node answers; "
+            "another worker starts there",
+            caplog.text,
+        )
+        close_client()
+
+
+def test_path_that_drops_large_packets_ends_the_worker_behind_it(zygote, monkeypatch, caplog):
+    """Replies are lost, while all that is small goes through: only the worker can see this."""
+    FAST.use(monkeypatch)
+    with quick_server(zygote, "--num-workers", "1", before=FAST.statement) as server:
+        iterator = iter(RPCDataloader(Filled(8, 2**18), batch_size=1, num_workers=1, workers=server.address))
+        received = [int(next(iterator)[0, 0])]
+        (worker,) = session_of(server.address).workers
+        drop_incoming(worker.connection._channel.transport._sock, above=1000)
+        start = time.monotonic()
+        received += [int(batch[0, 0]) for batch in iterator]
+        assert received == [*range(8)]
+        assert time.monotonic() - start < FAST.limit + SLACK
+        assert re.search("worker 1 .* gave up: its connection no longer carries data; another worker", caplog.text)
+        server.logged("worker 1 of .* gave up: its connection no longer carries data")
         close_client()
 
 

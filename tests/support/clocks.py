@@ -22,8 +22,9 @@ CLOCKS: dict[str, tuple[str, float]] = {
     "late": ("rpcdataloader.plan.workers._LATE_SECONDS", 0.1),
     # Until a loop that waits says for what; 60 s.
     "long wait": ("rpcdataloader.plan.engine.REPORT_AFTER", 0.5),
-    # Until the build of a dataset is told to be slow; 10 s.
-    "slow build": ("rpcdataloader.client.datasets.SLOW_BUILD_SECONDS", 1.0),
+    # Until a wait of a client is told, and until it is told again; 3 and 10 s.
+    "told": ("rpcdataloader.client.background.FIRST_TOLD", 0.3),
+    "told again": ("rpcdataloader.client.background.NEXT_TOLD", 0.3),
     # Between two decisions about the number of workers; 5 s.
     "decisions": ("rpcdataloader.loader.waits.LEAST_SECONDS", 0.5),
     # Between two reports of a trainer; 5 s.
@@ -54,7 +55,7 @@ CLOCKS_OF_SERVERS: dict[str, dict[str, float]] = {
     # After a connection for which there was no descriptor; 1 s.
     "exhausted": {"node.EXHAUSTED_PAUSE": 0.3},
     # Between two signs of life of the command that starts servers by ssh; 10 s.
-    "heartbeat": {"ssh.HEARTBEAT": 0.05},
+    "heartbeat": {"starter.HEARTBEAT": 0.05},
 }
 
 

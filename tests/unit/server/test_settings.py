@@ -41,6 +41,6 @@ def test_every_interface_is_advertised_by_the_name_of_the_machine(host):
 def test_directory_to_register_in_is_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/user")
-    assert ServerSettings().register_directory == ""
-    assert ServerSettings(register="pool").register_directory == f"{tmp_path}/pool"
-    assert ServerSettings(register="~/pool").register_directory == "/home/user/pool"
+    assert ServerSettings().register == ""
+    assert ServerSettings(register="pool").register == f"{tmp_path}/pool"
+    assert ServerSettings(register="~/pool").register == "/home/user/pool"

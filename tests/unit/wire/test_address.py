@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +46,20 @@ def test_malformed_address_is_refused_with_what_to_write(text):
     message = str(caught.value)
     assert repr(text) in message
     assert "write host:port (1 to 65535), [IPv6 address]:port or unix:/path" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ("localhost", "the port of its node server is missing, as in localhost:6543, or local for workers of this"),
+        ("node01", "the port of its node server is missing, as in node01:6543"),
+        ("a:1 b:2", "commas separate addresses: a:1,b:2"),
+        ("a:1;b:2\n[::1]:3", "commas separate addresses: a:1,b:2,[::1]:3"),
+    ],
+)
+def test_probable_meaning_of_a_malformed_address_is_told(text, guess):
+    with pytest.raises(ValueError, match=re.escape(f"or unix:/path; {guess}")):
+        Address.parse(text)
 
 
 @settings(deadline=None)

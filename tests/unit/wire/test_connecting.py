@@ -54,13 +54,12 @@ class Hasty(Deadline):
         return self.num_pauses >= 0
 
 
-@pytest.mark.parametrize(("num_pauses", "prefix", "num_told"), [(4, "", 0), (9, "rank 1: ", 1), (9, None, 0)])
-def test_server_that_is_long_waited_for_is_told_once(tmp_path, caplog, num_pauses, prefix, num_told):
-    address = Address(path=str(tmp_path / "socket"))
+def test_reason_of_each_attempt_is_told(tmp_path):
+    told = []
     with pytest.raises(ConnectError, match="No such file"):
-        connect(address, Hasty(num_pauses), retry=True, label=lambda: prefix)
-    told = [text for text in caplog.messages if text.startswith(f"{prefix}still waiting for {address}: No such file")]
-    assert len(told) == len(caplog.messages) == num_told
+        connect(Address(path=str(tmp_path / "socket")), Hasty(2), retry=True, tell=told.append)
+    assert len(told) == 2
+    assert all(text.startswith("No such file") for text in told)
 
 
 @contextlib.contextmanager
@@ -87,7 +86,7 @@ def test_every_address_of_a_name_is_tried_within_the_one_deadline(monkeypatch):
             known.reverse()
         known[1] = known[0]
         start = time.monotonic()
-        with pytest.raises(ConnectError, match="cannot connect to node07:6543: no answer in time"):
+        with pytest.raises(ConnectError, match="cannot connect to node07:6543: no answer"):
             connect(Address("node07", 6543), Deadline(0.3))
         assert time.monotonic() - start < 0.3 + FOREVER
 

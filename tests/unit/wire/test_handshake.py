@@ -76,7 +76,7 @@ def test_golden_handshake():
         '"cloudpickle": "3.1.2", "job": "%s", "rpcdataloader": "0.1.0"}'
     )
     hello_format = '{"nonce": "%s", "identity": ' + identity + "}"
-    client_hello = hello_format % ("00" * 32, "client", "trainer1", 11, "3", "cu128", "4711")
+    client_hello = hello_format % ("00" * 32, "client", "trainer1", 11, "3", "cu128", "4711") + "\r\n\r\n"
     server_hello = hello_format % ("01" * 32, "server", "node07", 22, "null", "cpu", "")
     assert bytes(hello.payload).decode() == client_hello
     two.receive(hello)
@@ -86,13 +86,13 @@ def test_golden_handshake():
     # How these are made is on the page of the protocol.
     one.receive(answer)
     proof = decode_one(one.data_to_send())
-    assert bytes(proof.payload) == b'{"proof": "1f74be4a2e6ceb96d5d3d4258cd33886e5bcd5651e9d1a25979c3be94eb5af22"}'
+    assert bytes(proof.payload) == b'{"proof": "e9c731e53048a2ef376d60ea8969467aa9e7ed3e7b06194d599066151ea589ec"}'
     two.receive(proof)
     answer = decode_one(two.data_to_send())
-    assert bytes(answer.payload) == b'{"proof": "60e422df136b889f89b33d2e7b318de527c9375e79b6c913f43670e60f06ba78"}'
+    assert bytes(answer.payload) == b'{"proof": "521df1a1bb84664fa34d8d26f11d4a1d8fbb0e6509c785ce6ef6f01d3d222678"}'
     one.receive(answer)
-    assert one.established.send.seal(b"header").hex() == "c4a45d835afbeedc944e2e8eefefb327"
-    assert one.established.receive.seal(b"header").hex() == "061bd0a528e0feb53f5ba5fc2457cf6c"
+    assert one.established.send.seal(b"header").hex() == "55dee97b399a9c7b294ecb83942131ed"
+    assert one.established.receive.seal(b"header").hex() == "1353cbdd48293d31cb6d3f31cba0d5f4"
 
 
 def test_only_clients_name_their_job(monkeypatch):

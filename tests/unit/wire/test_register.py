@@ -93,11 +93,21 @@ def test_what_others_may_have_put_there_is_no_server_and_its_name_writes_no_line
     assert f"{tmp_path}/a\\n\\x1b[31mready.server.json is not used: it is not a regular file" in warnings
 
 
-@pytest.mark.parametrize(("address", "machine"), [(Address("127.0.0.1", 6543), "!"), (Address(path="/run/pool"), "~")])
-def test_loopback_address_of_another_machine_is_not_used(tmp_path, register, address, machine):
+LOCAL = [Address(host, 6543) for host in ("127.0.0.1", "127.0.1.1", "::1", "fe80::1", "localhost", "name.of.this.host")]
+
+
+@pytest.mark.parametrize("address", [*LOCAL, Address(path="/run/pool")], ids=str)
+@pytest.mark.parametrize("machine", ["!", "~"])
+def test_loopback_address_of_another_machine_is_not_used(tmp_path, register, address, machine, monkeypatch):
+    names = {"name.of.this.host": "127.0.1.1", "localhost": "::1", "10.0.0.7": "10.0.0.7"}
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (names[host], 0))])
     path = write(tmp_path, server("node01", address=address, machine=machine))
     assert register.look() == {}
     assert f"{address} cannot be reached from outside node01" in register.problems[path.name]
+    path.unlink()
+    path = write(tmp_path, server("node02", address=Address("10.0.0.7", 6543), machine=machine, is_local=True))
+    assert register.look() == {}
+    assert "10.0.0.7:6543 cannot be reached from outside node02" in register.problems[path.name]
     path.unlink()
     here = server("node01", address=address, machine=machine_id())
     write(tmp_path, here, "1")
@@ -166,7 +176,8 @@ CONTENT = b"""{
  "host": "node01",
  "pid": 4711,
  "machine": "the machine",
- "started": 1795264940.5
+ "started": 1795264940.5,
+ "is_local": false
 }
 """
 
@@ -202,8 +213,8 @@ def test_anything_else_is_refused(content, problem):
 @pytest.mark.parametrize(
     ("alone", "addresses"),
     [
-        (True, ["127.0.0.1:1", "127.1.2.3:1", "[::1]:1", "localhost:1", "unix:/run/pool"]),
-        (False, ["10.0.0.1:1", "[fe80::1]:1", "node01:1"]),
+        (True, ["127.0.0.1:1", "127.1.2.3:1", "[::1]:1", "[fe80::1]:1", "localhost:1", "unix:/run/pool"]),
+        (False, ["10.0.0.1:1", "node01:1"]),
     ],
 )
 def test_addresses_that_are_for_their_machine_alone(alone, addresses):

@@ -5,6 +5,7 @@ Everything here is one process, over socket pairs, loopback ports of the kernel'
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import socket
@@ -184,22 +185,28 @@ def test_only_the_same_user_may_connect_without_a_secret(pair, monkeypatch, uid,
             pair[0].require_same_user()
 
 
-# Repeated segments, probes, seconds since data came, seconds since an acknowledgement came.
+# Repeated segments, probes, seconds of the timeout by now, and since data was sent, data came, an acknowledgement came.
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ((3, 0, 25, 25), True),
-        ((0, 3, 25, 25), True),  # the peer takes nothing more, and does not answer the question when it will
-        ((1, 2, 25, 25), True),
-        ((2, 0, 600, 600), False),  # too few to be sure
-        ((9, 0, 24, 600), False),  # an outage that may pass, as keep-alive waits for it, too
-        ((9, 9, 600, 1), False),  # a process that is stopped: its host answers
-        ((9, 9, 1, 600), False),
+        ((3, 0, 1.6, 0, 25, 25), True),
+        ((0, 3, 0.2, 0, 25, 25), True),  # the peer takes nothing more, and does not answer the question when it will
+        ((1, 2, 0.4, 0, 25, 25), True),
+        ((2, 0, 0.8, 0, 600, 600), False),  # too few to be sure
+        ((6, 0, 12.8, 0, 24, 600), False),  # an outage that may pass, as keep-alive waits for it, too
+        ((3, 9, 102.4, 0, 600, 1), False),  # a process that is stopped: its host answers, with a closed window
+        ((3, 9, 1.6, 0, 1, 600), False),
+        ((6, 0, 12.8, 12.4, 1, 1), True),  # other data comes and is acknowledged, but not what is repeated
+        ((6, 0, 12.8, 12.3, 1, 1), False),
+        ((7, 0, 25.6, 0, 1, 1), True),
     ],
 )
 def test_host_is_gone_if_it_leaves_all_unanswered_for_as_long_as_keep_alive_waits(fields, expected):
-    *counts, data, acknowledgement = fields
-    info = struct.pack("=2xBB48xII", *counts, data * 1000, acknowledgement * 1000)
+    num_repeated, num_probes, timeout, *times = fields
+    # From 0.2 s on, it doubles with each repetition, and with each probe of a closed window.
+    backoff = round(math.log2(timeout / 0.2))
+    milliseconds = (round(1000 * each) for each in times)
+    info = struct.pack("=2xBBB3xI32xI4xII", num_repeated, num_probes, backoff, round(timeout * 1e6), *milliseconds)
     sock = Mock(family=socket.AF_INET, getsockopt=Mock(return_value=info))
     assert transport.is_cut_off(sock) is expected
     sock.getsockopt.assert_called_once_with(socket.IPPROTO_TCP, socket.TCP_INFO, len(info))

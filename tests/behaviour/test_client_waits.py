@@ -1,0 +1,266 @@
+"""Waits of a client for nodes: what the script is told meanwhile, and that its signal handlers act at once."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import pickle
+import signal
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.__main__ import main
+from rpcdataloader.errors import RemoteProtocolError
+from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client
+from tests.support import datasets, tasks
+from tests.support.clocks import shorten
+from tests.support.datasets import Gated, Numbers
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def closed_port():
+    """An address where no server listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield "{}:{}".format(*sock.getsockname())
+
+
+class Asked(Numbers):
+    def ask(self, fifo):
+        datasets.wait_for(fifo)
+
+
+def build(fifo):
+    datasets.wait_for(fifo)
+    return Numbers()
+
+
+# What a script waits for, without an end.
+
+
+def answer_of_a_call(address, fifo, _closed):
+    rpc_async(address, tasks.read_all, (fifo,), timeout=None).wait()
+
+
+def chain_of_a_call(address, fifo, _closed):
+    rpc_async(address, tasks.read_all, (fifo,), timeout=None).then(lambda done: done.wait()).wait()
+
+
+def build_of_a_dataset(address, fifo, _closed):
+    RPCDataset(address, build, fifo)
+
+
+def answer_of_a_dataset(address, fifo, _closed):
+    RPCDataset(address, Asked).ask(fifo)
+
+
+def batch(address, fifo, _closed):
+    next(iter(RPCDataloader(Gated(4, 0, fifo), workers=address)))
+
+
+def node(_address, _fifo, closed):
+    RPCDataset(closed, Numbers)
+
+
+def call_to_a_node(_address, _fifo, closed):
+    rpc_async(closed, int, timeout=None).wait()
+
+
+def workers(address, _fifo, closed):
+    RPCDataset(f"{address},{closed}", Numbers, min_workers=100)
+
+
+def register(_address, fifo, _closed):
+    RPCDataset(f"@{fifo}", Numbers)
+
+
+WAITS = [
+    answer_of_a_call,
+    answer_of_a_dataset,
+    batch,
+    build_of_a_dataset,
+    call_to_a_node,
+    chain_of_a_call,
+    node,
+    register,
+    workers,
+]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_exception_of_a_signal_handler_of_the_script_comes_out_of_any_wait_at_once(
+    server, closed_port, fifo, wait, monkeypatch
+):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
+    close_client()  # it has read the variable
+
+    def handle(_number, _frame):
+        raise TimeoutError("the script has waited long enough")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    begin = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.5 * TIMEOUT_SCALE)
+    try:
+        with pytest.raises(TimeoutError, match=r"^the script has waited long enough$"):
+            wait(server.address, fifo, closed_port)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begin < AT_ONCE
+
+
+@pytest.fixture
+def silent_port():
+    """An address where packets are dropped, as by a firewall: of a listener whose queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filler.connect(listener.getsockname())
+        yield "{}:{}".format(*listener.getsockname())
+
+
+def start_build(address, fifo):
+    assert len(RPCDataset(address, Numbers)) == 20  # the session
+    RPCDataset(address, build, fifo)
+
+
+# What is waited for; and what is said of it, again and again.
+TOLD = {
+    "closed": (lambda _address, _fifo, closed, _silent: RPCDataset(closed, Numbers), "{closed}: connection refused"),
+    "call": (lambda _address, _fifo, closed, _silent: rpc_async(closed, int).wait(), "{closed}: connection refused"),
+    "silent": (lambda _address, _fifo, _closed, silent: RPCDataset(silent, Numbers), "{silent}: no answer"),
+    "one of two": (
+        lambda address, _fifo, closed, _silent: RPCDataset(f"{address},{closed}", Numbers),
+        "{closed}: connection refused",
+    ),
+    "too few": (
+        lambda address, _fifo, closed, _silent: RPCDataset(f"{address},{closed}", Numbers, min_workers=100),
+        "min_workers=100: 4 workers are there",
+    ),
+    "register": (lambda _address, fifo, _closed, _silent: RPCDataset(f"@{fifo}s", Numbers), "registered in {fifo}s"),
+    "build": (
+        lambda address, fifo, _closed, _silent: start_build(address, fifo),
+        "dataset build, which is being built",
+    ),
+    "answer": (
+        lambda address, fifo, _closed, _silent: RPCDataset(address, Asked).ask(fifo),
+        "an answer of dataset Asked, which worker",
+    ),
+}
+
+
+class Told(Exception):
+    """Ends a wait of a test."""
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_any_wait_for_nodes_is_told_with_the_reason_and_told_again(
+    server, closed_port, silent_port, fifo, monkeypatch, caplog, name
+):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
+    close_client()  # it has read the variable
+    shorten(monkeypatch, "told", "told again")
+    monkeypatch.setattr("rpcdataloader.loader.placement.PATIENCE", 600)
+    wait, text = TOLD[name]
+    text = text.format(closed=closed_port, silent=silent_port, fifo=fifo)
+    lines = []
+
+    def look(_number, _frame):
+        lines[:] = [line for line in caplog.messages if line.startswith("still waiting after ") and text in line]
+        if len(lines) >= 3:
+            raise Told
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(Told):
+            wait(server.address, fifo, closed_port, silent_port)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_missing_node_is_left_out_with_its_reason(server, closed_port, monkeypatch, caplog):
+    shorten(monkeypatch, "patience")
+    assert len(RPCDataset(f"{server.address},{closed_port}", Numbers)) == 20
+    assert f"going on without {closed_port} until it comes: connection refused" in caplog.text
+
+
+# Other programs at the address of a node server
+
+
+def serve_files(stack):
+    server = stack.enter_context(
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    )
+    threading.Thread(target=server.serve_forever).start()
+    stack.callback(server.shutdown)
+    return server.server_address
+
+
+def run_original(stack):
+    """As far as a client sees it: it takes 8 bytes for the length of a pickle, and runs what is in that."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    listener.settimeout(10)
+
+    def run():
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as client, contextlib.suppress(MemoryError):
+                    memory = bytearray(*struct.unpack("L", client.recv(8, socket.MSG_WAITALL)))
+                    client.recv_into(memory, 0, socket.MSG_WAITALL)
+                    function, args, kwargs, _rref = pickle.loads(memory)
+                    answer = pickle.dumps((function(*args, **(kwargs or {})), None), protocol=5)
+                    client.sendall(struct.pack("LL", 0, len(answer)) + answer)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(listener.shutdown, socket.SHUT_RDWR)
+    return listener.getsockname()
+
+
+def run_sshd(stack):
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def run():
+        with contextlib.suppress(OSError), listener.accept()[0] as client:
+            client.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            client.recv(65536)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(listener.shutdown, socket.SHUT_RDWR)
+    return listener.getsockname()
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (serve_files, "an HTTP server answers there"),
+        (run_original, "a worker of the original RPCDataloader listens there"),
+        (run_sshd, "an SSH server answers there"),
+    ],
+)
+def test_another_program_is_named_at_once(other, name, capfd):
+    with contextlib.ExitStack() as stack:
+        address = "{}:{}".format(*other(stack))
+        begin = time.monotonic()
+        with pytest.raises(RemoteProtocolError, match=f"{address}: {name}"):
+            RPCDataset(address, Numbers)
+        assert time.monotonic() - begin < AT_ONCE
+        close_client()
+    if other is run_original:
+        with contextlib.ExitStack() as stack:
+            assert main(["status", "{}:{}".format(*other(stack))]) != 0
+            assert name in capfd.readouterr().out
