@@ -60,14 +60,18 @@ class Outbox:
         self._answered = [0, 0]
         self._is_held = False  # True while a request waits for answers to others
 
-    def open(self, channel: Channel) -> None:
-        """Begin to send over ``channel``; not for a thread that signal handlers interrupt."""
+    def open(self, channel: Channel, *, start: bool = False) -> None:
+        """Begin to send over ``channel``; not for a thread that signal handlers interrupt.
+
+        Args:
+            start: Start the thread now, for what finalizers :meth:`post`.
+        """
         with self._lock:
             self._channel = channel
             is_short = sum(request.size_bytes for request in self._requests.values()) <= LONG_BYTES
             while is_short and not self._is_busy and (message := self._next()) is not None:
                 self._begin(message)
-            if self._waiting:
+            if self._waiting or start:
                 self._start()
                 self._bell.put(True)
 

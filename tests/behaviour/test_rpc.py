@@ -387,6 +387,23 @@ def test_object_goes_with_its_last_reference(call, keep):
     wait_until(lambda: call(tasks.num_probes) == 0)
 
 
+class Touches:
+    """Makes a file when it is dropped."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __del__(self):
+        Path(self.path).touch()
+
+
+def test_object_of_the_first_call_goes_without_another_one(shared_server, tmp_path):
+    reference = rpc_async(shared_server.address, Touches, (str(tmp_path / "gone"),), rref=True).wait()
+    assert not (tmp_path / "gone").exists()
+    del reference
+    wait_until((tmp_path / "gone").exists)
+
+
 def test_reference_may_be_dropped_as_soon_as_it_was_passed_on(shared_server, call, fifo):
     gate = rpc_async(shared_server.address, tasks.read_all, (fifo,))
     # Both wait behind the gate; the second call and the release overtake nothing.

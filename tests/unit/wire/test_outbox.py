@@ -115,6 +115,16 @@ def test_messages_from_before_the_connection_come_first_and_need_no_thread(pair)
     outbox.close()
 
 
+def test_what_finalizers_send_needs_no_other_message(pair):
+    outbox = Outbox("outbox of a test", pair.failures.append)
+    outbox.put(request(1))
+    outbox.open(pair.channel, start=True)
+    outbox.post(Outgoing(RELEASE))
+    assert [pair.receive(), pair.receive()] == [(CALL, 1), (RELEASE, 0)]
+    pair.channel.transport.shutdown()
+    outbox.close()
+
+
 # Withdrawn and cancelled
 
 
