@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 import threading
+from collections import deque
 from unittest.mock import Mock
 
 import pytest
@@ -162,6 +163,27 @@ def test_a_cancellation_of_what_is_not_begun_comes_after_it(pair):
     wait_until(lambda: pair.peer.has_input())
     pair.outbox.cancel(2)
     assert [pair.receive() for _ in range(4)] == [(CALL, 1), (LOAD, 2), (CALL, 3), (CANCEL, 2)]
+
+
+def test_it_is_not_idle_while_a_message_is_taken_out(pair, monkeypatch):
+    """Others look without the lock."""
+    seen, taken = [], Outbox._with_following
+
+    def with_following(outbox, message):
+        seen.append(outbox.is_idle)
+        return taken(outbox, message)
+
+    class Watched(deque):
+        def popleft(self):
+            message = super().popleft()
+            seen.append(pair.outbox.is_idle)
+            return message
+
+    monkeypatch.setattr(pair.outbox, "_waiting", Watched())
+    monkeypatch.setattr(Outbox, "_with_following", with_following)
+    pair.outbox.put(request(1))
+    assert pair.receive() == (CALL, 1)
+    assert seen == [False, False]
 
 
 # The window
