@@ -259,7 +259,8 @@ class Connection:
             self._borrower = Borrower()
             channel.borrow_with(self._borrow)
         channel.transport.read_ahead()
-        self._outbox.open(channel)  # with earlier requests
+        # Sends earlier requests. References are let go at once, though no further request comes.
+        self._outbox.open(channel, start=not self._sends_now)
         self._owner.ready()
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):

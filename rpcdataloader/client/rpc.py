@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from rpcdataloader.client.worker import RemoteWorker, RRef
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.condition import Event
+from rpcdataloader.wire.exceptions import add_note, copy_to_raise
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import result_of
@@ -112,6 +114,17 @@ class _CallFuture(Future[Any]):
             completed.wait()
         return super().wait()
 
+    def set_exception(self, result: Any) -> None:
+        # torch would raise the one that it keeps, each time, where no garbage collector looks: that and its traceback
+        # would keep the variables of all who have waited, and so this future.
+        result.__traceback__ = None
+
+        def raise_copy(kept: Any) -> None:
+            raise copy_to_raise(kept)
+
+        self._set_unwrap_func(raise_copy)
+        self.set_result(result)
+
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         following = _CallFuture()
 
@@ -119,6 +132,8 @@ class _CallFuture(Future[Any]):
             try:
                 result = callback(self)
             except BaseException as exc:
+                # The frames of a callback that fails are told in a note, as the exception is kept without them.
+                add_note(exc, "in a callback:\n" + "".join(traceback.format_tb(exc.__traceback__)[1:]))
                 following.set_exception(exc if isinstance(exc, Exception) else RuntimeError(repr(exc)))
             else:
                 following.set_result(result)

@@ -60,14 +60,18 @@ class Outbox:
         self._answered = [0, 0]
         self._is_held = False  # True while a request waits for answers to others
 
-    def open(self, channel: Channel) -> None:
-        """Begin to send over ``channel``; not for a thread that signal handlers interrupt."""
+    def open(self, channel: Channel, *, start: bool = False) -> None:
+        """Begin to send over ``channel``; not for a thread that signal handlers interrupt.
+
+        Args:
+            start: Start the thread now, for what finalizers :meth:`post`.
+        """
         with self._lock:
             self._channel = channel
             is_short = sum(request.size_bytes for request in self._requests.values()) <= LONG_BYTES
             while is_short and not self._is_busy and (message := self._next()) is not None:
                 self._begin(message)
-            if self._waiting:
+            if self._waiting or start:
                 self._start()
                 self._bell.put(True)
 
@@ -137,8 +141,8 @@ class Outbox:
     @property
     def _has_room(self) -> bool:
         """Whether another request may be sent. One of any size may be, beside one that is unanswered."""
-        number, size_bytes = (sent - answered for sent, answered in zip(self._sent, self._answered, strict=True))
-        return number <= 1 or size_bytes <= WINDOW_BYTES
+        sent, answered = self._sent, self._answered
+        return sent[0] - answered[0] <= 1 or sent[1] - answered[1] <= WINDOW_BYTES
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until all messages are sent, for at most ``timeout`` seconds; returns whether they are."""
@@ -183,6 +187,7 @@ class Outbox:
     def _next(self) -> Outgoing | None:
         """Take the next message, and be busy with it; None if there is none that may be sent."""
         message: Outgoing | int | None
+        self._is_busy = True  # before anything is taken out: others look at is_idle without the lock
         while self._cancelled or self._waiting:
             message = self._cancelled[0] if self._cancelled else self._waiting[0]
             if isinstance(message, int) and message in self._requests:
@@ -195,7 +200,6 @@ class Outbox:
             if isinstance(message, int):
                 message = self._requests.pop(message, None)
             if message is not None:
-                self._is_busy = True
                 return self._with_following(message)
         self._is_busy = False
         self._changed.notify_all()

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,41 @@ def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, err
 
 
 # --- exceptions
+
+
+class Model:
+    """Stands for what a function has in its variables."""
+
+
+def fail(*_arguments):
+    raise ValueError("a fault")
+
+
+@pytest.mark.parametrize("how", ["call", "callback", "timeout"])
+def test_failed_call_keeps_no_variables_of_who_has_waited(shared_server, how):
+    def wait():
+        model = Model()
+        func, args = {"call": (fail, ()), "callback": (tasks.add, ()), "timeout": (time.sleep, (0.5,))}[how]
+        future = rpc_async(shared_server.address, func, args, timeout=0.2 if how == "timeout" else None)
+        future = future.then(fail) if how == "callback" else future
+        for _ in range(2):
+            with pytest.raises((ValueError, RPCTimeoutError)):
+                future.wait()
+        return weakref.ref(model), weakref.ref(future)
+
+    gc.disable()
+    try:
+        model, future = wait()
+        wait_until(lambda: model() is None and future() is None, 5)
+    finally:
+        gc.enable()
+
+
+def test_error_of_a_callback_says_where_it_was(shared_server):
+    future = rpc_async(shared_server.address, tasks.add).then(fail)
+    with pytest.raises(ValueError, match="a fault") as caught:
+        future.wait()
+    assert not hasattr(caught.value, "add_note") or "in fail" in "".join(caught.value.__notes__)
 
 
 def test_callbacks_that_wait_have_a_limited_number_of_threads(shared_server):
@@ -349,6 +385,23 @@ def test_object_goes_with_its_last_reference(call, keep):
     assert call(tasks.num_probes) == 1
     del held_twice
     wait_until(lambda: call(tasks.num_probes) == 0)
+
+
+class Touches:
+    """Makes a file when it is dropped."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __del__(self):
+        Path(self.path).touch()
+
+
+def test_object_of_the_first_call_goes_without_another_one(shared_server, tmp_path):
+    reference = rpc_async(shared_server.address, Touches, (str(tmp_path / "gone"),), rref=True).wait()
+    assert not (tmp_path / "gone").exists()
+    del reference
+    wait_until((tmp_path / "gone").exists)
 
 
 def test_reference_may_be_dropped_as_soon_as_it_was_passed_on(shared_server, call, fifo):

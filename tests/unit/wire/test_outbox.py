@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 import threading
+from collections import deque
 from unittest.mock import Mock
 
 import pytest
@@ -115,6 +116,16 @@ def test_messages_from_before_the_connection_come_first_and_need_no_thread(pair)
     outbox.close()
 
 
+def test_what_finalizers_send_needs_no_other_message(pair):
+    outbox = Outbox("outbox of a test", pair.failures.append)
+    outbox.put(request(1))
+    outbox.open(pair.channel, start=True)
+    outbox.post(Outgoing(RELEASE))
+    assert [pair.receive(), pair.receive()] == [(CALL, 1), (RELEASE, 0)]
+    pair.channel.transport.shutdown()
+    outbox.close()
+
+
 # Withdrawn and cancelled
 
 
@@ -152,6 +163,27 @@ def test_a_cancellation_of_what_is_not_begun_comes_after_it(pair):
     wait_until(lambda: pair.peer.has_input())
     pair.outbox.cancel(2)
     assert [pair.receive() for _ in range(4)] == [(CALL, 1), (LOAD, 2), (CALL, 3), (CANCEL, 2)]
+
+
+def test_it_is_not_idle_while_a_message_is_taken_out(pair, monkeypatch):
+    """Others look without the lock."""
+    seen, taken = [], Outbox._with_following
+
+    def with_following(outbox, message):
+        seen.append(outbox.is_idle)
+        return taken(outbox, message)
+
+    class Watched(deque):
+        def popleft(self):
+            message = super().popleft()
+            seen.append(pair.outbox.is_idle)
+            return message
+
+    monkeypatch.setattr(pair.outbox, "_waiting", Watched())
+    monkeypatch.setattr(Outbox, "_with_following", with_following)
+    pair.outbox.put(request(1))
+    assert pair.receive() == (CALL, 1)
+    assert seen == [False, False]
 
 
 # The window
