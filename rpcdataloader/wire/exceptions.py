@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback
 from rpcdataloader.host.environment import hint_at
-from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler, is_interrupt, parts_of, put_together
+from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler, is_interrupt, parts_of, reduce_parts
 
 #: A longer text is cut in the middle: a message with a whole array in it is of no use.
 _MAX_TEXT_CHARACTERS = 1 << 16
@@ -162,19 +162,27 @@ def _pickle(exc: BaseException) -> bytes | None:
     return None if sent is None else _guard(lambda: _dumps(sent), None)
 
 
-def _sendable(value: Any) -> list[Any]:
-    """The value in a list, or what of an exception can be sent in its place; an empty list for what cannot be sent."""
+def _sendable(value: Any, depth: int = 4) -> list[Any]:
+    """The value in a list, or what of an exception can be sent in its place; an empty list for what cannot be sent.
+
+    Args:
+        depth: Most exceptions inside of each other, as they may lead back to one.
+    """
     if _guard(lambda: _texts(_unpickle(_dumps(value))) == _texts(value), False):
         return [value]
-    if isinstance(value, BaseException):
+    if isinstance(value, BaseException) and depth:
         kind, args, attributes = parts_of(value)
         # In words if need be: a text that is made of the arguments has that part, too.
-        sent = [(_sendable(arg) or [_guard(lambda arg=arg: repr(arg), type(arg).__name__)])[0] for arg in args]  # type: ignore[misc]
-        found = {name: _sendable(part) for name, part in attributes.items()}
-        return [_Parts(kind, tuple(sent), {name: part[0] for name, part in found.items() if part})]
+        sent = tuple((_sendable(arg, depth - 1) or [_in_words(arg)])[0] for arg in args)
+        found = {name: _sendable(part, depth - 1) for name, part in attributes.items()}
+        return [_Parts(kind, sent, {name: part[0] for name, part in found.items() if part})]
     if type(value) in (list, tuple) and any(isinstance(each, BaseException) for each in value):
-        return [[part for each in value for part in _sendable(each)]]  # of an ExceptionGroup
+        return [[part for each in value for part in _sendable(each, depth)]]  # of an ExceptionGroup
     return []
+
+
+def _in_words(value: Any) -> str:
+    return _guard(lambda: repr(value), type(value).__name__)
 
 
 class _Parts:
@@ -184,7 +192,7 @@ class _Parts:
         self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return put_together, self._parts
+        return reduce_parts(*self._parts)
 
 
 def _texts(value: Any) -> Any:

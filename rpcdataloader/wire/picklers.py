@@ -194,7 +194,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif kind is functools.cached_property:
             return reduce_cached_property(obj)
         elif issubclass(kind, BaseException) and _is_reduced_as_built_in(kind):
-            return put_together, parts_of(obj)
+            return reduce_parts(*parts_of(obj))
         return NotImplemented
 
     def _take_frozen(self, frozen: Frozen) -> None:
@@ -531,16 +531,27 @@ def parts_of(exc: BaseException) -> tuple[type[BaseException], tuple[Any, ...], 
     return type(exc), exc.args, {**found, **vars(exc)}
 
 
-def put_together(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
-    """Make an exception of its parts, without its constructor."""
-    built_in: Any = next(each for each in kind.__mro__ if each.__module__ == "builtins")
+def reduce_parts(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """The reduction of an exception with these parts; attributes may lead back to it."""
+    return make_exception, (kind, args), attributes, None, None, set_attributes
+
+
+def make_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Make an exception without its constructor."""
+    built_in: Any = kind
+    while built_in.__module__ != "builtins":
+        built_in = built_in.__base__  # whose memory it has, of several
     exc: BaseException = built_in.__new__(kind, *args)
     exc.args = args  # OSError leaves it to the constructor of a class that has one
+    return exc
+
+
+def set_attributes(exc: BaseException, attributes: dict[str, Any]) -> None:
+    """Set the attributes of an exception that was made without its constructor."""
     for name, value in attributes.items():
         if value is not getattr(exc, name, exc):  # a second file name that is set to None would be shown
             with contextlib.suppress(AttributeError, TypeError):  # read only, and set with the arguments
                 object.__setattr__(exc, name, value)
-    return exc
 
 
 def is_definition(obj: object) -> bool:

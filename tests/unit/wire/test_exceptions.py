@@ -59,6 +59,34 @@ def test_class_whose_own_way_makes_another_text_is_taken_apart():
     assert (type(found), str(found), found.number) == (Misleading, "number 3", 3)
 
 
+def test_exception_may_lead_back_to_itself():
+    error: Any = Decoding("cat.jpg")
+    error.response = {"error": error}
+    found: Any = sent(error)
+    assert found.response["error"] is found
+    error.lock = threading.Lock()
+    found = sent(error)
+    assert (type(found), str(found), found.path) == (Decoding, "cannot decode cat.jpg", "cat.jpg")
+
+
+class Missing(KeyError, FileNotFoundError):
+    """Has the memory of its second base class."""
+
+    def __init__(self, path: str) -> None:
+        FileNotFoundError.__init__(self, 2, "no such sample", path)
+
+
+class Both(ValueError, AttributeError):
+    pass
+
+
+@pytest.mark.parametrize("error", [Missing("/a/b"), Both("text", 3)])
+def test_exception_may_have_several_built_in_base_classes(error):
+    found: Any = sent(error)
+    assert (type(found), found.args, str(found)) == (type(error), error.args, str(error))
+    assert getattr(found, "filename", None) == getattr(error, "filename", None)
+
+
 class Vanishing(Exception):
     pass
 
