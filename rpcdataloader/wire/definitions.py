@@ -33,6 +33,7 @@ from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, m
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
     DefinitionPickler,
+    Limited,
     PersistentId,
     Unpickler,
     UnresolvedError,
@@ -164,6 +165,8 @@ class _Script:
     def _collect_rest(self, view: _View) -> Table:
         """What the script defines, but for values that may be large; what cannot be sent is left out."""
         namespace = view.namespace
+        for name in self._rest.keys() - namespace.keys():
+            self._rest.pop(name, None)
         waiting = [name for name, value in list(namespace.items()) if _may_be_rest(name, value)]
         names = dict.fromkeys(waiting)
         while waiting:
@@ -172,7 +175,8 @@ class _Script:
             if value is not namespace[name]:
                 value, definition = namespace[name], None
                 with contextlib.suppress(*USER_ERRORS):
-                    definition = self._definition_on_demand(self._part(name, view), name)
+                    part = self._part(name, view, Limited(_MAX_REST_BYTES))
+                    definition = self._definition_on_demand(part, name)
                 self._rest[name] = value, definition
             if definition is not None:
                 new = [each for each in definition.contained if each in namespace and each not in names]
@@ -181,16 +185,14 @@ class _Script:
         found = {name: self._rest[name][1] for name in names}
         return {name: definition for name, definition in found.items() if definition is not None}
 
-    def _definition_on_demand(self, part: _Part, name: str) -> Definition | None:
-        if len(part.pickled) > _MAX_REST_BYTES:
-            return None
+    def _definition_on_demand(self, part: _Part, name: str) -> Definition:
         used, contained = (*part.used,), (*part.contained,)
         tokens, numbers = ((name, part.token),), (part.number,)
         return Definition(tokens, part.pickled, frozenset(), numbers, next(self._order), used, contained)
 
-    def _part(self, name: str, view: _View) -> _Part:
+    def _part(self, name: str, view: _View, file: io.BytesIO | None = None) -> _Part:
         number = self._number(name, view.namespace[name])
-        pickled, pickler = view.pickle([name])
+        pickled, pickler = view.pickle([name], file)
         token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
         contained = frozenset(pickler.contained)
         return _Part(token, pickled, frozenset(pickler.modules), pickler.used, contained, number)
@@ -225,9 +227,9 @@ class _View(NamedTuple):
     reference_of: PersistentId | None
     have: Have | None
 
-    def pickle(self, names: Sequence[str]) -> tuple[bytes, DefinitionPickler]:
+    def pickle(self, names: Sequence[str], file: io.BytesIO | None = None) -> tuple[bytes, DefinitionPickler]:
         """Pickle some of them together."""
-        file = io.BytesIO()
+        file = file or io.BytesIO()
         pickler = DefinitionPickler(file, names, self.owners, self.reference_of)
         pickler.dump({name: self.namespace[name] for name in names})
         return file.getvalue(), pickler

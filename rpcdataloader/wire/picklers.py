@@ -262,17 +262,52 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # Others were made by ``exec``, with globals of their own.
             return reduce_function(obj) if obj.__globals__ is main_globals() else super().reducer_override(obj)
         if isinstance(obj, type):
-            return reduce_class(obj, digest)
+            return reduce_class(obj, self._digest)
         if type(obj) is CachedFunction and obj.__module__ in MAIN_NAMES:
             return reduce_cached(obj)
         return NotImplemented
+
+    def _digest(self, value: Any) -> bytes:
+        """A digest of a value of a class, for comparisons within one process."""
+        return _digest(value, io.BytesIO())
+
+
+class Limited(io.BytesIO):
+    """A file that holds few bytes.
+
+    Raises:
+        OverflowError: They are too many.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self.max_bytes = max_bytes
+
+    def write(self, data: Any) -> int:
+        """Write bytes."""
+        if self.tell() + len(data) > self.max_bytes:
+            raise OverflowError(f"more than {self.max_bytes} bytes")
+        return super().write(data)
+
+    def check(self, obj: Any) -> None:
+        """Refuse a tensor or an array before it is copied."""
+        if isinstance(obj, (torch.Tensor, np.ndarray)):
+            is_elsewhere = isinstance(obj, torch.Tensor) and not obj.is_cpu
+            if is_elsewhere or obj.nbytes > self.max_bytes:
+                raise OverflowError(f"more than {self.max_bytes} bytes")
 
 
 class Digester(Pickler):
     """Pickles a value to compare it with a later one: functions and classes are what they are."""
 
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, None)
+        self._file = file
+
     def reducer_override(self, obj: Any) -> Any:
         """Reduce special objects."""
+        if isinstance(self._file, Limited):
+            self._file.check(obj)
         if is_definition(obj):
             return id, (id(obj),)
         if (reduce := OF_DEFINITIONS.get(type(obj))) is not None:
@@ -280,10 +315,8 @@ class Digester(Pickler):
         return super().reducer_override(obj)
 
 
-def digest(value: Any) -> bytes:
-    """A digest of a value, for comparisons within one process."""
-    file = io.BytesIO()
-    Digester(file, None).dump(value)
+def _digest(value: Any, file: io.BytesIO) -> bytes:
+    Digester(file).dump(value)
     return digest_of(file.getvalue())
 
 
@@ -382,10 +415,20 @@ class DefinitionPickler(RequestPickler):
     ) -> None:
         super().__init__(file, None, None, OF_DEFINITIONS)
         self.contained: set[str] = set()
+        self._file = file
         self._names, self._owners, self._reference_of = names, owners, reference_of
         # An attribute, which a search for what cannot be pickled may replace; without a reference to itself.
         itself: Any = weakref.proxy(self)
         self.persistent_id = functools.partial(DefinitionPickler._refer, itself)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce special objects."""
+        if isinstance(self._file, Limited):
+            self._file.check(obj)
+        return super().reducer_override(obj)
+
+    def _digest(self, value: Any) -> bytes:
+        return _digest(value, Limited(self._file.max_bytes) if isinstance(self._file, Limited) else io.BytesIO())
 
     def _refer(self, obj: Any) -> Any:
         """What stands for an object that belongs to another global, or is held elsewhere."""

@@ -241,6 +241,43 @@ assert max(sizes[-2:]) < 400, sizes
 """)
 
 
+def test_what_a_script_does_not_use_in_workers_is_sent_only_if_it_is_small(passes):
+    passes("""
+import numpy as np
+from rpcdataloader.client import connection
+
+sizes = []
+with_definitions = connection.Encoded.with_definitions
+
+def measure(self, lacking=None):
+    content = with_definitions(self, lacking)
+    sizes.append(len(content.payload))
+    return content
+
+connection.Encoded.with_definitions = measure
+
+class Costly:
+    def __reduce__(self):
+        raise AssertionError("it is not used there")
+
+class Model:
+    weights, parts, costly = np.ones(1 << 20), [np.ones(1 << 20)], Costly()
+
+def predict(model=np.ones(1 << 20)):
+    return model
+
+def small():
+    return 5
+
+class Asks(Numbers):
+    def __getitem__(self, index):
+        return [hasattr(sys.modules["__main__"], name) for name in ("Model", "predict", "small")]
+
+assert list(load(RPCDataset(address, Asks)))[0] == [[False, False, True]] * 2
+assert max(sizes) < 1 << 17
+""")
+
+
 def test_references_among_the_globals_are_their_objects_in_the_worker(passes):
     passes("""
 held = rpc_async(address, dict, rref=True).wait()

@@ -70,7 +70,7 @@ def test_idioms_of_scripts_are_so_inline_too_until_epochs_change_what_they_find(
 
 @pytest.mark.slow
 def test_where_torchs_forked_and_spawned_workers_agree_idioms_are_listed(forked):
-    """Those that differ are what a script has done since its start, of which a spawned worker knows nothing."""
+    """A spawned worker knows nothing of what a script has done since, nor that two of its objects are one."""
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, str(SCRIPT), "torch:spawn"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
@@ -85,4 +85,6 @@ def test_where_torchs_forked_and_spawned_workers_agree_idioms_are_listed(forked)
         "a list in a class, filled by a constructor",
         "an attribute of a class, changed between epochs",
         "a class whose cell is run again",
+        "the dataset as a global",
+        "a dict that is a global and an attribute",
     }
