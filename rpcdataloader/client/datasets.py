@@ -48,7 +48,7 @@ from rpcdataloader.wire.pickling import Build, Encoded
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# Builds and questions have no time limit, since walking a large folder may take long; lines name up to so many nodes.
+# Builds and questions have no time limit, since walking a large folder may take long; lines name up to that many nodes.
 MAX_NAMED = 4
 
 _keys = itertools.count(1)

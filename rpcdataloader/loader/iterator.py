@@ -311,7 +311,7 @@ class RemoteIterator(PassIterator):
         driver.decide()
 
     def _present_wait(self) -> list[tuple[ReportWait, RemoteWorker | None]]:
-        """The batch that is waited for, and its worker, with the condition; empty while there is none."""
+        """The batch that is waited for, and its worker, with the condition; empty for no batch."""
         report = self.driver.engine.present_wait(time.monotonic())
         if report is None:
             return []

@@ -276,7 +276,7 @@ class Engine(Generic[N]):
             self._out.append(report)
 
     def present_wait(self, now: float) -> ReportWait | None:
-        """The task that the consumer waits for, and its worker; None while there is none."""
+        """The task that the consumer waits for, and its worker; None if it waits for no task."""
         if self._waiting_since is None or (task := self.table.awaited()) is None:
             return None
         worker = task.holders[0].id if task.holders else None

@@ -267,7 +267,7 @@ def open_channel(
                 if not address.is_unix and is_original(host or address.host, address.port):
                     raise RemoteProtocolError(
                         f"{address}: a worker of the original RPCDataloader listens there, and no node server of this "
-                        "package. It runs what anyone sends to that port: stop it, and install this package there"
+                        "package. It runs what any peer sends to that port: stop it, and install this package there"
                     ) from exc
                 guess = "in the handshake: perhaps it is no node server, or one that ends"
                 raise ConnectionLostError(f"{exc} ({guess})") from exc
