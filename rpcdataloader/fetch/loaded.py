@@ -92,7 +92,7 @@ class LoadedState:
         return is_undone
 
     def undo(self, *, only_if_unchanged: bool = False) -> bool:
-        """Set back the attributes that loading has changed; returns False if there are none.
+        """Set back the attributes that loading has changed; returns False if it has changed nothing.
 
         Args:
             only_if_unchanged: Leave those that have changed since.
@@ -167,7 +167,6 @@ def loaded_state(dataset: Any) -> LoadedState | None:
 def note_loaded(dataset: Any, loaded: LoadedState | None) -> None:
     """Keep what loading has changed, as long as there is the dataset; None to forget it."""
     key = id(dataset)
-    if loaded is None:
-        _loaded.pop(key, None)
-    else:
+    _loaded.pop(key, None)
+    if loaded is not None:
         _loaded[key] = weakref.ref(dataset, lambda _gone: _loaded.pop(key, None)), loaded

@@ -46,7 +46,7 @@ RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
 REPLACED = (
     "load_state_dict() was called while this iterator was in the middle of its pass, which is not that of the state, "
-    "nor counted by state_dict() any more: go on with iter(loader), which begins where the state was saved"
+    "and no longer counted by state_dict(): go on with iter(loader), which begins where the state was saved"
 )
 
 # Seconds outside of ``next`` after which a loop is not reported: another loop may be running inside it.

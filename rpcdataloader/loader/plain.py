@@ -109,5 +109,5 @@ class StateCopier:
 def _is_equal(one: list[Any], other: list[Any]) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # elements that are not numbers any more
+    except Exception:  # elements that cannot be compared
         return False

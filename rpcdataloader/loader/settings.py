@@ -132,7 +132,7 @@ class PassSettings:
         """The sampler, its source, and so on: other libraries wrap samplers in samplers."""
         found: list[Any] = []
         sampler = self.sampler
-        # Each once, as one may lead back to itself; and only so many, as a proxy may have another one for any name.
+        # Each once, as one may lead back to itself; and at most this number: a proxy may have another for any name.
         while sampler is not None and len(found) < _MAX_SAMPLERS and all(sampler is not other for other in found):
             found.append(sampler)
             # Lightning's distributed sampler has the inner one as a dataset. Remote datasets must not be queried.
