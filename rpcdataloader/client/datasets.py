@@ -459,7 +459,8 @@ def ship(instance: object, name: str) -> RemoteDataset:
     pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True, with_patches=True)
     # Its class may be another one than that of an equal instance before: defined again, or reloaded.
     recorder.look()
-    named = [(name, pickled.definitions[name].object_of(name)) for name in sorted(pickled.names)]
+    defined = sorted(pickled.names & pickled.definitions.keys())
+    named = [(name, pickled.definitions[name].object_of(name)) for name in defined]
     found = digest_memory([*pickled.blocks, memoryview(repr((named, recorder.num_reloaded)).encode())])
     with _shipped_lock:
         remote = _shipped.get(found)

@@ -278,6 +278,23 @@ assert max(sizes) < 1 << 17
 """)
 
 
+def test_function_without_a_name_finds_what_python_and_the_script_define_later(passes):
+    passes("""
+class Calls(Numbers):
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, index):
+        return self.function(index)
+
+loader = load(Calls(lambda index: int(index) + (defined_later if index > 1 else 0)), batch_size=1, sampler=[0])
+assert list(loader) == [[0]]
+defined_later = 5
+loader = load(loader.dataset, batch_size=1, sampler=[2])
+assert list(loader) == [[7]]
+""")
+
+
 def test_references_among_the_globals_are_their_objects_in_the_worker(passes):
     passes("""
 held = rpc_async(address, dict, rref=True).wait()
