@@ -28,7 +28,7 @@ from rpcdataloader.errors import AuthenticationError, LocalProtocolError, Remote
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Sealer, encode
 from rpcdataloader.wire.messages import printable, read_json
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 # Magic, version of the protocol, flags, reserved, id of the session.
 _PREAMBLE = struct.Struct("<8sHHI16s")

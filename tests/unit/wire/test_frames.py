@@ -87,9 +87,9 @@ def join(*args, **kwargs):
     ("preamble", "golden"),
     [
         # magic, version, flags, reserved, session id
-        (Preamble(bytes(range(16))), "525043444c445201 0300 0000 00000000 000102030405060708090a0b0c0d0e0f"),
-        (Preamble(bytes(range(16)), tls=True), "525043444c445201 0300 0100 00000000 000102030405060708090a0b0c0d0e0f"),
-        (Preamble(STATUS_ID), "525043444c445201 0300 0000 00000000 01000000000000000000000000000000"),
+        (Preamble(bytes(range(16))), "525043444c445201 0400 0000 00000000 000102030405060708090a0b0c0d0e0f"),
+        (Preamble(bytes(range(16)), tls=True), "525043444c445201 0400 0100 00000000 000102030405060708090a0b0c0d0e0f"),
+        (Preamble(STATUS_ID), "525043444c445201 0400 0000 00000000 01000000000000000000000000000000"),
     ],
 )
 def test_golden_preamble(preamble, golden):

@@ -71,7 +71,7 @@ def refusal(side):
 def test_golden_handshake():
     one, two, hello = start({"nonce": bytes(32)}, {"nonce": b"\x01" * 32})
     identity = (
-        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 3, "python_implementation": "CPython", '
+        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 4, "python_implementation": "CPython", '
         '"python_version": "3.11.7", "machine": "x86_64", "torch": "2.13.0+%s", "numpy": "2.1.3", '
         '"cloudpickle": "3.1.2", "job": "%s", "rpcdataloader": "0.1.0"}'
     )
@@ -86,13 +86,13 @@ def test_golden_handshake():
     # How these are made is on the page of the protocol.
     one.receive(answer)
     proof = decode_one(one.data_to_send())
-    assert bytes(proof.payload) == b'{"proof": "e9c731e53048a2ef376d60ea8969467aa9e7ed3e7b06194d599066151ea589ec"}'
+    assert bytes(proof.payload) == b'{"proof": "dcfa547f81dcfe4fa50e03a46b3fdf764c4434173ae525a2312707a8921f3237"}'
     two.receive(proof)
     answer = decode_one(two.data_to_send())
-    assert bytes(answer.payload) == b'{"proof": "521df1a1bb84664fa34d8d26f11d4a1d8fbb0e6509c785ce6ef6f01d3d222678"}'
+    assert bytes(answer.payload) == b'{"proof": "6f7672bc697749ec23ea93c73704730a8db9056cabc10d0d3790daf3cefbb3e7"}'
     one.receive(answer)
-    assert one.established.send.seal(b"header").hex() == "55dee97b399a9c7b294ecb83942131ed"
-    assert one.established.receive.seal(b"header").hex() == "1353cbdd48293d31cb6d3f31cba0d5f4"
+    assert one.established.send.seal(b"header").hex() == "efac91d067a00eeb810017783a7b162b"
+    assert one.established.receive.seal(b"header").hex() == "2f8ea66280dca2e7fdb7c82a3abc0560"
 
 
 def test_only_clients_name_their_job(monkeypatch):
@@ -111,7 +111,7 @@ def test_nonces_are_fresh():
 @pytest.mark.parametrize(
     ("changes", "ours", "theirs"),
     [
-        ({"protocol": 4}, "rpcdataloader 0.1.0 (version 3 of the protocol)", "rpcdataloader 0.1.0 (version 4 of"),
+        ({"protocol": 5}, "rpcdataloader 0.1.0 (version 4 of the protocol)", "rpcdataloader 0.1.0 (version 5 of"),
         ({"python_version": "3.1.1"}, "CPython 3.11", "CPython 3.1"),
         ({"python_implementation": "PyPy"}, "CPython 3.11", "PyPy 3.11"),
         ({"numpy": "1.26.4"}, "numpy 2", "numpy 1"),
