@@ -20,7 +20,7 @@ CLIENT = Identity(
     host="trainer1",
     pid=11,
     rank=3,
-    protocol=3,
+    protocol=4,
     python_implementation="CPython",
     python_version="3.11.7",
     machine="x86_64",
@@ -86,13 +86,13 @@ def test_golden_handshake():
     # How these are made is on the page of the protocol.
     one.receive(answer)
     proof = decode_one(one.data_to_send())
-    assert bytes(proof.payload) == b'{"proof": "dcfa547f81dcfe4fa50e03a46b3fdf764c4434173ae525a2312707a8921f3237"}'
+    assert bytes(proof.payload) == b'{"proof": "c6c9355d14a32a9d76f3cddd50e96fe7189033e48d10b6bdbcf08749a609715b"}'
     two.receive(proof)
     answer = decode_one(two.data_to_send())
-    assert bytes(answer.payload) == b'{"proof": "6f7672bc697749ec23ea93c73704730a8db9056cabc10d0d3790daf3cefbb3e7"}'
+    assert bytes(answer.payload) == b'{"proof": "35c4cb7f5000eeab65b0ace446472f948923821be090ff378beb8017002d23d1"}'
     one.receive(answer)
-    assert one.established.send.seal(b"header").hex() == "efac91d067a00eeb810017783a7b162b"
-    assert one.established.receive.seal(b"header").hex() == "2f8ea66280dca2e7fdb7c82a3abc0560"
+    assert one.established.send.seal(b"header").hex() == "1b57da623c12600f3abc474c007190b1"
+    assert one.established.receive.seal(b"header").hex() == "d415d9b996359c536115107cd42e940c"
 
 
 def test_only_clients_name_their_job(monkeypatch):
