@@ -51,7 +51,13 @@ class LoadedState:
         ]
         # The parts of the state that the first sample after loading has changed; None before that.
         self._first: dict[Any, Any] | None = None
+        self._at_begin: dict[Any, Any] = {}  # before the first sample of a later iteration
         self._is_told = False
+
+    def begins(self, dataset: Any) -> None:
+        """Note that a later iteration begins."""
+        if self._first is not None:
+            self._at_begin = _parts_of(dataset)
 
     def was_used(self, dataset: Any) -> None:
         """Use the state, if the pass was left before its first sample: else one for one iteration waits for another."""
@@ -69,17 +75,15 @@ class LoadedState:
         Returns:
             True if a later iteration has begun at the loaded position; the next one begins at the beginning.
         """
-        try:
-            # At the end, a dataset may have counted an epoch.
-            now = {"ended": True} if ended else {**_parts(dataset.state_dict()), "ended": False}
-        except Exception:
-            logger.debug("cannot tell whether a loaded state still holds", exc_info=True)
-            now = {"unknown": object()}
+        # At the end, a dataset may have counted an epoch.
+        now = {"ended": True} if ended else {**_parts_of(dataset), "ended": False}
         if self._first is None:
             moved = {name: part for name, part in now.items() if self._saved.get(name) != part}
             self._first = moved if len(moved) > 1 else now
             return False
-        if any(now.get(name) != part for name, part in self._first.items()):
+        # All else must be as before: where each epoch has a count of its own, the one of another epoch stays.
+        expected = self._first if ended else self._at_begin | self._first
+        if now != expected:
             return False
         is_undone = self.undo(only_if_unchanged=True)
         if not is_undone and not self._is_told:
@@ -137,6 +141,14 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is dict:
         one, other = list(itertools.chain(*one.items())), list(itertools.chain(*other.items()))
     return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _parts_of(dataset: Any) -> dict[Any, Any]:
+    try:
+        return _parts(dataset.state_dict())
+    except Exception:
+        logger.debug("cannot tell whether a loaded state still holds", exc_info=True)
+        return {(): object()}
 
 
 def is_same_state(one: Any, other: Any) -> bool:

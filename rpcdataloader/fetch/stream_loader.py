@@ -213,6 +213,8 @@ class StreamLoader(BatchLoader):
                 loaded.undo(only_if_unchanged=True)
             loaded = LoadedState(self._dataset, saved.state, lambda: _load_state("dataset", self._dataset, saved))
             note_loaded(self._dataset, loaded)
+        if loaded is not None:
+            loaded.begins(self._dataset)
         iterator: Iterator[Any] = iter(self._dataset)
         if saved.owner == "iterator":
             _load_state("iterator", iterator, saved)

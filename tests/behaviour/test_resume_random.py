@@ -24,12 +24,12 @@ from rpcdataloader import RPCDataloader
 from tests.support.comparison import assert_same
 from tests.support.differential import seed
 from tests.support.samplers import SAMPLERS
-from tests.support.streams import Buffered, Drawn, Lasting, Parts, Placed, Seekable, Told, Wrapped
+from tests.support.streams import Buffered, Drawn, Lasting, Parts, Placed, Seekable, Tallied, Told, Wrapped
 
 NUM_EPOCHS = 4
 
 STREAMS: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (Parts, Told, Drawn, Seekable, Buffered, Placed, Lasting)},
+    **{kind.__name__: kind for kind in (Parts, Told, Drawn, Seekable, Buffered, Placed, Tallied, Lasting)},
     "Wrapped": lambda sizes: Wrapped(Lasting(sizes)),
 }
 
@@ -78,7 +78,7 @@ class Job:
         self.drop_last = self.batch_size not in (None, 1) and draws.random() < 0.3
         self.transforms = self.is_stream and draws.random() < 0.2
         self.kind = draws.choice(list(STREAMS if self.is_stream else SAMPLERS))
-        self.counts = self.is_stream and self.kind in ("Placed", "Lasting", "Wrapped")
+        self.counts = self.is_stream and self.kind in ("Placed", "Tallied", "Lasting", "Wrapped")
         self.way = draws.choice(["sampler", "batch sampler"]) if self.batch_size else "sampler"
         self.keep = draws.choice([through_json, dict])
         self.kills = draws.random() < 0.4

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataloader
-from tests.support.streams import Buffered, Lasting, Parts, Placed, Seekable, Told, Unloadable, Wrapped
+from tests.support.streams import Buffered, Lasting, Parts, Placed, Seekable, Tallied, Told, Unloadable, Wrapped
 
 SIZES = [14, 9]
 KINDS = {
@@ -22,6 +22,7 @@ KINDS = {
     "of the iterator": Seekable,
     "with a buffer": Buffered,
     "for the next iteration": Placed,
+    "for the next iteration, with a count for each": Tallied,
     "for all iterations": Lasting,
     "for all iterations, inside": lambda sizes: Wrapped(Lasting(sizes)),
 }
@@ -63,6 +64,33 @@ def test_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_training(share
     epochs += [begun + numbers(loader), numbers(loader), numbers(loader)]
     assert epochs == expected
     assert all(sorted(epoch) == whole(num_streams) for epoch in epochs)
+
+
+@pytest.mark.parametrize("num_epochs", [0, 1])
+@pytest.mark.parametrize("num_taken", range(1, 5))
+@pytest.mark.parametrize("batch_size", [None, 1, 2])
+def test_state_that_holds_for_one_iteration_is_not_set_back(num_epochs, num_taken, batch_size, caplog):
+    def make(seed):
+        return RPCDataloader(
+            Tallied([4], seed=seed),
+            batch_size,
+            workers="inline",
+            persistent_workers=True,
+            collate_fn=list if batch_size else None,
+        )
+
+    loader = make(7)
+    expected = [list(loader) for _epoch in range(4)]
+    loader = make(7)
+    epochs = [list(loader) for _epoch in range(num_epochs)]
+    begun = list(itertools.islice(loader, min(num_taken, len(expected[0]))))
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader = make(0)  # the seed is that of the state
+    loader.load_state_dict(state)
+    epochs.append(begun + list(loader))
+    epochs += [list(loader) for _epoch in range(3 - num_epochs)]
+    assert epochs == expected
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", KINDS)

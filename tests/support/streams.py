@@ -149,6 +149,31 @@ class Lasting(Placed):
     holds_for_all = True
 
 
+class Tallied(Placed):
+    """Has a state with a count for each epoch, and its seed."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None, seed: int = 0) -> None:
+        super().__init__(sizes, log)
+        self.seed, self.counts = seed, {0: 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        size = self.sizes[stream_number()]
+        order = random.Random(f"{self.seed} {self.epoch}").sample(range(size), size)
+        self.counts[self.epoch] = first
+        for number in order[first:]:
+            self.counts[self.epoch] += 1
+            yield self.make(number)
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed, "epoch": self.epoch, "counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed, self.epoch, self.counts = state["seed"], state["epoch"], dict(state["counts"])
+        self.first = self.counts.get(self.epoch, 0)
+
+
 class Wrapped(IterableDataset[Any]):
     """Has its state inside."""
 
