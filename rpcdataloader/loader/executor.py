@@ -22,6 +22,7 @@ from rpcdataloader.client.worker import RemoteWorker, WorkerOwner, freeze, refer
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.host.state import Change
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
 from rpcdataloader.loader.placement import Placement, build
@@ -80,6 +81,7 @@ class Executor:
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
         self._closed = Event()
+        self._seldom = Seldom()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if node.local is None]
@@ -227,7 +229,8 @@ class Executor:
 
     def say(self, action: Say) -> None:
         """Log a line."""
-        logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
+        if not action.cause or self._seldom.is_due(action.cause):
+            logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
 
     def report_wait(self, action: ReportWait, worker: RemoteWorker | None) -> None:
         """Report the batch that the consumer waits for, and its worker; in a new thread, as the stack takes time."""

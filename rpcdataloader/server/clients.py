@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import socket
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from rpcdataloader.server import events
 from rpcdataloader.server.events import Event, Link, Row
 from rpcdataloader.server.logs import Forwarding, LimitedLog, OutputReader
 from rpcdataloader.server.processes import Loop, Process
+from rpcdataloader.server.refusals import PEER_GONE
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.handshake import Identity
@@ -29,11 +29,11 @@ logger = logging.getLogger("rpcdataloader.server")
 # Seconds in which a session whose client has gone cleans up after its datasets. One that runs user code ends at once.
 END_TIMEOUT = 2.0
 
+# Other clients that the reason of a full node names.
+MAX_NAMED = 4
+
 # Seconds for which a connection that has proved nothing holds a place that others may want.
 PROOF_PATIENCE = 1.0
-
-# What a peer is seen to do whose bytes are for another process.
-PEER_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -203,16 +203,19 @@ class Clients:
         limit, own = self._context.max_connections, len(client.workers)
         young = time.monotonic_ns() - PROOF_PATIENCE * 1e9
         # Ids of sessions travel in the clear: strangers who know one must not hold the places of other clients.
-        others = sum(
-            row.pid[0] > 0 or row.begun[0] > young
-            for each in self
-            if each is not client
-            for row in each.workers.values()
+        held = Counter(
+            {
+                each.name: sum(row.pid[0] > 0 or row.begun[0] > young for row in each.workers.values())
+                for each in self
+                if each is not client
+            }
         )
+        others = held.total()
         if limit is None or own + others < limit:
             return None
         text = f"all {limit} connections are in use (--max-connections)"
-        return f"{text}, {others} of them by other clients" if others else text
+        most = [f"{name} ({number})" for name, number in held.most_common(MAX_NAMED) if number]
+        return f"{text}, {others} of them by other clients: {', '.join(most)}" if others else text
 
     def _worker_ended(self, client: ClientRecord, event: events.WorkerEnded) -> None:
         row = client.workers[event.worker]

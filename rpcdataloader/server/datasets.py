@@ -125,12 +125,14 @@ def _told_if_slow(name: str) -> Iterator[None]:
             logger.warning("dataset %s is being built for %g s, and is here:\n%s", name, SLOW_BUILD_SECONDS, stack)
 
     watcher = threading.Thread(target=watch, name="rpcdl-slow", daemon=True)
-    watcher.start()
+    with contextlib.suppress(RuntimeError):  # the system has no room for a thread
+        watcher.start()
     try:
         yield
     finally:
         is_built.set()
-        watcher.join()
+        if watcher.ident is not None:
+            watcher.join()
 
 
 def build(recipe: Build, blocks: Sequence[Block]) -> Any:

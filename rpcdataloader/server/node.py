@@ -19,16 +19,18 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
-from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, ClientRecord, Clients
+from rpcdataloader.server.clients import PROOF_PATIENCE, ClientRecord, Clients
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import LimitedLog
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, fork, reap_orphans
+from rpcdataloader.server.refusals import PEER_GONE, send_refusal
 from rpcdataloader.server.session import run_gate
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.status import describe_node
 from rpcdataloader.wire.connecting import accept
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble, encode_refusal
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble, Refusal, UnavailableError
 from rpcdataloader.wire.register import RENEWAL_PERIOD, Registration
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -52,8 +54,8 @@ REGISTER_TIMEOUT = 1.0
 # close it.
 LIFELINE_SILENCE = 60.0
 
-_UNKNOWN_SESSION = encode_refusal(
-    RemoteProtocolError("there is no such session on this node server: it ended, or the server was restarted")
+_UNKNOWN_SESSION = RemoteProtocolError(
+    "there is no such session on this node server: it ended, or the server was restarted"
 )
 
 
@@ -107,6 +109,7 @@ class NodeServer:
         listener.setblocking(False)
         self._listener = listener
         self._strangers = LimitedLog()
+        self._seldom = Seldom()
         self._clients = Clients(context, self._loop, self._strangers)
         self._lifeline = lifeline
         self._silence: sched.Event | None = None  # of the owner
@@ -209,7 +212,8 @@ class NodeServer:
         elif (session_id := _named_session(start)) is None:
             self._fork_gate(connection)
         elif (client := self._clients.find(session_id)) is None:
-            self._refuse(connection)
+            logger.debug("there is no session for a connection from %s", connection.peer)
+            self._refuse(connection, _UNKNOWN_SESSION)
         else:
             # Ends of workers make room, which the session has reported before its client could ask. User code may write
             # to the same link without end.
@@ -221,13 +225,10 @@ class NodeServer:
             else:
                 self._loop.call_after(RETRY_PAUSE, lambda: self._look_at(connection))
 
-    def _refuse(self, connection: Stranger) -> None:
-        """Tell a peer that its session is unknown, and wait until it has read that: closing now would discard it."""
-        logger.debug("there is no session for a connection from %s", connection.peer)
+    def _refuse(self, connection: Stranger, error: Refusal) -> None:
+        """Tell a peer why it is refused, and wait until it has read that: closing now would discard it."""
         connection.is_refused = True
-        with contextlib.suppress(OSError):
-            connection.sock.send(_UNKNOWN_SESSION, socket.MSG_DONTWAIT)
-            connection.sock.shutdown(socket.SHUT_WR)
+        send_refusal(connection.sock, error)
         self._loop.watch(connection.sock.fileno(), lambda: self._drop(connection, "it was refused"), PEER_GONE)
 
     def _fork_gate(self, connection: Stranger) -> None:
@@ -242,7 +243,7 @@ class NodeServer:
                 process, link = fork_linked(run)
             except OSError as exc:
                 self._warn_of_exhaustion(exc)
-                self._loop.call_after(EXHAUSTED_PAUSE, lambda: self._look_at(connection))
+                self._refuse(connection, UnavailableError(f"it has no room for another process ({exc.strerror})"))
                 return
             failed.pop_all()
         pid = process.pid
@@ -251,7 +252,9 @@ class NodeServer:
         connection.gate = self._children[pid] = Child(process, link, row, connection)
 
     def _warn_of_exhaustion(self, exc: Exception) -> None:
-        logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", None) or exc)
+        reason = getattr(exc, "strerror", None) or str(exc)
+        if self._seldom.is_due(reason):
+            logger.warning("cannot serve a connection now: %s", reason)
 
     def _on_late(self, connection: Stranger) -> None:
         if not connection.is_refused:

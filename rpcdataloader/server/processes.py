@@ -45,8 +45,9 @@ _M_MMAP_THRESHOLD = -3
 _SYS_PIDFD_OPEN = 434  # the same on every architecture that torch runs on
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Seconds until a retry when the system has no room for a process or a descriptor.
+# Seconds until a retry when the system has no room for a process, a thread or a descriptor.
 EXHAUSTED_PAUSE = 1.0
+FIRST_THREAD_PAUSE = 0.05
 
 # Above the trainer's and the node server's own: the kernel ends a worker first when memory runs out.
 WORKER_OOM_SCORE = 500
@@ -294,6 +295,18 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
         os._exit(status)
 
 
+def start_thread(name: str, target: Callable[[], None]) -> None:
+    """Start a daemon thread; waits while the system has no room for one, as it had for this process."""
+    pause = FIRST_THREAD_PAUSE
+    while True:
+        try:
+            threading.Thread(target=target, name=name, daemon=True).start()
+            return
+        except RuntimeError:
+            time.sleep(pause)
+            pause = min(2 * pause, EXHAUSTED_PAUSE)
+
+
 def name_process(name: str) -> None:
     """Set the name that ``ps`` and ``top`` show, of 15 characters at most; forks inherit it."""
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
@@ -337,6 +350,11 @@ def keep_freed_memory() -> None:
     """
     _libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
     _libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+
+
+def give_back_freed_memory() -> None:
+    """Give the kernel what malloc keeps free."""
+    _libc.malloc_trim(0)
 
 
 @contextlib.contextmanager

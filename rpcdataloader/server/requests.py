@@ -41,11 +41,15 @@ class Outbox:
         self.num_waiting = 0
 
     def put(self, message: Outgoing) -> None:
-        """Queue a message; never blocks. Raises ``RuntimeError`` if the thread that sends it cannot be started."""
+        """Queue a message; never blocks, unless the system has no room for a thread: then it is sent by this one."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="rpcdl-send", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._send(message)
+                    return
                 self._thread = thread
             self.num_waiting += 1
             self._messages.put(message)

@@ -30,14 +30,16 @@ import torch
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.environment import prepare_session
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.host.state import catch_up
 from rpcdataloader.server import events
 from rpcdataloader.server.datasets import DatasetTable, open_files, why_not_shared
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import Life, Loop, ended_after, name_process, name_threads, num_threads
+from rpcdataloader.server.refusals import Refusals
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, ForkedWorker, StackFile, stack_file
+from rpcdataloader.server.stacks import ForkedWorker, StackFile
 from rpcdataloader.server.status import serve_status
 from rpcdataloader.server.worker import Worker, admit
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
@@ -45,7 +47,7 @@ from rpcdataloader.wire.copies import Copies, map_copies
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.handshake import STATUS_ID
+from rpcdataloader.wire.handshake import STATUS_ID, UnavailableError
 from rpcdataloader.wire.messages import Exited, Log, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import Block
@@ -151,6 +153,8 @@ class Session:
         self._has_warned = False  # of threads
         self._life = Life.SERVING
         self._loop = Loop()
+        self._refusals = Refusals(self._loop)
+        self._seldom = Seldom()
         self._logs: deque[Log] = deque()
         self._stack_files: weakref.WeakSet[StackFile] = weakref.WeakSet()
 
@@ -161,12 +165,9 @@ class Session:
         self._loop.watch(self._channel.fileno(), self._on_control)
         self._loop.watch(self._node.fileno(), self._on_node)
         while self._life is not Life.ENDED:
-            is_asked = any(worker.is_asked for worker in self._workers.values())
             # The queue of a stopped worker may be full, and must not hold up the others.
             unsent = [worker for worker in self._workers.values() if not worker.link.flush()]
-            self._loop.wait(STACK_LOOK_PERIOD if is_asked else RETRY_PAUSE if unsent else None)
-            for worker in self._workers.values():
-                worker.look()
+            self._loop.wait(RETRY_PAUSE if unsent else None)
             self._flush_logs()
 
     def close(self) -> None:
@@ -270,6 +271,13 @@ class Session:
     # --- the node server
 
     def _on_node(self) -> None:
+        self._refusals.make_room()
+        try:
+            self._receive_event()
+        finally:
+            self._refusals.keep_room()
+
+    def _receive_event(self) -> None:
         try:
             received = self._node.recv(wait=False)
         except BlockingIOError:
@@ -303,11 +311,11 @@ class Session:
     # --- workers
 
     def _fork_worker(self, event: events.WorkerConnection, descriptors: list[int]) -> str | None:
-        """Fork a worker for a connection; returns why that failed, and then its client sees the connection closed."""
+        """Fork a worker for a connection; returns why that failed, which its client is told, too."""
         if not descriptors:
             logger.warning("cannot accept a connection: %s", os.strerror(errno.EMFILE))
             return "there was no descriptor for its connection"
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as failed:
+        with contextlib.ExitStack() as ours:
             sock = ours.enter_context(socket.socket(fileno=descriptors[0]))
             for output in descriptors[1:]:
                 ours.callback(os.close, output)
@@ -318,8 +326,6 @@ class Session:
             row = self._context.counters.row(event.row)
             try:
                 self._warn_of_threads()
-                stacks = stack_file("rpcdl-stacks")
-                failed.callback(os.close, stacks)
 
                 def run(link: Link) -> None:
                     self._forget_in_child()
@@ -328,15 +334,18 @@ class Session:
                     with ended_after(HANDSHAKE_TIMEOUT):
                         channel = admit(transport, descriptors[1:], self._node, self._context, event, row)
                     if channel is not None:
-                        Worker(channel, link, self._datasets, event.worker, self._context, row, stacks).run()
+                        Worker(channel, link, self._datasets, event.worker, self._context, row).run()
 
                 process, link = fork_linked(run)
             except OSError as exc:
-                logger.warning("cannot fork a worker: %s", exc)
-                return f"it could not be forked: {exc}"
-            failed.pop_all()
-        worker = ForkedWorker(event.worker, event.peer, process, link, row, stacks)
+                reason = f"no worker can be forked: {exc.strerror}"
+                if self._seldom.is_due(reason):
+                    logger.warning("%s", reason)
+                self._refusals.add(socket.socket(fileno=sock.detach()), UnavailableError(reason))
+                return reason
+        worker = ForkedWorker(event.worker, event.peer, process, link, row, self._loop)
         self._workers[event.worker] = worker
+        self._loop.watch(link.fileno(), lambda: self._on_link(worker))
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
         return None
 
@@ -362,20 +371,37 @@ class Session:
     def _forget_in_child(self) -> None:
         """Close the session's descriptors in a forked worker, but for the link to the node server."""
         self._channel.transport.close()
+        self._refusals.forget_in_child()
         for file in self._stack_files:
             file.close()
         for worker in self._workers.values():
             worker.close()
             os.close(worker.process.fileno())
 
+    def _on_link(self, worker: ForkedWorker) -> bool:
+        """Handle one event of a worker; returns False without one."""
+        with contextlib.suppress(ValueError):  # its code may have written to a descriptor of ours
+            try:
+                match worker.link.recv(wait=False):
+                    case events.GaveUp(why), []:
+                        worker.gave_up = f"gave up: {why}"
+                        return True
+                    case events.Stacks(text), []:
+                        worker.told(text)
+                        return True
+            except BlockingIOError:
+                return False
+        self._loop.unwatch(worker.link.fileno())
+        return False
+
     def _on_worker_end(self, worker: ForkedWorker) -> None:
         if (reason := worker.process.reap()) is None:
             return
         self._loop.unwatch(worker.process.fileno())
-        with contextlib.suppress(OSError, ValueError):  # its code may have written to a descriptor of ours
-            match worker.link.recv(wait=False):
-                case events.GaveUp(why), _descriptors:
-                    reason = f"gave up: {why}"
+        while self._on_link(worker):  # its last events
+            pass
+        reason = worker.gave_up or reason
+        self._loop.unwatch(worker.link.fileno())
         worker.close()
         del self._workers[worker.number]
         row = worker.row

@@ -2,7 +2,7 @@
 
 Threads: the main thread receives requests, runs them one after the other, and sends small replies itself. A sender
 sends large replies while the next request is computed, and is started for the first of them. A watcher notices, in the
-middle of a task, a drain or the end of the client or session, and writes the stacks of all threads when asked.
+middle of a task, a drain or the end of the client or session, and tells the stacks of all threads when asked.
 
 No thread only reads: between two tasks the main thread takes in everything that has arrived. So a cancelled request is
 not begun, and a small task costs no change of thread. A call begins once the reply before it is sent, and the worker
@@ -26,19 +26,26 @@ from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError,
 from rpcdataloader.fetch.remote import load, share_batches
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.datasets import DatasetTable
-from rpcdataloader.server.events import Drain, GaveUp, Link, Row, WantsStacks, WorkerConnection
+from rpcdataloader.server.events import Drain, GaveUp, Link, Row, Stacks, WantsStacks, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
-from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
+from rpcdataloader.server.processes import (
+    Life,
+    give_back_freed_memory,
+    keep_freed_memory,
+    name_process,
+    prefer_for_oom,
+    start_thread,
+)
 from rpcdataloader.server.requests import MAX_WAITING_BYTES, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import write_stacks
+from rpcdataloader.server.stacks import stacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import add_state, dumps_exception, summarize
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, pack_handles, unpack_blocks, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
 from rpcdataloader.wire.shared import Lender
-from rpcdataloader.wire.slabs import PageablePool
+from rpcdataloader.wire.slabs import PageablePool, give_back_free_memory
 from rpcdataloader.wire.transport import Transport
 
 logger = logging.getLogger("rpcdataloader.worker")
@@ -46,6 +53,9 @@ logger = logging.getLogger("rpcdataloader.worker")
 # Nanoseconds between two looks for new requests and cancellations while requests are at hand: a look is a system call,
 # a good part of a task of a hundred microseconds.
 LOOK_PERIOD_NS = 1_000_000
+
+# Seconds without a request after which a worker gives back its free memory. It may be that of a loader between epochs.
+IDLE_SECONDS = 5.0
 
 # Larger replies are left to the sender. To wake it costs two changes of the interpreter lock's holder, which is more
 # than a small reply does. The kernels' buffers have room for that, as a client always reads.
@@ -107,14 +117,12 @@ class Worker:
         number: int,
         context: ServerContext,
         row: Row,
-        stacks: int,
     ) -> None:
         self._channel = channel
         self._session = session
         self._datasets = datasets
         self._context = context
         self._row = row
-        self._stacks = stacks
         self._where = f"worker {number} (pid {os.getpid()}) on {context.node}"
         # Objects of the client by handle: a counter, not an address, as one object may be held many times.
         self._held: dict[int, Any] = {}
@@ -130,6 +138,7 @@ class Worker:
         self._last_request = self._last_begun = 0  # numbers of the last call received, and begun
         self._cancelled: set[int] = set()  # calls of the inbox that the client has given up
         self._next_look = 0
+        self._has_given_back = False  # free memory, since the last request
         self._idle = 0  # measured wait for the first request of the inbox, in nanoseconds
         self._next_idle = 0
         self._meter = Meter()
@@ -151,7 +160,7 @@ class Worker:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
         if not self._context.embedded:
             forward_warnings(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
-        threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True).start()
+        start_thread("rpcdl-watch", self._watch)
         try:
             while self._life is Life.SERVING or self._inbox:
                 self._receive()
@@ -221,12 +230,23 @@ class Worker:
         looks = now >= self._next_idle
         ready = dict(self._poll.poll(0)) if looks else {}
         if not ready:
-            ready = dict(self._poll.poll(None))
+            ready = dict(self._poll.poll(None if self._has_given_back else IDLE_SECONDS * 1000))
+            if not ready:
+                self._give_back()
+                ready = dict(self._poll.poll(None))
             if looks:
                 self._idle = time.monotonic_ns() - now
         if looks:
             self._next_idle = now + LOOK_PERIOD_NS
         return ready
+
+    def _give_back(self) -> None:
+        """Give back free memory, once until the next request: workers of another loader may need it."""
+        self._has_given_back = True
+        give_back_free_memory()
+        give_back_freed_memory()
+        if self._lender is not None:
+            self._lender.give_back()
 
     def _begin_drain(self, life: Life) -> None:
         """Begin to drain: receive what has arrived, since the client is told the last request that gets an answer."""
@@ -298,6 +318,7 @@ class Worker:
     def _call(self, message: Message) -> None:
         """Run a call, and reply."""
         request_id = self._last_begun = message.request_id
+        self._has_given_back = False
         idle, self._idle = self._idle, 0
         if request_id in self._cancelled:
             self._cancelled.discard(request_id)
@@ -393,4 +414,4 @@ class Worker:
                     case Drain():
                         os.write(self._drain_write, b".")
                     case WantsStacks():
-                        write_stacks(self._stacks)
+                        self._session.send(Stacks(stacks()))

@@ -16,6 +16,7 @@ from typing import Any
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.handshake import UnavailableError
 from rpcdataloader.wire.transport import TRAINER_SEND_BYTES, Deadline, Transport, peer_uid, shut_down, tune
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -42,7 +43,7 @@ LISTEN_BACKLOG = 1024
 # Seconds to wait for another server that starts in the same folder; any program that can read it may hold its lock.
 LOCK_TIMEOUT = 5.0
 
-# accept(2)'s errors when this process or the system has no room; all others concern that one connection.
+# Errors of this process or the system, which have no room; all others of accept(2) concern that one connection.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -64,6 +65,7 @@ def connect(
         host: IP address to use, where the name of ``address`` has been resolved before.
 
     Raises:
+        UnavailableError: This process, or its machine, has no room for a connection now.
         ConnectError: No server answered before the deadline; the message says why.
     """
     pause = 0.05
@@ -72,6 +74,8 @@ def connect(
         try:
             return _connect_once(address, deadline, host or address.host)
         except OSError as exc:
+            if exc.errno in _EXHAUSTED:
+                raise UnavailableError(f"cannot connect to {address}: {_reason(exc)}") from exc
             is_full = exc.errno == errno.EAGAIN  # the queue of a Unix socket
             if not (retry or is_full) or not _may_pass(exc) or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc

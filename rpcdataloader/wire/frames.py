@@ -28,7 +28,7 @@ from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
 # Magic, type, flags, size of the header, request id, bytes of the payload, number of blocks, reserved, digest, MAC.
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
-_MAGIC = b"RPDL"
+MAGIC = b"RPDL"
 HEADER_SIZE = _HEADER.size
 MAC_SIZE = 16
 _NO_MAC = bytes(MAC_SIZE)
@@ -266,7 +266,7 @@ def encode(
     digest = hashlib.sha256(table)
     digest.update(payload)
     header = _SEALED_PART.pack(
-        _MAGIC, type, flags, HEADER_SIZE, request_id, len(payload), len(sizes), 0, digest.digest()
+        MAGIC, type, flags, HEADER_SIZE, request_id, len(payload), len(sizes), 0, digest.digest()
     )
     mac = _NO_MAC if sealer is None else sealer.seal(header)
     encoded: list[bytes | memoryview]
@@ -352,7 +352,7 @@ class Decoder:
         magic, code, flags, header_size, request_id, payload_size, num_blocks, reserved, digest, mac = _HEADER.unpack(
             self._header
         )
-        if magic != _MAGIC:
+        if magic != MAGIC:
             raise RemoteProtocolError(f"the peer sent no message: {magic!r} is where one should begin")
         sealer = self._sealer
         if sealer is not None:

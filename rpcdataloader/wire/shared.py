@@ -213,6 +213,13 @@ class Lender:
         for mapping in self._mappings:
             mapping.free_pages(self._num_leases + 1 if is_too_much else self._num_leases - _MAX_UNUSED_LEASES)
 
+    def give_back(self) -> None:
+        """Give the kernel the pages of all free memory."""
+        with self._lock:
+            self._collect()
+            for mapping in self._mappings:
+                mapping.free_pages(self._num_leases + 1)
+
     def lend(self, buffers: list[Any]) -> None:
         """Replace the large buffers of a message that is about to be sent by shared blocks.
 

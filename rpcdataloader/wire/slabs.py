@@ -110,6 +110,12 @@ class PageablePool:
         while self._free and (kept_bytes > self._max_bytes or self._num_leases - self._free[0][1] > _MAX_UNUSED_LEASES):
             kept_bytes -= len(self._free.pop(0)[0])  # unmapped with its last reference
 
+    def give_back(self) -> None:
+        """Give the kernel all free memory."""
+        with self._lock:
+            self._collect()
+            self._free.clear()
+
     def _kept_bytes(self) -> int:
         return sum(len(memory) for memory, _num_leases in self._free)
 
@@ -232,6 +238,12 @@ def _map(capacity: int) -> mmap.mmap:
 
 
 _pools: weakref.WeakSet[PageablePool] = weakref.WeakSet()
+
+
+def give_back_free_memory() -> None:
+    """Give the kernel the free memory of all pools of this process."""
+    for pool in list(_pools):
+        pool.give_back()
 
 
 def _start_pools_empty() -> None:

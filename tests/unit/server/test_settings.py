@@ -26,9 +26,10 @@ def test_bad_ports_are_refused_when_the_settings_are_made(port):
         ServerSettings(port=port)
 
 
-@pytest.mark.parametrize(("given", "embedded", "cap"), [(0, False, 12), (5, False, 5), (5, True, None)])
-def test_cap_on_workers_is_four_times_their_number_unless_given(given, embedded, cap):
-    settings = ServerSettings(num_workers=3, max_connections=given)
+@pytest.mark.parametrize(("given", "embedded", "cap"), [(0, False, 80), (5, False, 5), (5, True, None)])
+def test_cap_on_workers_is_sixteen_times_their_number_unless_given(given, embedded, cap):
+    assert ServerContext(ServerSettings(), INSECURE, 2, None, False).max_connections == 64
+    settings = ServerSettings(num_workers=5, max_connections=given)
     assert ServerContext(settings, INSECURE, settings.workers, None, embedded).max_connections == cap
 
 

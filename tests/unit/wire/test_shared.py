@@ -144,6 +144,15 @@ def test_pages_that_are_long_unused_go_unless_a_device_reads_them(machine, monke
     assert ctypes.string_at(address + 2 * MIB, 1) == bytes([7 * is_registered])
 
 
+def test_pages_of_free_memory_go_when_told(machine):
+    address = machine.trainer.borrow(machine.lend(7)).tensor.data_ptr()
+    machine.worker.give_back()
+    assert ctypes.string_at(address, 1) == b"\7"  # it is lent
+    machine.give_back()
+    machine.worker.give_back()
+    assert ctypes.string_at(address, 1) == b"\0"
+
+
 # Forks
 
 

@@ -1,0 +1,168 @@
+"""What passes by itself, such as a limit on processes that was reached for a moment, costs a pause and no training."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import signal
+import time
+from unittest.mock import Mock
+
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.host.resources import process_use
+from tests.conftest import wait_until
+from tests.support.clocks import in_server
+from tests.support.crew import wait_for_crew, workers_of
+from tests.support.datasets import Filled, Numbers
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+# In the server: forks of its sessions fail while there is a file, and those of workers beyond a number at once.
+LIMITED = """
+import errno, os, threading
+def limited(real, path=%r, most=%d, server=os.getpid()):
+    def fork():
+        if os.getpid() != server and (os.path.exists(path) or num_children() >= most):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real()
+    return fork
+def num_children():
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return len(file.read().split())
+os.fork = limited(os.fork)
+"""
+
+# The same for threads of workers.
+WITHOUT_THREADS = """
+import os, threading
+def limited(real, path=%r):
+    def start(self):
+        if self.name == "rpcdl-watch" and os.path.exists(path):
+            raise RuntimeError("can't start new thread")
+        real(self)
+    return start
+threading.Thread.start = limited(threading.Thread.start)
+"""
+
+
+@pytest.fixture
+def limit(tmp_path):
+    """A file that makes the system full while it is there."""
+    return tmp_path / "full"
+
+
+def test_epoch_begins_while_no_process_can_be_forked(serve, limit, caplog):
+    server = serve("--num-workers", "2", before=LIMITED % (str(limit), 99))
+    loader = RPCDataloader(RPCDataset(server.address, Numbers, 8), None, reconnect_timeout=60)
+    assert list(loader) == list(range(8))
+    limit.touch()
+    iterator = iter(loader)
+    server.logged("WARNING .*no worker can be forked: Resource temporarily unavailable")
+    why = "the node server cannot serve this connection now: no worker can be forked: Resource temporarily unavailable"
+    wait_until(lambda: f"waiting for a worker: {server.address}: {why}" in caplog.text)
+    limit.unlink()
+    assert list(iterator) == list(range(8))
+
+
+def test_error_of_a_pass_that_has_waited_in_vain_tells_the_reason(serve, limit, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
+    server = serve("--num-workers", "2", before=LIMITED % (str(limit), 0))
+    with pytest.raises(ConnectError, match="no worker can be forked: Resource temporarily unavailable"):
+        list(RPCDataloader(Numbers(8), None, workers=server.address, reconnect_timeout=2))
+
+
+class Slow(Numbers):
+    """The consumer waits for it: one that does not needs no further worker, and asks for none."""
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return index
+
+
+def test_place_whose_worker_could_not_be_replaced_is_filled_in_mid_epoch(serve, limit, caplog):
+    server = serve("--num-workers", "2", before=LIMITED % (str(limit), 99))
+    iterator = iter(RPCDataloader(Slow(1000), None, workers=server.address, prefetch_factor=1))
+    wait_for_crew(iterator, 2)
+    limit.touch()
+    os.kill(workers_of(iterator)[0].pid, signal.SIGKILL)
+    wait_until(lambda: "going on with 1 of 2 workers" in caplog.text)
+    limit.unlink()
+    delivered = []
+    while iterator.driver.engine.num_workers < 2 and len(delivered) < 900:
+        delivered.append(next(iterator))
+    assert 0 < len(delivered) < 900
+    assert [*delivered, *iterator] == list(range(1000))
+
+
+def test_node_with_room_for_some_of_its_workers_is_told_of_once(serve, limit, monkeypatch, caplog):
+    monkeypatch.setattr("rpcdataloader.plan.crew.FIRST_FULL_PAUSE", 0.1)
+    monkeypatch.setattr("rpcdataloader.plan.crew.MAX_FULL_PAUSE", 0.1)
+    server = serve("--num-workers", "4", before=LIMITED % (str(limit), 2))
+    iterator = iter(RPCDataloader(Slow(2000), None, workers=server.address, prefetch_factor=1))
+    num_delivered = 0
+    while iterator.driver.engine.crew._num_opened < 12 and num_delivered < 1900:
+        num_delivered += next(iterator) is not None
+    assert num_delivered < 1900
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) <= 3, [record.getMessage() for record in told]
+    assert len(re.findall("cannot|refused|no room|forked", server.log)) <= 2
+    assert iterator.driver.engine.num_workers == 2
+
+
+def test_worker_that_has_no_room_for_its_threads_waits_for_it(serve, limit):
+    server = serve("--num-workers", "2", before=WITHOUT_THREADS % str(limit))
+    limit.touch()
+    iterator = iter(RPCDataloader(Numbers(100), None, workers=server.address))
+    wait_until(lambda: len([worker for worker in workers_of(iterator) if worker.number]) == 2)
+    assert iterator.driver.engine.crew.num_deaths == 0
+    limit.unlink()
+    assert list(iterator) == list(range(100))
+
+
+def test_training_process_without_descriptors_waits_for_one(serve, monkeypatch, caplog):
+    server = serve("--num-workers", "2")
+    loader = RPCDataloader(RPCDataset(server.address, Numbers, 8), None)
+    assert list(loader) == list(range(8))
+    with monkeypatch.context() as patch:
+        error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        patch.setattr("rpcdataloader.wire.connecting._connect_socket", Mock(side_effect=error))
+        iterator = iter(loader)
+        wait_until(lambda: f"waiting for a worker: cannot connect to {server.address}: Too many" in caplog.text)
+    assert list(iterator) == list(range(8))
+
+
+def test_idle_workers_of_several_loaders_leave_room_for_others_without_a_word(serve, caplog):
+    """One loader for training and four for validation, whose persistent workers stay between their epochs."""
+    addresses = [serve("--num-workers", "2").address for _ in range(2)]
+    loaders = [
+        RPCDataloader(Named(32, name), 8, workers=addresses, persistent_workers=True)
+        for name in ("train", "clean", "noisy", "small", "large")
+    ]
+    for _epoch in range(2):
+        assert [len(list(loader)) for loader in loaders] == [4] * 5
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+class Named(Numbers):
+    """Each a dataset of its own."""
+
+    def __init__(self, size, name):
+        super().__init__(size)
+        self.name = name
+
+
+def test_idle_persistent_worker_gives_back_the_memory_of_its_batches(serve):
+    server = serve("--num-workers", "1", before=in_server("idle"))
+    loader = RPCDataloader(Filled(24, 8 << 20), 4, workers=server.address, persistent_workers=True, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    (worker,) = workers_of(iterator)
+    before = process_use(worker.pid).memory_bytes
+    assert sum(1 for _ in iterator) == 5
+    wait_until(lambda: process_use(worker.pid).memory_bytes < before - (16 << 20))
+    assert sum(1 for _ in loader) == 6
