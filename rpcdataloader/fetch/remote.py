@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data._utils import worker as torch_worker
+
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
@@ -73,6 +75,15 @@ def _open(dataset: Any, spec: LoaderSpec) -> float:
     except BaseException as error:  # SystemExit, too: an error of this call may lose the race against those of load
         _loader = _Failed(dataset, spec, error)
     return seconds
+
+
+def close_loader() -> None:
+    """Close the open loader with its stream, and refer to its dataset no more: the process ends."""
+    global _loader
+    loader, _loader = _loader, None
+    torch_worker._worker_info = None
+    if isinstance(loader, StreamLoader):
+        loader.close()
 
 
 def load(*args: Any) -> Loaded:

@@ -7,6 +7,7 @@ The driver decides when each of these is asked for; results go to it from the th
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import time
@@ -31,6 +32,7 @@ from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.condition import Condition, Event
+from rpcdataloader.wire.connecting import EXHAUSTED
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import Encoded, dumps
@@ -39,6 +41,9 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 # A thread that waits for a hanging file server cannot be woken; it does not use torch.
 _LOOK_JOIN_TIMEOUT = 2.0
+
+# Errors of a process or a system that has no room for a process or a descriptor.
+_MAY_PASS = {errno.EAGAIN, *EXHAUSTED}
 
 # Seconds until another attempt to start a thread.
 _NO_THREAD_PAUSE = 1.0
@@ -132,7 +137,10 @@ class Executor:
             feed(lambda engine, _now: engine.crew.node_failed(node, failure, is_foreign=is_foreign))
         except BaseException as exc:
             reason = exc.with_traceback(None)
-            feed(lambda engine, _now: engine.crew.node_hopeless(node, reason))
+            if isinstance(exc, OSError) and exc.errno in _MAY_PASS:  # for the constructor, or here
+                feed(lambda engine, _now: engine.crew.node_failed(node, reason))
+            else:
+                feed(lambda engine, _now: engine.crew.node_hopeless(node, reason))
         else:
             feed(lambda engine, _now: engine.crew.node_up(node, session, num_offered))
 

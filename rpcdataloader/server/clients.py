@@ -26,8 +26,10 @@ from rpcdataloader.wire.messages import printable
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Seconds in which a session whose client has gone cleans up after its datasets. One that runs user code ends at once.
-END_TIMEOUT = 2.0
+# Seconds in which a session whose client has gone lets its workers end, which takes up to 2 s, and cleans up after its
+# datasets. One that runs user code ends with its workers, and at once if it has none.
+END_TIMEOUT = 4.0
+WORKER_END_TIMEOUT = 2.5
 
 # Other clients that the reason of a full node names.
 MAX_NAMED = 4
@@ -243,10 +245,10 @@ class Clients:
         self._loop.unwatch(client.sock.fileno())
         client.is_gone = True
         reason = "its client has gone"
+        timeout = END_TIMEOUT
         if client.row.running[0]:
-            client.process.kill(reason)
-        else:
-            self._loop.call_after(END_TIMEOUT, lambda: client.process.kill(reason))
+            timeout = WORKER_END_TIMEOUT if any(row.pid[0] for row in client.workers.values()) else 0.0
+        self._loop.call_after(timeout, lambda: client.process.kill(reason))
 
     def _look_for_vanished(self) -> None:
         """End the sessions of clients whose host vanished while data was under way to it; otherwise keep-alive does."""

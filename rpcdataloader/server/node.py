@@ -8,6 +8,7 @@ read by a gate, which is forked for it. Such peers have proved nothing, so their
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sched
@@ -15,7 +16,7 @@ import select
 import signal
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
@@ -24,7 +25,7 @@ from rpcdataloader.server import events
 from rpcdataloader.server.clients import PROOF_PATIENCE, ClientRecord, Clients
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import LimitedLog
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, fork, reap_orphans
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Leads, Loop, Process, StopSignals, fork, reap_orphans
 from rpcdataloader.server.refusals import PEER_GONE, send_refusal
 from rpcdataloader.server.session import run_gate
 from rpcdataloader.server.settings import ServerContext
@@ -40,6 +41,9 @@ logger = logging.getLogger("rpcdataloader.server")
 # queue: the workers of a large job come all at once.
 PROOF_TIMEOUT = 10.0
 MAX_UNPROVED = 128
+
+# The most connections that wait for their sessions, which may build a dataset for minutes, without a limit of time.
+MAX_QUEUED = 4096
 
 # Events of a session that are handled before one of its connections.
 MAX_EVENTS = 256
@@ -116,6 +120,7 @@ class NodeServer:
         self.registration: Registration | None = None
         self._renewal: Process | None = None  # a fork, as a file server may hang
         self._unproved: set[Stranger] = set()
+        self._queues: dict[str, deque[Stranger]] = {}  # future workers of each session that has no room for them yet
         self._children: dict[int, Child] = {}  # by process id
         self._started = time.monotonic_ns()
         self._grace_over: sched.Event | None = None
@@ -220,10 +225,30 @@ class NodeServer:
             for _ in range(MAX_EVENTS):
                 if not self._on_link(client.process.pid):
                     break
-            if self._clients.hand_over(client, sock, connection.peer):
-                self._drop(connection, "its session has it")
+            queue = self._queues.setdefault(client.id, deque())
+            queue.append(connection)
+            if len(queue) == 1:
+                self._hand_over(client.id)
+            if connection in queue and self._num_queued() <= MAX_QUEUED:
+                self._settle(connection)  # its session is late, and not its peer
+                self._loop.watch(sock.fileno(), lambda: self._drop(connection, "its peer has gone"), PEER_GONE)
+
+    def _hand_over(self, session_id: str) -> None:
+        """Pass future workers to their session in the order of their coming, as far as it has room; then look again."""
+        client, queue = self._clients.find(session_id), self._queues.get(session_id, deque())
+        while queue:
+            if client is None:
+                self._refuse(connection := queue.popleft(), _UNKNOWN_SESSION)
+                self._loop.call_after(PROOF_TIMEOUT, functools.partial(self._drop, connection, "it was refused"))
+            elif self._clients.hand_over(client, queue[0].sock, queue[0].peer):
+                self._drop(queue[0], "its session has it")
             else:
-                self._loop.call_after(RETRY_PAUSE, lambda: self._look_at(connection))
+                self._loop.call_after(RETRY_PAUSE, lambda: self._hand_over(session_id))
+                return
+        self._queues.pop(session_id, None)
+
+    def _num_queued(self) -> int:
+        return sum(map(len, self._queues.values()))
 
     def _refuse(self, connection: Stranger, error: Refusal) -> None:
         """Tell a peer why it is refused, and wait until it has read that: closing now would discard it."""
@@ -263,14 +288,17 @@ class NodeServer:
         self._drop(connection, "no handshake in time")
 
     def _drop(self, connection: Stranger, reason: str) -> None:
-        """Close this process's side of an unproved connection, and end its gate."""
+        """Close this process's side of a connection, and end its gate."""
         self._settle(connection)
+        for queue in self._queues.values():
+            if connection in queue:
+                queue.remove(connection)
         if connection.gate is not None:
             connection.gate.process.kill(reason)
         connection.sock.close()
 
     def _settle(self, connection: Stranger) -> None:
-        """Count a connection no longer among the unproved ones."""
+        """Count a connection no longer among the unproved ones, whose time is limited."""
         self._unproved.discard(connection)
         self._loop.unwatch(connection.sock.fileno())
         self._loop.cancel(connection.timer)
@@ -288,7 +316,7 @@ class NodeServer:
         self._clients.forget_in_child()
         for child in self._children.values():
             child.forget_in_child()
-        for connection in self._unproved - {own}:
+        for connection in (self._unproved - {own}).union(*self._queues.values()):
             connection.sock.close()
         if self._renewal is not None and self._renewal.ended is None:
             os.close(self._renewal.fileno())
@@ -319,6 +347,7 @@ class NodeServer:
         match event:
             case events.SessionBegun() if connection is not None and descriptors:
                 self._settle(connection)
+                child.process.leads = Leads.SESSION
                 how = child.process, child.link, connection.sock, connection.peer, child.row
                 child.client = self._clients.begin(*how, event, descriptors[0])
             case events.WantsStatus() if child.client is None:
@@ -405,7 +434,7 @@ class NodeServer:
         self._listener.close()
         # Readers of this line may start another server at the same address.
         logger.info("draining: %d sessions, at most %g s", len(self._clients), grace)
-        for connection in list(self._unproved):
+        for connection in self._unproved.union(*self._queues.values()):
             self._drop(connection, "the node server is draining")
         self._clients.drain()
         self._grace_over = self._loop.call_after(grace, self._on_grace_over)

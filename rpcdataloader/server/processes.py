@@ -138,16 +138,26 @@ class StopSignals:
         os.close(self._write)
 
 
+class Leads(enum.Enum):
+    """What a process leads, and what ends with it."""
+
+    NOTHING = "no other process"
+    GROUP = "a process group"
+    SESSION = "a session, as of setsid(2), with several process groups"
+
+
 class Process:
     """A forked child.
 
     Attributes:
         ended: How the process ended, in words, once :meth:`reap` has seen it.
+        leads: What ends with it: programs that user code has started, unless they have left that.
     """
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid
         self.ended: str | None = None
+        self.leads = Leads.NOTHING
         self._descriptor = descriptor
         self._killed_because: str | None = None
 
@@ -170,6 +180,7 @@ class Process:
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLIN)
                 poll.poll(wait * 1000)
+            self._end_programs()
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
@@ -184,6 +195,21 @@ class Process:
                 os.close(self._descriptor)
         return self.ended
 
+    def _end_programs(self) -> None:
+        """End what the process has led, if it has ended. Until it is reaped, its number names nothing else."""
+        if self.leads is Leads.NOTHING:
+            return
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return
+            if self.leads is Leads.GROUP:
+                os.killpg(self.pid, signal.SIGKILL)
+                return
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                with contextlib.suppress(OSError):
+                    if os.getsid(int(pid)) == self.pid:
+                        os.kill(int(pid), signal.SIGKILL)
+
 
 def describe_exit(status: int) -> str:
     """Put a status of ``waitpid`` into words: ``"was killed by SIGKILL (perhaps out of memory)"``."""
@@ -196,6 +222,7 @@ def describe_exit(status: int) -> str:
         name = f"signal {-code}"
     hint = {
         "SIGKILL": " (perhaps out of memory)",
+        "SIGALRM": " (its end took too long)",
         "SIGBUS": " (perhaps shared memory or a file that shrank)",
         "SIGSEGV": " (a crash in compiled code)",
     }.get(name, "")

@@ -13,8 +13,9 @@ from rpcdataloader.wire.handshake import Refusal, encode_refusal
 # What a peer is seen to do whose bytes are for another process, or for none.
 PEER_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
-# Descriptors of a connection, and of its process's output.
-NUM_SPARE = 2
+# Descriptors that come with a connection: its own, and that of its process's output. Spare ones: a refused connection
+# keeps its own for a moment.
+NUM_OF_CONNECTION, NUM_SPARE = 2, 16
 
 # Seconds for a peer that was told to close its connection.
 CLOSE_TIMEOUT = 10.0
@@ -46,9 +47,10 @@ class Refusals:
                 self._spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     def make_room(self) -> None:
-        """Let the spare descriptors go, for those of a connection that is about to come."""
-        while self._spare:
-            os.close(self._spare.pop())
+        """Let spare descriptors go, for those of a connection that is about to come."""
+        for descriptor in self._spare[-NUM_OF_CONNECTION:]:
+            os.close(descriptor)
+        del self._spare[-NUM_OF_CONNECTION:]
 
     def add(self, sock: socket.socket, error: Refusal) -> None:
         """Refuse a connection, which is closed here some time later."""
@@ -64,8 +66,9 @@ class Refusals:
             sock.close()
             self.keep_room()
 
-    def forget_in_child(self) -> None:
-        """Close this process's descriptors in a fork."""
-        self.make_room()
+    def close(self) -> None:
+        """Close all descriptors, in a fork or at the end."""
+        while self._spare:
+            os.close(self._spare.pop())
         for sock in self._socks:
             sock.close()

@@ -36,12 +36,12 @@ from rpcdataloader.server import events
 from rpcdataloader.server.datasets import DatasetTable, open_files, why_not_shared
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
-from rpcdataloader.server.processes import Life, Loop, ended_after, name_process, name_threads, num_threads
+from rpcdataloader.server.processes import Leads, Life, Loop, ended_after, name_process, name_threads, num_threads
 from rpcdataloader.server.refusals import Refusals
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import ForkedWorker, StackFile
 from rpcdataloader.server.status import serve_status
-from rpcdataloader.server.worker import Worker, admit
+from rpcdataloader.server.worker import END_TIMEOUT, Worker, admit
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
 from rpcdataloader.wire.copies import Copies, map_copies
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
@@ -62,7 +62,7 @@ HANDSHAKE_TIMEOUT = 10.0
 # The most workers whose clients are not authenticated yet; above that, the oldest is ended. Session ids travel in the
 # clear, so a listener on the network can make a session fork. The limit exceeds the workers that a client asks for at
 # once.
-MAX_UNAUTHENTICATED = 256
+MAX_UNAUTHENTICATED = 1024
 
 
 def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext, row: Row) -> None:
@@ -90,8 +90,9 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     # Code of the client, and programs that it starts, must not see the secret of the server.
     os.environ.pop(TOKEN_VARIABLE, None)
     name_process("rpcdl-session")
-    # A process group of its own, so that user code that signals its group does not end the node server.
-    os.setpgid(0, 0)
+    # A session of its own, so that user code that signals its process group does not end the node server, and so that
+    # the node server finds what user code has started.
+    os.setsid()
     session_id = os.urandom(16)
     output, theirs = os.pipe()
     redirect_output(theirs)
@@ -120,7 +121,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
 
 
 def forget_inherited_exits() -> None:
-    """Forget the exit functions of the node server and of the caller of ``run_worker``, which run at their own ends."""
+    """Forget the exit functions of a session's or worker's parents, which run at their own ends."""
     atexit._clear()
     # A temporary directory of theirs would be removed, and a child process of theirs ended.
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
@@ -173,8 +174,12 @@ class Session:
     def close(self) -> None:
         """End the workers, then let the datasets go, whose finalizers may remove what workers use."""
         for worker in self._workers.values():
-            worker.process.kill("its session ends")
-            worker.process.reap(wait=1.0)
+            worker.link.close()
+        deadline = time.monotonic() + END_TIMEOUT
+        for worker in self._workers.values():
+            if worker.process.reap(wait=deadline - time.monotonic()) is None:
+                worker.process.kill("its session ends")
+                worker.process.reap(wait=1.0)
         self._datasets.clear()
 
     # --- the control connection
@@ -328,7 +333,9 @@ class Session:
                 self._warn_of_threads()
 
                 def run(link: Link) -> None:
+                    os.setpgid(0, 0)  # for what user code starts, which ends with the worker
                     self._forget_in_child()
+                    forget_inherited_exits()
                     transport = Transport(sock, event.peer)
                     # The kernel ends the process if it takes longer: this one may be busy.
                     with ended_after(HANDSHAKE_TIMEOUT):
@@ -337,6 +344,7 @@ class Session:
                         Worker(channel, link, self._datasets, event.worker, self._context, row).run()
 
                 process, link = fork_linked(run)
+                process.leads = Leads.GROUP
             except OSError as exc:
                 reason = f"no worker can be forked: {exc.strerror}"
                 if self._seldom.is_due(reason):
@@ -371,7 +379,7 @@ class Session:
     def _forget_in_child(self) -> None:
         """Close the session's descriptors in a forked worker, but for the link to the node server."""
         self._channel.transport.close()
-        self._refusals.forget_in_child()
+        self._refusals.close()
         for file in self._stack_files:
             file.close()
         for worker in self._workers.values():

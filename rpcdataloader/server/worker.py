@@ -11,8 +11,10 @@ pauses receiving while many large requests wait. So a client that requests more 
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
+import gc
 import logging
 import os
 import select
@@ -23,13 +25,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError, SerializationError
-from rpcdataloader.fetch.remote import load, share_batches
+from rpcdataloader.fetch.remote import close_loader, load, share_batches
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Drain, GaveUp, Link, Row, Stacks, WantsStacks, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import (
     Life,
+    ended_after,
     give_back_freed_memory,
     keep_freed_memory,
     name_process,
@@ -56,6 +59,9 @@ LOOK_PERIOD_NS = 1_000_000
 
 # Seconds without a request after which a worker gives back its free memory. It may be that of a loader between epochs.
 IDLE_SECONDS = 5.0
+
+# Seconds in which a worker whose client or session has gone ends its task, and lets user code clean up.
+END_TIMEOUT = 2.0
 
 # Larger replies are left to the sender. To wake it costs two changes of the interpreter lock's holder, which is more
 # than a small reply does. The kernels' buffers have room for that, as a client always reads.
@@ -145,7 +151,8 @@ class Worker:
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
         self._outbox = Outbox(self._send)
-        # Written by the watcher on a drain.
+        # Written by the watcher on a drain, and when it notices that client or session have gone.
+        self._is_over = False
         self._drain_read, self._drain_write = os.pipe()
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -157,7 +164,7 @@ class Worker:
             share_batches(self._lender)
 
     def run(self) -> None:
-        """Serve until a drain or a retirement; the process exits inside when the client goes."""
+        """Serve until a drain or a retirement, or until the client goes."""
         if not self._context.embedded:
             forward_warnings(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
         start_thread("rpcdl-watch", self._watch)
@@ -188,13 +195,23 @@ class Worker:
             while self._channel.recv() is not None:
                 pass
         except ConnectionLostError:
-            # The client did not wait for the end.
-            return
+            pass  # the client has gone, or its session
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
             # The client gets it on its control connection.
             self._session.send(GaveUp(str(exc)))
-            os._exit(1)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Let user code clean up: its stream, the datasets and objects of this process, and its exit functions."""
+        self._inbox.clear()
+        steps = self._held.clear, close_loader, self._datasets.drop_own, gc.collect, atexit._run_exitfuncs
+        with ended_after(END_TIMEOUT):
+            for step in steps:
+                try:
+                    step()
+                except BaseException:
+                    logger.warning("%s has raised an exception at its end", self._where, exc_info=True)
 
     # --- the main thread receives
 
@@ -211,6 +228,8 @@ class Worker:
             self._row.since[0], self._row.running[0], self._row.unanswered[0] = now, 0, 0
         ready = dict(self._poll.poll(0)) if self._inbox or transport.has_unread else self._wait(now)
         if self._drain_read in ready:
+            if self._is_over:
+                raise ConnectionLostError("the session has ended")
             self._begin_drain(Life.DRAINING)
         else:
             if ready:
@@ -272,8 +291,7 @@ class Worker:
     def _take(self) -> None:
         message = self._channel.recv()
         if message is None:
-            # The client is gone, so replies are useless.
-            os._exit(0)
+            raise ConnectionLostError("the client has gone")
         if message.type in (MessageType.CALL, MessageType.LOAD):
             if self._life is not Life.SERVING:
                 # Above the last request of the GOAWAY to come: the client gives it to another worker then. Accepting it
@@ -307,8 +325,7 @@ class Worker:
         try:
             self._channel.send(*message[:5])
         except RPCError:
-            # The client left while we wrote.
-            os._exit(0)
+            pass  # the client left while we wrote, as the main thread will see
         except BaseException:
             logger.exception("%s: the sender failed", self._where)
             os._exit(1)
@@ -409,7 +426,12 @@ class Worker:
             for descriptor, _events in poll.poll():
                 received = self._session.recv() if descriptor == self._session.fileno() else None
                 if received is None:
-                    os._exit(0)
+                    # The main thread may be in the middle of a task, and has this time for that and for its end.
+                    self._is_over = True
+                    os.write(self._drain_write, b".")
+                    time.sleep(END_TIMEOUT)
+                    self._session.send(GaveUp("its end took too long"))
+                    os._exit(1)
                 match received[0]:
                     case Drain():
                         os.write(self._drain_write, b".")

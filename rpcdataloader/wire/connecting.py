@@ -44,7 +44,7 @@ LISTEN_BACKLOG = 1024
 LOCK_TIMEOUT = 5.0
 
 # Errors of this process or the system, which have no room; all others of accept(2) concern that one connection.
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def connect(
@@ -74,7 +74,7 @@ def connect(
         try:
             return _connect_once(address, deadline, host or address.host)
         except OSError as exc:
-            if exc.errno in _EXHAUSTED:
+            if exc.errno in EXHAUSTED:
                 raise UnavailableError(f"cannot connect to {address}: {_reason(exc)}") from exc
             is_full = exc.errno == errno.EAGAIN  # the queue of a Unix socket
             if not (retry or is_full) or not _may_pass(exc) or not deadline.pause(pause):
@@ -266,7 +266,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, str, str] | None:
     try:
         sock, address = listener.accept()
     except OSError as exc:
-        if exc.errno in _EXHAUSTED:
+        if exc.errno in EXHAUSTED:
             raise ConnectError(exc.strerror) from exc
         return None
     sock.settimeout(None)  # user code that was preloaded may have set a default timeout

@@ -8,17 +8,20 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.resources import process_use
 from tests.conftest import wait_until
-from tests.support.clocks import in_server
+from tests.support.clocks import in_server, shorten
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Filled, Numbers
+from tests.support.peers import session_of
+from tests.support.tampering import dial
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -134,6 +137,56 @@ def test_training_process_without_descriptors_waits_for_one(serve, monkeypatch, 
         iterator = iter(loader)
         wait_until(lambda: f"waiting for a worker: cannot connect to {server.address}: Too many" in caplog.text)
     assert list(iterator) == list(range(8))
+
+
+class Forking(Slow):
+    """Its constructor needs another process, for which there is no room while there is a file."""
+
+    def __init__(self, size, full, log):
+        super().__init__(size)
+        if os.path.exists(full):
+            Path(log).touch()
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_node_whose_dataset_cannot_be_built_for_a_moment_joins_when_it_can(serve, limit, tmp_path, monkeypatch):
+    shorten(monkeypatch, "search")
+    lost, other = [serve("--num-workers", "1") for _ in range(2)]
+    dataset = RPCDataset([lost.address, other.address], Forking, 5000, str(limit), str(tmp_path / "tried"))
+    iterator = iter(RPCDataloader(dataset, None, prefetch_factor=1))
+    wait_for_crew(iterator, 2)
+    limit.touch()
+    lost.end(signal.SIGKILL)
+    serve("--num-workers", "1", "--port", lost.address.rpartition(":")[2])
+    while not (tmp_path / "tried").exists():
+        next(iterator)
+    limit.unlink()
+    while iterator.driver.engine.num_workers < 2:
+        next(iterator)
+
+
+LATE_SESSIONS = """
+import os
+def late(real, path=%r):
+    return lambda *args: not os.path.exists(path) and real(*args)
+clients.Clients.hand_over = late(clients.Clients.hand_over)
+"""
+
+
+def test_worker_whose_session_is_late_is_not_refused_as_a_stranger(serve, limit):
+    server = serve(before=LATE_SESSIONS % str(limit) + "node.PROOF_TIMEOUT = 0.3")
+    session_of(server.address).wait()
+    limit.touch()
+    call = rpc_async(server.address, os.getpid)
+    wait_until(lambda: session_of(server.address).workers)
+    with dial(server.address) as stranger:
+        server.logged("refused .*no handshake within 0.3 s")
+        assert not stranger.recv(1)
+    with dial(server.address) as stranger:  # which came later
+        assert not stranger.recv(1)
+    limit.unlink()
+    assert call.wait() in server.processes()
+    assert server.log.count("no handshake") == 2
 
 
 def test_idle_workers_of_several_loaders_leave_room_for_others_without_a_word(serve, caplog):

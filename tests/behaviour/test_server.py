@@ -103,16 +103,17 @@ def test_nobody_holds_a_connection_of_somebody_else(serve, start_client):
 
 
 def test_what_user_code_forks_or_starts_does_not_hold_a_connection(serve):
-    """A worker that is killed, and a process that it has forked, and one that it has started, live on."""
+    """A worker is killed; a process that it has forked, and one that it has started, have sessions of their own."""
 
     def leave_behind():
         import subprocess
 
         pid = os.fork()
         if pid == 0:
+            os.setsid()
             time.sleep(600)
         # Not close_fds=True, which subprocess has as its default and C libraries do not.
-        return os.getpid(), [pid, subprocess.Popen(["sleep", "600"], close_fds=False).pid]
+        return os.getpid(), [pid, subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=True).pid]
 
     server = serve()
     worker, left = call(server, leave_behind)
@@ -414,7 +415,7 @@ def test_session_that_stands_still_stops_nobody_else(serve, start_client):
     with contextlib.ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(dial(server.address, preamble(session_id)))
-        wait_until(lambda: "too many unauthenticated connections" in server.log)
+        wait_until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) > 40)
         _script, worker, other = start_client(server)
         assert {worker, other} <= set(server.processes())
     os.kill(session, signal.SIGCONT)
