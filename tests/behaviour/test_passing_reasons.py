@@ -14,9 +14,13 @@ from unittest.mock import Mock
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.client.discovery import ask_status
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.resources import process_use
-from tests.conftest import wait_until
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import load_credentials
+from rpcdataloader.wire.transport import Deadline
+from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.clocks import in_server, shorten
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Filled, Numbers
@@ -219,3 +223,25 @@ def test_idle_persistent_worker_gives_back_the_memory_of_its_batches(serve):
     assert sum(1 for _ in iterator) == 5
     wait_until(lambda: process_use(worker.pid).memory_bytes < before - (16 << 20))
     assert sum(1 for _ in loader) == 6
+
+
+WITHOUT_MEMORY_FILES = """
+import errno, os
+from rpcdataloader.wire import copies
+from rpcdataloader.server import status
+def refuse(_name):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+copies.memory_file = status.memory_file = refuse
+"""
+
+
+def test_node_where_files_in_memory_are_forbidden_serves_as_ever(serve, tmp_path):
+    server = serve("--host", f"unix:{tmp_path}/socket", "--num-workers", "1", before=WITHOUT_MEMORY_FILES)
+    iterator = iter(RPCDataloader(Filled(6, 1 << 20), 1, workers=server.address))
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(6))
+    rpc_async(server.address, time.sleep, (600,), timeout=None)
+    node, _version = ask_status(
+        Address.parse(server.address), load_credentials(), None, Deadline(60 * TIMEOUT_SCALE), stacks=True
+    )
+    ((worker,),) = [client.workers for client in node.clients]
+    assert "Main thread (most recent call first):" in worker.stack
