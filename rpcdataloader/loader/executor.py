@@ -42,6 +42,9 @@ logger = logging.getLogger("rpcdataloader.loader")
 # A thread that waits for a hanging file server cannot be woken; it does not use torch.
 _LOOK_JOIN_TIMEOUT = 2.0
 
+# Of all passes: an epoch may take a second.
+_seldom = Seldom()
+
 # Errors of a process or a system that has no room for a process or a descriptor.
 _MAY_PASS = {errno.EAGAIN, *EXHAUSTED}
 
@@ -86,7 +89,6 @@ class Executor:
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
         self._closed = Event()
-        self._seldom = Seldom()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if node.local is None]
@@ -237,7 +239,7 @@ class Executor:
 
     def say(self, action: Say) -> None:
         """Log a line."""
-        if not action.cause or self._seldom.is_due(action.cause):
+        if not action.cause or _seldom.is_due(action.cause):
             logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
 
     def report_wait(self, action: ReportWait, worker: RemoteWorker | None) -> None:

@@ -115,10 +115,13 @@ def test_node_with_room_for_some_of_its_workers_is_told_of_once(serve, limit, mo
     while iterator.driver.engine.crew._num_opened < 12 and num_delivered < 1900:
         num_delivered += next(iterator) is not None
     assert num_delivered < 1900
+    assert iterator.driver.engine.num_workers == 2
+    del iterator
+    for _epoch in range(2):
+        assert len(list(RPCDataloader(Numbers(64), None, workers=server.address))) == 64
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) <= 3, [record.getMessage() for record in told]
     assert len(re.findall("cannot|refused|no room|forked", server.log)) <= 2
-    assert iterator.driver.engine.num_workers == 2
 
 
 def test_worker_that_has_no_room_for_its_threads_waits_for_it(serve, limit):
