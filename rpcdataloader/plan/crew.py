@@ -366,14 +366,18 @@ class Crew(Generic[N]):
         self._sought = {node: self._sought.get(node, now + pause + limit) for node, pause in pauses.items()}
         times = *self._sought.values(), *self._ask_at.values(), *(worker.late_at for worker in wanted)
         self.late_at = min(times, default=math.inf)
-        # A worker that was asked for again, of a node that had no room, changes nothing until it comes.
-        unsure = [worker for worker in wanted if not worker.has_joined and worker.node in self._full]
-        vacant = {worker.place for worker in unsure} - {worker.place for worker in wanted if worker not in unsure}
-        has_others = not self._options.is_iterable and len(self.members) > len(unsure)
-        if has_others or not self.roster.is_stuck(vacant):
+        if not self._is_stuck(wanted):
             self.stuck_since = None  # also if it was not stuck for a moment only
         elif self.stuck_since is None:
             self.stuck_since = now
+
+    def _is_stuck(self, wanted: Sequence[Member[N]]) -> bool:
+        """Whether the pass cannot go on with these workers, and those that leave."""
+        # Workers requested again from a node that had no room do not count until they come: the time would never end.
+        unsure = [worker for worker in wanted if not worker.has_joined and worker.node in self._full]
+        vacant = {worker.place for worker in unsure} - {worker.place for worker in wanted if worker not in unsure}
+        has_others = not self._options.is_iterable and len(self.members) > len(unsure)
+        return not has_others and self.roster.is_stuck(vacant)
 
     def tick(self, now: float) -> None:
         """Note that time has passed: ask other nodes as well where one has not answered, and those that had no room."""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
 from rpcdataloader.server.events import Event, Link, Row
 from rpcdataloader.server.logs import Forwarding, LimitedLog, OutputReader
@@ -52,7 +53,6 @@ class ClientRecord:
     row: Row  # of the session
     workers: dict[int, Row] = field(default_factory=dict)  # by number, from the hand-over of their connections on
     last_number: int = 0
-    refusal: str | None = None  # reason for which it got no worker when it asked last
     work: Counter[str] = field(default_factory=Counter)  # of ended workers, with their number
     failed: int = 0  # time of their last error, in nanoseconds; 0 without one
     error: str = ""
@@ -84,6 +84,7 @@ class Clients:
         self._counters = context.counters
         self._loop = loop
         self._strangers = strangers
+        self._seldom = Seldom()
         self._readers: set[OutputReader] = set()
         self._by_id: dict[str, ClientRecord] = {}
         self.is_draining = False
@@ -195,9 +196,8 @@ class Clients:
                 client.workers[number] = row
                 self._add_output(client, output, f"worker {number}")
                 logger.debug("worker %d of %s has come from %s", number, client.name, peer)
-            elif reason != client.refusal:  # while it waits, it asks every second
+            elif self._seldom.is_due((client.id, reason)):  # while it waits, it asks every second
                 self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
-            client.refusal = reason
             return True
 
     def _busy(self, client: ClientRecord) -> str | None:
