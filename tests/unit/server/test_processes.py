@@ -159,4 +159,5 @@ def test_replies_are_sent_though_a_thread_could_not_be_started_for_the_first_one
         outbox.put("a warning")
     outbox.put("the reply")
     outbox.join()
+    outbox._thread.name = "sender of a test"  # it ends with its process, and other tests look for threads left behind
     assert sent == ["a warning", "the reply"]
