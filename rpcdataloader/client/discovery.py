@@ -24,7 +24,7 @@ from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.handshake import STATUS_ID
 from rpcdataloader.wire.register import Lookup, Register
 from rpcdataloader.wire.status import NodeStatus, StatusRequest
-from rpcdataloader.wire.tls import TlsCredentials, client_tls
+from rpcdataloader.wire.tls import TlsFiles, client_tls
 from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -238,7 +238,7 @@ def ask_all(
 
 
 def ask_status(
-    address: Address, credentials: Credentials, tls: TlsCredentials | None, deadline: Deadline, *, stacks: bool = False
+    address: Address, credentials: Credentials, tls: TlsFiles | None, deadline: Deadline, *, stacks: bool = False
 ) -> tuple[NodeStatus, str]:
     """Return a node server's status, and the version of its package.
 

@@ -32,10 +32,11 @@ from rpcdataloader.client.worker import ClientSettings, FailedStartError, Remote
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
 from rpcdataloader.server.events import RETRY_PAUSE, Link, WorkerConnection
 from rpcdataloader.server.local import Inherited, run_local_session
-from rpcdataloader.server.processes import describe_exit, open_pidfd
+from rpcdataloader.server.processes import describe_exit, end_session, open_pidfd
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.channel import Channel, pair_channel
+from rpcdataloader.wire.handshake import UnavailableError
 from rpcdataloader.wire.picklers import runs_script_again
 from rpcdataloader.wire.shared import forks_read_nothing
 from rpcdataloader.wire.transport import Deadline, Transport
@@ -45,7 +46,7 @@ logger = logging.getLogger("rpcdataloader.client")
 ADDRESS = Address(name="local")
 
 # Seconds for a session to end once its connection is closed: its workers, finalizers and exit functions have two.
-END_TIMEOUT = 3.0
+END_TIMEOUT = 4.0
 
 # Most seconds between two attempts to start a process while the system has no room for one.
 _NO_ROOM_PAUSE = 1.0
@@ -94,7 +95,11 @@ class LocalWorker(RemoteWorker):
         self.number = next(self.session.numbers)
         channel = self.session.hand_over(self.number)
         self._wait.when_cancelled(channel.transport.shutdown)
-        self._admitted(read_welcome(channel, self._wait))
+        try:
+            self._admitted(read_welcome(channel, self._wait))
+        except UnavailableError:
+            self.was_refused = True
+            raise
         return channel
 
 
@@ -244,6 +249,8 @@ class LocalSession(RemoteSession):
         end = time.monotonic() + 1.0  # the fork server tells the status of its children a little later
         while (code := self._process.exitcode) is None and time.monotonic() < end and not self._is_fork:
             time.sleep(0.001)
+        if code != 0:  # else it has done so itself
+            end_session(self._pid)
         if code is None:  # other code of this process has collected it
             return "has ended"
         return describe_exit(code << 8 if code >= 0 else -code)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Set
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +18,8 @@ from rpcdataloader.client.background import Waiting
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.sharing import Partition, current_partition, has_process_group
 from rpcdataloader.client.worker import (
+    FIRST_PAUSE,
+    MAX_PAUSE,
     ClientSettings,
     PendingReply,
     RemoteWorker,
@@ -34,6 +37,7 @@ from rpcdataloader.wire.connecting import NO_ANSWER
 from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.handshake import UnavailableError
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import Encoded, dumps
 from rpcdataloader.wire.transport import Deadline
@@ -258,6 +262,12 @@ class RemoteSession:
             if worker.number not in self._exited:
                 self._present[worker.number] = worker
 
+    def held(self) -> str:
+        """How many of the node's places this process holds, and for what."""
+        purposes = Counter(worker.purpose for worker in list(self.workers) if worker.number)
+        parts = [f"{number} for {purpose}" for purpose, number in purposes.most_common()]
+        return f"this process holds {purposes.total()}{': ' * bool(parts)}{', '.join(parts)}"
+
     def left_early(self) -> None:
         """A worker was closed before it was admitted."""
         self._unreported_until = time.monotonic() + UNREPORTED_TIMEOUT
@@ -299,13 +309,23 @@ class RemoteSession:
     # --- the control connection (receiver thread)
 
     def open(self) -> Channel:
-        channel, self._welcome = self._settings.open(
-            self.address,
-            _NO_SESSION,
-            self._deadline,
-            retry=self._settings.waits_for_servers,
-            tell=self._note,
-        )
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                channel, self._welcome = self._settings.open(
+                    self.address,
+                    _NO_SESSION,
+                    self._deadline,
+                    retry=self._settings.waits_for_servers,
+                    tell=self._note,
+                )
+                break
+            except UnavailableError as exc:
+                if not self._deadline.pause(pause):
+                    raise
+                if pause == MAX_PAUSE and not self.is_quiet and self._settings.seldom.is_due(str(exc)):
+                    logger.warning("%swaiting for %s", self._partition.label, exc)
+                pause = min(2 * pause, MAX_PAUSE)
         with contextlib.suppress(OSError):  # it has gone already
             self.host = channel.transport.peer_host
         if channel.differences:

@@ -26,6 +26,7 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
     SerializationError,
 )
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.condition import Condition
@@ -33,15 +34,20 @@ from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.definitions import Have
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.handshake import UnavailableError, refusal_in
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Reference, Welcome
 from rpcdataloader.wire.picklers import Frozen, PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps, result_of
 from rpcdataloader.wire.slabs import Allocator
-from rpcdataloader.wire.tls import TlsCredentials
+from rpcdataloader.wire.tls import TlsFiles
 from rpcdataloader.wire.transport import Deadline
 
 if TYPE_CHECKING:
     from rpcdataloader.client.session import RemoteSession
+
+# First and longest back-off in seconds before a node is asked again that cannot serve a connection now.
+FIRST_PAUSE = 0.05
+MAX_PAUSE = 1.0
 
 logger = logging.getLogger("rpcdataloader.client")
 worker_logger = logging.getLogger("rpcdataloader.worker")
@@ -55,11 +61,12 @@ class ClientSettings:
     rank: int | None  # rank of a distributed trainer, for the server's log
     allocator: Allocator
     alarm: Alarm
-    tls: TlsCredentials | None = None  # TLS credentials for TCP connections; None without TLS
+    tls: TlsFiles | None = None  # files for TLS of TCP connections; None without TLS
     waits_for_servers: bool = True  # True if a server that refuses connections may be about to start
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
     proven: dict[Address, Credentials] = field(default_factory=dict)  # those of the last handshake with each server
+    seldom: Seldom = field(default_factory=Seldom)  # for warnings of waits
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: Condition = field(default_factory=Condition)
 
@@ -83,8 +90,8 @@ class ClientSettings:
         return channel, welcome
 
 
-class BusyError(Exception):
-    """The server answered BUSY."""
+class BusyError(UnavailableError):
+    """The server answered BUSY: it has no room for another worker now."""
 
 
 class FailedStartError(Exception):
@@ -103,7 +110,9 @@ def read_welcome(channel: Channel, deadline: Deadline) -> Welcome:
         if message is None:
             raise ConnectionLostError(f"{channel.name} closed the connection instead of sending WELCOME")
         if message.type == MessageType.BUSY:
-            raise BusyError(Busy.decode(message.payload).reason)
+            raise BusyError(f"{channel.name} is busy: {Busy.decode(message.payload).reason}")
+        if message.type == MessageType.REFUSED:
+            raise refusal_in(message, "session")
         if message.type == MessageType.ERROR:
             raise FailedStartError(loads_exception(message.payload))
         welcome: Welcome = Welcome.decode(message.payload)
@@ -253,9 +262,11 @@ class WorkerOwner:
 
     Attributes:
         sends_now: True if its callers may send small requests themselves: Ctrl-C in the middle ends the worker.
+        purpose: What the worker is for, for a message: a dataset's name.
     """
 
     sends_now = False
+    purpose = "calls"
 
     def worker_ready(self, worker: RemoteWorker) -> None:
         """The worker takes requests; earlier ones have waited for this moment."""
@@ -273,6 +284,7 @@ class RemoteWorker:
     Attributes:
         name: Name in messages, such as ``worker 3 (pid 123) on node07:6543``.
         machine: Name that its machine gives itself; empty before it is ready.
+        purpose: See :class:`WorkerOwner`.
         draining: True if it takes no further requests, and ends.
         retired: True if it ends because it has done its share of work; its session goes on.
     """
@@ -289,6 +301,7 @@ class RemoteWorker:
         self.exited: Exited | None = None
         self.draining = False
         self._owner = owner
+        self.purpose = owner.purpose
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._wait = Deadline(None)  # for the present wait, to connect or for room
@@ -345,7 +358,7 @@ class RemoteWorker:
     def open(self) -> Channel:
         welcome = self.session.wait()
         room: Deadline | None = None
-        pause, has_warned = 0.05, False
+        pause = FIRST_PAUSE
         while True:
             num_exited = self.session.num_exited  # before the node is asked, which hears of an end first
             limit = self._wait = Deadline(self._settings.connect_timeout)
@@ -354,19 +367,17 @@ class RemoteWorker:
             try:
                 session_id, host = bytes.fromhex(welcome.session), self.session.host
                 channel, answer = self._settings.open(self.session.address, session_id, limit, host=host)
-            except BusyError as exc:
+            except UnavailableError as exc:
                 is_wanted = not self.connection.has_ended
                 is_coming = is_wanted and self.session.has_room_soon(num_exited)
                 self._wait = room = room or Deadline(self._settings.connect_timeout)
-                num_held = sum(worker.number > 0 for worker in list(self.session.workers))
-                reason = f"{exc}; this process holds {num_held}"
+                reason = f"{exc}; {self.session.held()}" if isinstance(exc, BusyError) else str(exc)
                 if not (is_wanted and (is_coming or self._keep_waiting()) and self._wait.pause(pause)):
                     self.was_refused = True
-                    raise ConnectError(f"{self.session.name} is busy: {reason}") from None
-                if not (is_coming or has_warned):
-                    has_warned = True
-                    logger.warning("waiting for %s, which is busy: %s", self.session.name, reason)
-                pause = min(2 * pause, 1.0)
+                    raise UnavailableError(reason) from None
+                if not is_coming and self._settings.seldom.is_due(reason):
+                    logger.warning("waiting for a worker: %s", reason)
+                pause = min(2 * pause, MAX_PAUSE)
             except ConnectError:
                 # The session answers when its build ends. If it is idle, its node is unreachable.
                 if limit.remaining() or not self.session.is_busy or self.connection.has_ended:

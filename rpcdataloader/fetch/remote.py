@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import LocalProtocolError
@@ -87,6 +88,15 @@ def _open(dataset: Any, spec: LoaderSpec) -> float:
     except BaseException as error:  # SystemExit, too: an error of this call may lose the race against those of load
         _loader = _Failed(dataset, spec, error)
     return seconds
+
+
+def close_loader() -> None:
+    """Close the open loader with its stream, and refer to its dataset no more: the process ends."""
+    global _loader
+    loader, _loader = _loader, None
+    torch_worker._worker_info = None
+    if isinstance(loader, StreamLoader):
+        loader.close()
 
 
 def load(*args: Any) -> Loaded:

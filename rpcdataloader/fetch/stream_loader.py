@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -190,6 +190,12 @@ class StreamLoader(BatchLoader):
             raise
         finally:
             end_sample()
+
+    def close(self) -> None:
+        """End the stream: a generator's ``finally`` and ``with`` blocks run now."""
+        iterator, self._iterator = self._iterator, None
+        if isinstance(iterator, Generator):
+            iterator.close()
 
     def _open(self) -> Iterator[Any]:
         try:

@@ -7,6 +7,7 @@ The driver decides when each of these is asked for; results go to it from the th
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import time
@@ -27,6 +28,7 @@ from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.collate import registered
 from rpcdataloader.host.parts import find_parts, find_shared
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.host.state import Change
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
 from rpcdataloader.loader.placement import Placement, build
@@ -35,6 +37,7 @@ from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.condition import Condition, Event
+from rpcdataloader.wire.connecting import EXHAUSTED
 from rpcdataloader.wire.messages import Call, Path, Reference
 from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import Encoded, dumps
@@ -46,6 +49,11 @@ _LOOK_JOIN_TIMEOUT = 2.0
 
 # Seconds until the next look after one that failed by an error of ours.
 _FAILED_LOOK_PAUSE = 5.0
+# Of all passes: an epoch may take a second.
+_seldom = Seldom()
+
+# Errors of a process or a system that has no room for a process or a descriptor.
+_MAY_PASS = {errno.EAGAIN, *EXHAUSTED}
 
 # Seconds until another attempt to start a thread.
 _NO_THREAD_PAUSE = 1.0
@@ -161,7 +169,10 @@ class Executor:
             feed(lambda engine, _now: engine.crew.node_failed(node, failure, is_foreign=is_foreign))
         except BaseException as exc:
             reason = exc.with_traceback(None)
-            feed(lambda engine, _now: engine.crew.node_hopeless(node, reason))
+            if isinstance(exc, OSError) and exc.errno in _MAY_PASS:  # for the constructor, or here
+                feed(lambda engine, _now: engine.crew.node_failed(node, reason))
+            else:
+                feed(lambda engine, _now: engine.crew.node_hopeless(node, reason))
         else:
             feed(lambda engine, _now: engine.crew.node_up(node, session, num_offered))
 
@@ -281,7 +292,8 @@ class Executor:
 
     def say(self, action: Say) -> None:
         """Log a line."""
-        logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
+        if not action.cause or _seldom.is_due(action.cause):
+            logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
 
     def report_wait(self, action: ReportWait, worker: RemoteWorker | None) -> None:
         """Report the batch that the consumer waits for, and its worker; in a new thread, as the stack takes time."""

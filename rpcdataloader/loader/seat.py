@@ -156,6 +156,7 @@ class Seat(WorkerOwner):
         self._sending = threading.Lock()  # held while the queue is emptied
         self._driver = driver
         self._intake = driver.intake
+        self.purpose = driver.executor.name
         self._decode = driver.intake.decode
 
     def enqueue(self, load: Load, begun: Pass) -> None:

@@ -68,10 +68,11 @@ class ReportWait(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Tell the user."""
+    """Tell the user; of a ``cause`` that lasts, once per minute."""
 
     text: str
     is_warning: bool = True
+    cause: str = ""  # empty for what happens once
 
 
 Action = Load | Cancel | Open | Close | End | Restart | Seek | ReportWait | Say

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.plan.actions import Action, Open, PlanOptions, Say, Seek
-from rpcdataloader.plan.roster import FIRST_PAUSE, Roster
+from rpcdataloader.plan.roster import FIRST_FULL_PAUSE, FIRST_PAUSE, MAX_FULL_PAUSE, Roster
 
 N = TypeVar("N", bound=Hashable)
 
@@ -86,7 +86,8 @@ class Crew(Generic[N]):
     Attributes:
         roster: Places and nodes. Its ``expects_more`` keeps a pass alive that has lost all nodes.
         num_deaths: Workers that have died since the last answer without a task to blame.
-        late_at: Time at which :meth:`tick` finds the next node that has not answered; infinite without one.
+        late_at: Time at which :meth:`tick` finds the next node that has not answered, or asks one again that had no
+            room; infinite without one.
         is_changed: True if workers, places or nodes have changed since :meth:`fill_places`.
     """
 
@@ -107,6 +108,8 @@ class Crew(Generic[N]):
         self._mute: set[N] = set()  # nodes where a worker has not come in time, until one comes
         self._joining: set[N] = set()  # tried to learn what they offer
         self._sought: dict[N, float] = {}  # time at which the present attempt to reach each node is late
+        self._full: dict[N, float] = {}  # back-off of each node that has refused a worker since one has come
+        self._ask_at: dict[N, float] = {}  # time at which it is asked again
         self.late_at = math.inf
         self._reasons: dict[N, BaseException] = {}  # why each node is unusable
         self._num_failed: Counter[N] = Counter()  # exceptions of first requests on each node, in a row
@@ -141,12 +144,16 @@ class Crew(Generic[N]):
     def reopen(self) -> None:
         """Begin another epoch: every place is needed again."""
         self.roster.reopen()
+        self._full.clear()
+        self._ask_at.clear()
         self.is_changed = True
 
     def ready(self, worker: Member[N], now: float) -> list[Member[N]]:
         """Note that a worker takes requests; returns the other workers of its place, which are no longer needed."""
         self.is_changed = True
         self._mute.discard(worker.node)
+        if worker.node not in self._ask_at:
+            self._full.pop(worker.node, None)
         for other in self.members.values():
             if other.node == worker.node and other.late_at != math.inf and not other.is_sent_away:  # that node answers
                 other.late_at = now + self._options.connect_timeout
@@ -201,6 +208,9 @@ class Crew(Generic[N]):
             self._mute.discard(node)
         # One that was sent away while its node was full leaves a place that may be wanted again.
         was_refused = loss.was_refused and not worker.is_sent_away
+        if was_refused and node not in self._ask_at:
+            self._full[node] = min(2 * self._full.get(node, FIRST_FULL_PAUSE / 2), MAX_FULL_PAUSE)
+            self._ask_at[node] = math.inf  # until the time is known
         self.roster.vacated(place, node, self._stand_in(place), was_refused=was_refused)
         # News of an earlier session says nothing about the node's present one.
         is_current = self._incarnations.get(node) == worker.incarnation
@@ -230,11 +240,12 @@ class Crew(Generic[N]):
         """Report the end of a worker, and what follows; once for a node that is lost with all of its workers."""
         if not loss.node_is_up:
             self._gone.add(worker.node)
+        cause = str(loss.error) if loss.was_refused else ""
         if self.roster.is_home_up(worker.place):
-            self.say(f"{loss.error}; another worker starts there")
+            self.say(f"{loss.error}; another worker starts there", cause=cause)
         else:
             num_left = sum(other.node not in self._gone for other in self.members.values())
-            self.say(f"going on with {num_left} of {self.num_wanted} workers: {loss.error}")
+            self.say(f"going on with {num_left} of {self.num_wanted} workers: {loss.error}", cause=cause)
 
     # Nodes
 
@@ -337,30 +348,45 @@ class Crew(Generic[N]):
         limit = self._options.connect_timeout
         wanted = [worker for worker in self if not worker.is_sent_away]
         unreached = {node for node in self.roster.pauses if self._sought.get(node) == math.inf}
-        workers = [(worker.place, worker.node, worker.is_late) for worker in wanted]
-        self.roster.note_workers(workers, self._mute | unreached)
-        self._out += [Seek(node, FIRST_PAUSE) for node in self.roster.to_try()]
-        for place, node in self.roster.to_open():
-            number = self._num_opened = self._num_opened + 1
-            is_late = node in self.roster.mute  # asked as there is no other
-            worker = Member(number, place, node, self._incarnations.get(node), now, now + limit, is_late)
-            self.members[number] = worker
-            wanted.append(worker)
-            self._out.append(Open(number, place, node))
+        while True:
+            workers = [(worker.place, worker.node, worker.is_late) for worker in wanted]
+            self.roster.note_workers(workers, self._mute | unreached)
+            self._out += [Seek(node, FIRST_PAUSE) for node in self.roster.to_try()]
+            if not (opened := self.roster.to_open()):
+                break
+            for place, node in opened:
+                number = self._num_opened = self._num_opened + 1
+                is_late = node in self.roster.mute  # asked as there is no other
+                worker = Member(number, place, node, self._incarnations.get(node), now, now + limit, is_late)
+                self.members[number] = worker
+                wanted.append(worker)
+                self._out.append(Open(number, place, node))
+        self._ask_at = {node: now + self._full[node] if at == math.inf else at for node, at in self._ask_at.items()}
         pauses = self.roster.pauses
         self._sought = {node: self._sought.get(node, now + pause + limit) for node, pause in pauses.items()}
-        self.late_at = min((*self._sought.values(), *(worker.late_at for worker in wanted)), default=math.inf)
-        if not self.roster.is_stuck or (self.members and not self._options.is_iterable):
+        times = *self._sought.values(), *self._ask_at.values(), *(worker.late_at for worker in wanted)
+        self.late_at = min(times, default=math.inf)
+        if not self._is_stuck(wanted):
             self.stuck_since = None  # also if it was not stuck for a moment only
         elif self.stuck_since is None:
             self.stuck_since = now
 
+    def _is_stuck(self, wanted: Sequence[Member[N]]) -> bool:
+        """Whether the pass cannot go on with these workers, and those that leave."""
+        # Workers requested again from a node that had no room do not count until they come: the time would never end.
+        unsure = [worker for worker in wanted if not worker.has_joined and worker.node in self._full]
+        vacant = {worker.place for worker in unsure} - {worker.place for worker in wanted if worker not in unsure}
+        has_others = not self._options.is_iterable and len(self.members) > len(unsure)
+        return not has_others and self.roster.is_stuck(vacant)
+
     def tick(self, now: float) -> None:
-        """Note that time has passed: ask other nodes as well where one has not answered."""
+        """Note that time has passed: ask other nodes as well where one has not answered, and those that had no room."""
         if now < self.late_at:
             return
         self.is_changed = True
         limit = self._options.connect_timeout
+        for node in [node for node, at in self._ask_at.items() if at <= now]:
+            self.ask_again(node)
         self._sought = {node: math.inf if late_at <= now else late_at for node, late_at in self._sought.items()}
         for worker in self:
             if worker.late_at <= now and not worker.is_sent_away:
@@ -371,9 +397,15 @@ class Crew(Generic[N]):
                 worker.is_late, worker.late_at = True, now + limit
                 self.roster.places[worker.place].refused_by.clear()
 
-    def say(self, text: str, *, is_warning: bool = True) -> None:
+    def ask_again(self, node: N) -> None:
+        """Ask a node that had no room for the workers that it has refused; its back-off is over."""
+        del self._ask_at[node]
+        self.roster.ask_again(node)
+        self.num_wanted = self.roster.num_used
+
+    def say(self, text: str, *, is_warning: bool = True, cause: str = "") -> None:
         """Queue a message for the user."""
-        self._out.append(Say(self._options.label + text, is_warning))
+        self._out.append(Say(self._options.label + text, is_warning, cause))
 
     def summary(self, now: float) -> str:
         """The state of workers and nodes in a line; workers that are missing, and nodes that do not answer, by name."""
@@ -403,7 +435,7 @@ class Crew(Generic[N]):
         """Time at which waiting for workers becomes futile; infinite while there are enough to go on."""
         if self.stuck_since is None:
             return math.inf
-        if not self.roster.is_hopeful:
+        if not (self.roster.is_hopeful or any(not self.roster.is_hopeless(node) for node in self._full)):
             return self.stuck_since
         return self.stuck_since + self._options.reconnect_timeout
 

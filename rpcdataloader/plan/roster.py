@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -26,6 +26,10 @@ N = TypeVar("N", bound=Hashable)
 FIRST_PAUSE = 0.1
 MAX_PAUSE = 5.0
 
+# The same of a node that had no room for a worker, before it is asked again.
+FIRST_FULL_PAUSE = 1.0
+MAX_FULL_PAUSE = 30.0
+
 
 @dataclass(slots=True, eq=False)
 class Place(Generic[N]):
@@ -35,6 +39,7 @@ class Place(Generic[N]):
     node: N | None = None  # node where its worker is, or is being opened
     is_closed: bool = False  # a worker is no longer needed, or unavailable
     is_given_up: bool = False  # its workers died one after the other; it is vacant though needed
+    had_no_room: bool = False  # closed until its home, which had no room, is asked again
     refused_by: set[N] = field(default_factory=set)
 
 
@@ -108,7 +113,7 @@ class Roster(Generic[N]):
         for place in self.places:
             # A stream's place closes when the stream has ended, unless it was given up.
             if place.home == node and (place.is_given_up or not self._needs_all):
-                place.is_closed = place.is_given_up = False
+                place.is_closed = place.is_given_up = place.had_no_room = False
 
     def remove(self, node: N) -> None:
         """Remove a node from this pass, with its places, unless there are no others."""
@@ -171,11 +176,16 @@ class Roster(Generic[N]):
     def use(self, most: int | None) -> None:
         """Change :attr:`most`; where it exceeds the places, those whose home had no room are asked for again."""
         self.most = most
-        if most is not None and most > self.num_used and not self._needs_all:
-            for place in self.places:
-                if place.home in place.refused_by and place.home not in self._hopeless:
-                    place.refused_by.discard(place.home)
-                    place.is_closed = False
+        if most is not None and most > self.num_used:
+            for home in {place.home for place in self.places if place.had_no_room}:
+                self.ask_again(home)
+
+    def ask_again(self, node: N) -> None:
+        """Let a node that had no room be asked for the workers that it has refused."""
+        for place in self.places:
+            place.refused_by.discard(node)
+            if place.had_no_room and place.home == node and node not in self._hopeless:
+                place.is_closed = place.had_no_room = False
 
     def note_workers(self, workers: Iterable[tuple[int, N, bool]], mute: Iterable[N]) -> None:
         """Note which workers are there or were asked for.
@@ -230,11 +240,12 @@ class Roster(Generic[N]):
         if was_refused:
             place.refused_by.add(node)
             if not self._needs_all and place.node is None and node == place.home:
-                place.is_closed = True
+                place.is_closed = place.had_no_room = True
 
     def give_up(self, number: int) -> None:
         """Leave a place vacant though it needs a worker."""
         self.places[number].is_closed = self.places[number].is_given_up = True
+        self.places[number].had_no_room = False
         self.places[number].refused_by.clear()
 
     def is_at_home(self, number: int, node: N) -> bool:
@@ -251,15 +262,19 @@ class Roster(Generic[N]):
         has_other_homes = not self._needs_all and any(place.home not in self._hopeless for place in self.places)
         for place in self.places:
             place.is_closed = place.home in self._hopeless and has_other_homes
-            place.is_given_up = False
+            place.is_given_up = place.had_no_room = False
             place.refused_by.clear()
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the pass cannot go on with the filled places."""
+    def is_stuck(self, vacant: Container[int]) -> bool:
+        """Whether the pass cannot go on with the filled places.
+
+        Args:
+            vacant: Places whose workers do not count.
+        """
         if self._needs_all:
-            return any(place.node is None and (place.is_given_up or not place.is_closed) for place in self.places)
-        return all(place.node is None for place in self.places)
+            left = (each for each in enumerate(self.places) if each[1].is_given_up or not each[1].is_closed)
+            return any(place.node is None or number in vacant for number, place in left)
+        return all(place.node is None or number in vacant for number, place in enumerate(self.places))
 
     def _choose(self, number: int, load: Counter[N | None], is_deserted: bool) -> N | None:
         place = self.places[number]

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import socket
 import subprocess
 import tempfile
@@ -15,10 +14,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
 from rpcdataloader.server.events import Event, Link, Row
 from rpcdataloader.server.logs import Forwarding, LimitedLog, OutputReader
 from rpcdataloader.server.processes import Loop, Process
+from rpcdataloader.server.refusals import PEER_GONE
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.handshake import Identity
@@ -26,17 +27,19 @@ from rpcdataloader.wire.messages import printable
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Seconds in which a session whose client has gone cleans up after its datasets. One that runs user code ends at once.
-END_TIMEOUT = 2.0
+# Seconds in which a session whose client has gone lets its workers end, which takes up to 2 s, and cleans up after its
+# datasets. One that runs user code ends with its workers, and at once if it has none.
+END_TIMEOUT = 4.0
+WORKER_END_TIMEOUT = 2.5
+
+# Other clients that the reason of a full node names.
+MAX_NAMED = 4
 
 # Seconds for which a connection that has proved nothing holds a place that others may want.
 PROOF_PATIENCE = 1.0
 
 # Seconds for the removal of a folder at the end of the node server; it goes on afterwards.
 REMOVAL_TIMEOUT = 1.0
-
-# What a peer is seen to do whose bytes are for another process.
-PEER_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,7 +56,6 @@ class ClientRecord:
     row: Row  # of the session
     workers: dict[int, Row] = field(default_factory=dict)  # by number, from the hand-over of their connections on
     last_number: int = 0
-    refusal: str | None = None  # reason for which it got no worker when it asked last
     work: Counter[str] = field(default_factory=Counter)  # of ended workers, with their number
     failed: int = 0  # time of their last error, in nanoseconds; 0 without one
     error: str = ""
@@ -85,6 +87,7 @@ class Clients:
         self._counters = context.counters
         self._loop = loop
         self._strangers = strangers
+        self._seldom = Seldom()
         self._readers: set[OutputReader] = set()
         self._by_id: dict[str, ClientRecord] = {}
         self.is_draining = False
@@ -195,9 +198,8 @@ class Clients:
                 client.workers[number] = row
                 self._add_output(client, output, f"worker {number}")
                 logger.debug("worker %d of %s has come from %s", number, client.name, peer)
-            elif reason != client.refusal:  # while it waits, it asks every second
+            elif self._seldom.is_due((client.id, reason)):  # while it waits, it asks every second
                 self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
-            client.refusal = reason
             return True
 
     def _busy(self, client: ClientRecord) -> str | None:
@@ -205,16 +207,19 @@ class Clients:
         limit, own = self._context.max_connections, len(client.workers)
         young = time.monotonic_ns() - PROOF_PATIENCE * 1e9
         # Ids of sessions travel in the clear: strangers who know one must not hold the places of other clients.
-        others = sum(
-            row.pid[0] > 0 or row.begun[0] > young
-            for each in self
-            if each is not client
-            for row in each.workers.values()
+        held = Counter(
+            {
+                each.name: sum(row.pid[0] > 0 or row.begun[0] > young for row in each.workers.values())
+                for each in self
+                if each is not client
+            }
         )
+        others = held.total()
         if own + others < limit:
             return None
         text = f"all {limit} connections are in use (--max-connections)"
-        return f"{text}, {others} of them by other clients" if others else text
+        most = [f"{name} ({number})" for name, number in held.most_common(MAX_NAMED) if number]
+        return f"{text}, {others} of them by other clients: {', '.join(most)}" if others else text
 
     def _worker_ended(self, client: ClientRecord, event: events.WorkerEnded) -> None:
         row = client.workers[event.worker]
@@ -239,10 +244,10 @@ class Clients:
         self._loop.unwatch(client.sock.fileno())
         client.is_gone = True
         reason = "its client has gone"
+        timeout = END_TIMEOUT
         if client.row.running[0]:
-            client.process.kill(reason)
-        else:
-            self._loop.call_after(END_TIMEOUT, lambda: client.process.kill(reason))
+            timeout = WORKER_END_TIMEOUT if any(row.pid[0] for row in client.workers.values()) else 0.0
+        self._loop.call_after(timeout, lambda: client.process.kill(reason))
 
     def _look_for_vanished(self) -> None:
         """End the sessions of clients whose host vanished while data was under way to it; otherwise keep-alive does."""

@@ -50,6 +50,7 @@ class DatasetTable:
     def __init__(self) -> None:
         self._recipes: dict[int, tuple[Build, Parts]] = {}
         self._built: dict[int, Any] = {}
+        self._builders: dict[int, int] = {}  # process that built each from a recipe
         # The least memory of this process since its last full collection.
         self._kept_bytes = memory_of_its_own()
 
@@ -98,6 +99,7 @@ class DatasetTable:
             if key not in self._recipes:
                 raise LocalProtocolError(f"dataset {key} is unknown to this process")
             self._built[key] = build(*self._recipes[key])
+            self._builders[key] = os.getpid()
         return self._built[key]
 
     def release(self, keys: Sequence[int]) -> None:
@@ -115,6 +117,12 @@ class DatasetTable:
         # Survivors stay shared with workers that are forked later.
         gc.freeze()
         self._kept_bytes = memory_of_its_own()
+
+    def drop_own(self) -> None:
+        """Forget what this process has built, a worker that ends; what it has inherited cleans up in its session."""
+        for key, pid in self._builders.items():
+            if pid == os.getpid():
+                self._built.pop(key, None)
 
     def clear(self) -> None:
         """Forget all datasets, at the end of the process; those in cycles stay, as a collection would take longer."""
@@ -135,12 +143,14 @@ def _told_if_slow(name: str) -> Iterator[None]:
             logger.warning("dataset %s is being built for %g s, and is here:\n%s", name, SLOW_BUILD_SECONDS, stack)
 
     watcher = threading.Thread(target=watch, name="rpcdl-slow", daemon=True)
-    watcher.start()
+    with contextlib.suppress(RuntimeError):  # the system has no room for a thread
+        watcher.start()
     try:
         yield
     finally:
         is_built.set()
-        watcher.join()
+        if watcher.ident is not None:
+            watcher.join()
 
 
 def parts_of(blocks: Sequence[Block]) -> tuple[Any, ...]:

@@ -43,6 +43,7 @@ class Refused(Event):
     peer: str
     reason: str
     level: int
+    is_ours: bool = False  # True if the reason is this node's, and the same for all peers
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,16 @@ class WorkerEnded(Event):
 
 @dataclass(frozen=True)
 class GaveUp(Event):
-    """Worker to session, as its only event, before it exits."""
+    """Worker to session, before it exits."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Stacks(Event):
+    """Worker to session: the Python stacks of its threads, in words."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class WantsStatus(Event):
 
 @dataclass(frozen=True)
 class WantsStacks(Event):
-    """Node server to session: write the stacks of all workers. Session to worker: write its own.
+    """Node server to session: write the stacks of all workers. Session to worker: tell your own.
 
     Descriptors, for a session: a file, for one line of JSON per worker, with its process id and its stacks, and the end
     of a pipe, which the session closes when it has written all lines.
@@ -149,8 +157,8 @@ def decode(data: bytes) -> Event:
     return from_json(kind, fields)
 
 
-# A report of a client, each of whose characters may be escaped twice, has 16 KiB.
-MAX_MESSAGE = 32768
+# A report of a client, or the stacks of a worker, each of whose characters may be escaped, has 16 KiB.
+MAX_MESSAGE = 36864
 MAX_DESCRIPTORS = 4
 
 # Seconds between two attempts to send an event for which the other end's queue had no room.

@@ -90,6 +90,8 @@ def run_local_session(
         life: A pipe whose other end the training process has until it dies.
         inherited: What it is born with; after another start than a fork, as it was sent.
     """
+    # What user code starts is found by this number if this process is killed.
+    os.setsid()
     be_child(None)
     # Code of the user, and programs that it starts, must not see the secret of node servers.
     os.environ.pop(TOKEN_VARIABLE, None)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rpcdataloader.host.output import Output
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
 from rpcdataloader.server.events import Link
 from rpcdataloader.server.processes import Loop
@@ -173,11 +174,13 @@ class LimitedLog:
     def __init__(self) -> None:
         self.num_refused = 0
         self._limit = RateLimit(MAX_REFUSALS, REFUSALS_PERIOD)
+        self._seldom = Seldom()
 
     def refused(self, refused: events.Refused) -> None:
         """Count a refused connection, and log it."""
         self.num_refused += 1
-        self.log(refused.level, "refused %s: %s", refused.peer, printable(refused.reason))
+        if not refused.is_ours or self._seldom.is_due(refused.reason):
+            self.log(refused.level, "refused %s: %s", refused.peer, printable(refused.reason))
 
     def log(self, level: int, text: str, *values: object) -> None:
         """Log a line, or count it."""

@@ -8,6 +8,7 @@ read by a gate, which is forked for it. Such peers have proved nothing, so their
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sched
@@ -15,20 +16,22 @@ import select
 import signal
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
-from rpcdataloader.server.clients import PEER_GONE, PROOF_PATIENCE, ClientRecord, Clients
+from rpcdataloader.server.clients import PROOF_PATIENCE, ClientRecord, Clients
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import LimitedLog
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, fork, reap_orphans
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Leads, Loop, Process, StopSignals, fork, reap_orphans
+from rpcdataloader.server.refusals import PEER_GONE, send_refusal
 from rpcdataloader.server.session import run_gate
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.status import describe_node
 from rpcdataloader.wire.connecting import accept
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble, encode_refusal
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble, Refusal, UnavailableError
 from rpcdataloader.wire.register import RENEWAL_PERIOD, Registration
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -38,6 +41,9 @@ logger = logging.getLogger("rpcdataloader.server")
 # queue: the workers of a large job come all at once.
 PROOF_TIMEOUT = 10.0
 MAX_UNPROVED = 128
+
+# The most connections that wait for their sessions, which may build a dataset for minutes, without a limit of time.
+MAX_QUEUED = 4096
 
 # Events of a session that are handled before one of its connections.
 MAX_EVENTS = 256
@@ -55,8 +61,8 @@ ORPHANS_PERIOD = 5.0
 # close it.
 LIFELINE_SILENCE = 60.0
 
-_UNKNOWN_SESSION = encode_refusal(
-    RemoteProtocolError("there is no such session on this node server: it ended, or the server was restarted")
+_UNKNOWN_SESSION = RemoteProtocolError(
+    "there is no such session on this node server: it ended, or the server was restarted"
 )
 
 
@@ -110,12 +116,14 @@ class NodeServer:
         listener.setblocking(False)
         self._listener = listener
         self._strangers = LimitedLog()
+        self._seldom = Seldom()
         self._clients = Clients(context, self._loop, self._strangers)
         self._lifeline = lifeline
         self._silence: sched.Event | None = None  # of the owner
         self.registration: Registration | None = None
         self._renewal: Process | None = None  # a fork, as a file server may hang
         self._unproved: set[Stranger] = set()
+        self._queues: dict[str, deque[Stranger]] = {}  # future workers of each session that has no room for them yet
         self._children: dict[int, Child] = {}  # by process id
         self._started = time.monotonic_ns()
         self._grace_over: sched.Event | None = None
@@ -216,25 +224,43 @@ class NodeServer:
         elif (session_id := _named_session(start)) is None:
             self._fork_gate(connection)
         elif (client := self._clients.find(session_id)) is None:
-            self._refuse(connection)
+            logger.debug("there is no session for a connection from %s", connection.peer)
+            self._refuse(connection, _UNKNOWN_SESSION)
         else:
             # Ends of workers make room, which the session has reported before its client could ask. User code may write
             # to the same link without end.
             for _ in range(MAX_EVENTS):
                 if not self._on_link(client.process.pid):
                     break
-            if self._clients.hand_over(client, sock, connection.peer):
-                self._drop(connection, "its session has it")
-            else:
-                self._loop.call_after(RETRY_PAUSE, lambda: self._look_at(connection))
+            queue = self._queues.setdefault(client.id, deque())
+            queue.append(connection)
+            if len(queue) == 1:
+                self._hand_over(client.id)
+            if connection in queue and self._num_queued() <= MAX_QUEUED:
+                self._settle(connection)  # its session is late, and not its peer
+                self._loop.watch(sock.fileno(), lambda: self._drop(connection, "its peer has gone"), PEER_GONE)
 
-    def _refuse(self, connection: Stranger) -> None:
-        """Tell a peer that its session is unknown, and wait until it has read that: closing now would discard it."""
-        logger.debug("there is no session for a connection from %s", connection.peer)
+    def _hand_over(self, session_id: str) -> None:
+        """Pass future workers to their session in the order of their coming, as far as it has room; then look again."""
+        client, queue = self._clients.find(session_id), self._queues.get(session_id, deque())
+        while queue:
+            if client is None:
+                self._refuse(connection := queue.popleft(), _UNKNOWN_SESSION)
+                self._loop.call_after(PROOF_TIMEOUT, functools.partial(self._drop, connection, "it was refused"))
+            elif self._clients.hand_over(client, queue[0].sock, queue[0].peer):
+                self._drop(queue[0], "its session has it")
+            else:
+                self._loop.call_after(RETRY_PAUSE, lambda: self._hand_over(session_id))
+                return
+        self._queues.pop(session_id, None)
+
+    def _num_queued(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def _refuse(self, connection: Stranger, error: Refusal) -> None:
+        """Tell a peer why it is refused, and wait until it has read that: closing now would discard it."""
         connection.is_refused = True
-        with contextlib.suppress(OSError):
-            connection.sock.send(_UNKNOWN_SESSION, socket.MSG_DONTWAIT)
-            connection.sock.shutdown(socket.SHUT_WR)
+        send_refusal(connection.sock, error)
         self._loop.watch(connection.sock.fileno(), lambda: self._drop(connection, "it was refused"), PEER_GONE)
 
     def _fork_gate(self, connection: Stranger) -> None:
@@ -249,7 +275,7 @@ class NodeServer:
                 process, link = fork_linked(run)
             except OSError as exc:
                 self._warn_of_exhaustion(exc)
-                self._loop.call_after(EXHAUSTED_PAUSE, lambda: self._look_at(connection))
+                self._refuse(connection, UnavailableError(f"it has no room for another process ({exc.strerror})"))
                 return
             failed.pop_all()
         pid = process.pid
@@ -258,7 +284,9 @@ class NodeServer:
         connection.gate = self._children[pid] = Child(process, link, row, connection)
 
     def _warn_of_exhaustion(self, exc: Exception) -> None:
-        logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", None) or exc)
+        reason = getattr(exc, "strerror", None) or str(exc)
+        if self._seldom.is_due(reason):
+            logger.warning("cannot serve a connection now: %s", reason)
 
     def _on_late(self, connection: Stranger) -> None:
         if not connection.is_refused:
@@ -267,14 +295,17 @@ class NodeServer:
         self._drop(connection, "no handshake in time")
 
     def _drop(self, connection: Stranger, reason: str) -> None:
-        """Close this process's side of an unproved connection, and end its gate."""
+        """Close this process's side of a connection, and end its gate."""
         self._settle(connection)
+        for queue in self._queues.values():
+            if connection in queue:
+                queue.remove(connection)
         if connection.gate is not None:
             connection.gate.process.kill(reason)
         connection.sock.close()
 
     def _settle(self, connection: Stranger) -> None:
-        """Count a connection no longer among the unproved ones."""
+        """Count a connection no longer among the unproved ones, whose time is limited."""
         self._unproved.discard(connection)
         self._loop.unwatch(connection.sock.fileno())
         self._loop.cancel(connection.timer)
@@ -292,7 +323,7 @@ class NodeServer:
         self._clients.forget_in_child()
         for child in self._children.values():
             child.forget_in_child()
-        for connection in self._unproved - {own}:
+        for connection in (self._unproved - {own}).union(*self._queues.values()):
             connection.sock.close()
         if self._renewal is not None and self._renewal.ended is None:
             os.close(self._renewal.fileno())
@@ -323,6 +354,7 @@ class NodeServer:
         match event:
             case events.SessionBegun() if connection is not None and descriptors:
                 self._settle(connection)
+                child.process.leads = Leads.SESSION
                 how = child.process, child.link, connection.sock, connection.peer, child.row
                 child.client = self._clients.begin(*how, event, descriptors[0])
             case events.WantsStatus() if child.client is None:
@@ -411,7 +443,7 @@ class NodeServer:
         self._listener.close()
         # Readers of this line may start another server at the same address.
         logger.info("draining: %d sessions, at most %g s", len(self._clients), grace)
-        for connection in list(self._unproved):
+        for connection in self._unproved.union(*self._queues.values()):
             self._drop(connection, "the node server is draining")
         self._clients.drain()
         self._grace_over = self._loop.call_after(grace, self._on_grace_over)

@@ -47,8 +47,9 @@ _F_SETSIG = 10  # fcntl(2)
 _SYS_PIDFD_OPEN = 434  # the same on every architecture that torch runs on
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Seconds until a retry when the system has no room for a process or a descriptor.
+# Seconds until a retry when the system has no room for a process, a thread or a descriptor.
 EXHAUSTED_PAUSE = 1.0
+FIRST_THREAD_PAUSE = 0.05
 
 # Above the trainer's and the node server's own: the kernel ends a worker first when memory runs out.
 WORKER_OOM_SCORE = 500
@@ -139,16 +140,26 @@ class StopSignals:
         os.close(self._write)
 
 
+class Leads(enum.Enum):
+    """What a process leads, and what ends with it."""
+
+    NOTHING = "no other process"
+    GROUP = "a process group"
+    SESSION = "a session, as of setsid(2), with several process groups"
+
+
 class Process:
     """A forked child.
 
     Attributes:
         ended: How the process ended, in words, once :meth:`reap` has seen it.
+        leads: What ends with it: programs that user code has started, unless they have left that.
     """
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid
         self.ended: str | None = None
+        self.leads = Leads.NOTHING
         self._descriptor = descriptor
         self._killed_because: str | None = None
 
@@ -171,6 +182,7 @@ class Process:
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLIN)
                 poll.poll(wait * 1000)
+            self._end_programs()
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
@@ -185,6 +197,26 @@ class Process:
                 os.close(self._descriptor)
         return self.ended
 
+    def _end_programs(self) -> None:
+        """End what the process has led, if it has ended. Until it is reaped, its number names nothing else."""
+        if self.leads is Leads.NOTHING:
+            return
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return
+            if self.leads is Leads.GROUP:
+                os.killpg(self.pid, signal.SIGKILL)
+                return
+            end_session(self.pid)
+
+
+def end_session(leader: int) -> None:
+    """End the processes of the session, as of setsid(2), of a process that has ended."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(pid)) == leader:
+                os.kill(int(pid), signal.SIGKILL)
+
 
 def describe_exit(status: int) -> str:
     """Put a status of ``waitpid`` into words: ``"was killed by SIGKILL (perhaps out of memory)"``."""
@@ -197,6 +229,7 @@ def describe_exit(status: int) -> str:
         name = f"signal {-code}"
     hint = {
         "SIGKILL": " (perhaps out of memory)",
+        "SIGALRM": " (its end took too long)",
         "SIGBUS": " (perhaps shared memory or a file that shrank)",
         "SIGSEGV": " (a crash in compiled code)",
     }.get(name, "")
@@ -326,6 +359,18 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
+def start_thread(name: str, target: Callable[[], None]) -> None:
+    """Start a daemon thread; waits while the system has no room for one, as it had for this process."""
+    pause = FIRST_THREAD_PAUSE
+    while True:
+        try:
+            threading.Thread(target=target, name=name, daemon=True).start()
+            return
+        except RuntimeError:
+            time.sleep(pause)
+            pause = min(2 * pause, EXHAUSTED_PAUSE)
+
+
 def name_process(name: str) -> None:
     """Set the name that ``ps`` and ``top`` show, of 15 characters at most; forks inherit it."""
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
@@ -369,6 +414,11 @@ def keep_freed_memory() -> None:
     """
     _libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
     _libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+
+
+def give_back_freed_memory() -> None:
+    """Give the kernel what malloc keeps free."""
+    _libc.malloc_trim(0)
 
 
 @contextlib.contextmanager

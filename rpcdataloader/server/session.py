@@ -32,21 +32,23 @@ import torch
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.host.parts import follow
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.host.state import catch_up
 from rpcdataloader.server import events
 from rpcdataloader.server.datasets import DatasetTable, Parts, open_files, parts_of, why_not_shared
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
-from rpcdataloader.server.processes import Life, Loop, ended_after, name_process, name_threads, num_threads
+from rpcdataloader.server.processes import Leads, Life, Loop, ended_after, name_process, name_threads, num_threads
+from rpcdataloader.server.refusals import Refusals
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import STACK_LOOK_PERIOD, ForkedWorker, StackFile, stack_file
+from rpcdataloader.server.stacks import ForkedWorker, StackFile
 from rpcdataloader.server.status import serve_status
-from rpcdataloader.server.worker import Worker, admit
+from rpcdataloader.server.worker import END_TIMEOUT, Worker, admit
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.handshake import STATUS_ID
+from rpcdataloader.wire.handshake import STATUS_ID, UnavailableError
 from rpcdataloader.wire.messages import Exited, Log, Reference, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import Block
@@ -61,7 +63,7 @@ HANDSHAKE_TIMEOUT = 10.0
 # The most workers whose clients are not authenticated yet; above that, the oldest is ended. Session ids travel in the
 # clear, so a listener on the network can make a session fork. The limit exceeds the workers that a client asks for at
 # once.
-MAX_UNAUTHENTICATED = 256
+MAX_UNAUTHENTICATED = 1024
 
 
 def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext, row: Row) -> None:
@@ -89,8 +91,9 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     # Code of the client, and programs that it starts, must not see the secret of the server.
     os.environ.pop(TOKEN_VARIABLE, None)
     name_process("rpcdl-session")
-    # A process group of its own, so that user code that signals its group does not end the node server.
-    os.setpgid(0, 0)
+    # A session of its own, so that user code that signals its process group does not end the node server, and so that
+    # the node server finds what user code has started.
+    os.setsid()
     session_id = os.urandom(16)
     output, theirs = os.pipe()
     redirect_output(theirs)
@@ -119,7 +122,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
 
 
 def forget_inherited_exits() -> None:
-    """Forget the exit functions of the node server and of the caller of ``run_worker``, which run at their own ends."""
+    """Forget the exit functions of a session's or worker's parents, which run at their own ends."""
     atexit._clear()
     # A temporary directory of theirs would be removed, and a child process of theirs ended.
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
@@ -152,6 +155,8 @@ class Session:
         self._has_warned = False  # of threads
         self._life = Life.SERVING
         self._loop = Loop()
+        self._refusals = Refusals(self._loop)
+        self._seldom = Seldom()
         self._logs: deque[Log] = deque()
         self._stack_files: weakref.WeakSet[StackFile] = weakref.WeakSet()
 
@@ -162,19 +167,20 @@ class Session:
         self._loop.watch(self._channel.fileno(), self._on_control)
         self._loop.watch(self._node.fileno(), self._on_node)
         while self._life is not Life.ENDED:
-            is_asked = any(worker.is_asked for worker in self._workers.values())
             # The queue of a stopped worker may be full, and must not hold up the others.
             unsent = [worker for worker in self._workers.values() if not worker.link.flush()]
-            self._loop.wait(STACK_LOOK_PERIOD if is_asked else RETRY_PAUSE if unsent else None)
-            for worker in self._workers.values():
-                worker.look()
+            self._loop.wait(RETRY_PAUSE if unsent else None)
             self._flush_logs()
 
     def close(self) -> None:
         """End the workers, then let the datasets go, whose finalizers may remove what workers use."""
         for worker in self._workers.values():
-            worker.process.kill("its session ends")
-            worker.process.reap(wait=1.0)
+            worker.link.close()
+        deadline = time.monotonic() + END_TIMEOUT
+        for worker in self._workers.values():
+            if worker.process.reap(wait=deadline - time.monotonic()) is None:
+                worker.process.kill("its session ends")
+                worker.process.reap(wait=1.0)
         self._datasets.clear()
 
     # --- the control connection
@@ -269,6 +275,13 @@ class Session:
     # --- the node server
 
     def _on_node(self) -> None:
+        self._refusals.make_room()
+        try:
+            self._receive_event()
+        finally:
+            self._refusals.keep_room()
+
+    def _receive_event(self) -> None:
         try:
             received = self._node.recv(wait=False)
         except BlockingIOError:
@@ -302,11 +315,11 @@ class Session:
     # --- workers
 
     def _fork_worker(self, event: events.WorkerConnection, descriptors: list[int]) -> str | None:
-        """Fork a worker for a connection; returns why that failed, and then its client sees the connection closed."""
+        """Fork a worker for a connection; returns why that failed, which its client is told, too."""
         if not descriptors:
             logger.warning("cannot accept a connection: %s", os.strerror(errno.EMFILE))
             return "there was no descriptor for its connection"
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as failed:
+        with contextlib.ExitStack() as ours:
             sock = ours.enter_context(socket.socket(fileno=descriptors[0]))
             for output in descriptors[1:]:
                 ours.callback(os.close, output)
@@ -317,22 +330,26 @@ class Session:
             try:
                 row = self._row_of(event)
                 self._warn_of_threads()
-                stacks = stack_file("rpcdl-stacks")
-                failed.callback(os.close, stacks)
 
                 def run(link: Link) -> None:
+                    os.setpgid(0, 0)  # for what user code starts, which ends with the worker
                     self._forget_in_child()
+                    forget_inherited_exits()
                     transport = Transport(sock, event.peer)
                     if (channel := self._admit(transport, descriptors[1:], event, row)) is not None:
-                        Worker(channel, link, self._datasets, event.worker, self._context, row, stacks).run()
+                        Worker(channel, link, self._datasets, event.worker, self._context, row).run()
 
                 process, link = fork_linked(run)
+                process.leads = Leads.GROUP
             except OSError as exc:
-                logger.warning("cannot fork a worker: %s", exc)
-                return f"it could not be forked: {exc}"
-            failed.pop_all()
-        worker = ForkedWorker(event.worker, event.peer, process, link, row, stacks)
+                reason = f"no worker can be forked: {exc.strerror}"
+                if self._seldom.is_due(reason):
+                    logger.warning("%s", reason)
+                self._refusals.add(socket.socket(fileno=sock.detach()), UnavailableError(reason))
+                return reason
+        worker = ForkedWorker(event.worker, event.peer, process, link, row, self._loop)
         self._workers[event.worker] = worker
+        self._loop.watch(link.fileno(), lambda: self._on_link(worker))
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
         return None
 
@@ -378,20 +395,37 @@ class Session:
     def _forget_in_child(self) -> None:
         """Close the session's descriptors in a forked worker, but for the link to the node server."""
         self._channel.transport.close()
+        self._refusals.close()
         for file in self._stack_files:
             file.close()
         for worker in self._workers.values():
             worker.close()
             os.close(worker.process.fileno())
 
+    def _on_link(self, worker: ForkedWorker) -> bool:
+        """Handle one event of a worker; returns False without one."""
+        with contextlib.suppress(ValueError):  # its code may have written to a descriptor of ours
+            try:
+                match worker.link.recv(wait=False):
+                    case events.GaveUp(why), []:
+                        worker.gave_up = f"gave up: {why}"
+                        return True
+                    case events.Stacks(text), []:
+                        worker.told(text)
+                        return True
+            except BlockingIOError:
+                return False
+        self._loop.unwatch(worker.link.fileno())
+        return False
+
     def _on_worker_end(self, worker: ForkedWorker) -> None:
         if (reason := worker.process.reap()) is None:
             return
         self._loop.unwatch(worker.process.fileno())
-        with contextlib.suppress(OSError, ValueError):  # its code may have written to a descriptor of ours
-            match worker.link.recv(wait=False):
-                case events.GaveUp(why), _descriptors:
-                    reason = f"gave up: {why}"
+        while self._on_link(worker):  # its last events
+            pass
+        reason = worker.gave_up or reason
+        self._loop.unwatch(worker.link.fileno())
         worker.close()
         del self._workers[worker.number]
         row = worker.row

@@ -15,8 +15,12 @@ from rpcdataloader.host.output import Output
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.server.events import CounterTable, Refused
 from rpcdataloader.wire.credentials import Credentials
-from rpcdataloader.wire.handshake import TlsError
+from rpcdataloader.wire.handshake import TlsError, UnavailableError
 from rpcdataloader.wire.tls import TlsFiles, name_files
+
+# Default cap on workers: an idle one costs little, and loaders with persistent workers keep theirs, often five of them.
+CONNECTIONS_PER_WORKER = 16
+MIN_CONNECTIONS = 64
 
 WILDCARDS = ("0.0.0.0", "::")
 DEFAULT_PORT = "6543"
@@ -52,7 +56,9 @@ class ServerSettings:
         "worker processes that the server offers; 0 for one per available CPU: the least of CPU "
         "affinity, cgroup quota and SLURM_CPUS_PER_TASK",
     )
-    max_connections: int = _option(0, "cap on the workers of all clients together; 0 for 4 times --num-workers")
+    max_connections: int = _option(
+        0, "cap on the workers of all clients together; 0 for 16 times --num-workers, and at least 64"
+    )
     max_tasks_per_worker: int = _option(
         0,
         "batches after which a loader's worker is replaced, so that memory "
@@ -161,12 +167,13 @@ class ServerContext:
     @property
     def max_connections(self) -> int:
         """Cap on the workers of all clients together."""
-        return self.settings.max_connections or 4 * self.num_workers
+        return self.settings.max_connections or max(MIN_CONNECTIONS, CONNECTIONS_PER_WORKER * self.num_workers)
 
     def refusal(self, peer: str, error: RPCError) -> Refused:
         """The refusal of a peer that failed authentication, TLS or the protocol, for the node server's log."""
         text = str(error)
         if isinstance(error, AuthenticationError) and not isinstance(error, TlsError):
             text += f" (this server's secret: {self.credentials.source}, fingerprint {self.credentials.fingerprint})"
-        level = logging.WARNING if isinstance(error, AuthenticationError) else logging.INFO
-        return Refused(peer, text[:MAX_REASON_CHARS], level)
+        is_ours = isinstance(error, UnavailableError)
+        level = logging.WARNING if is_ours or isinstance(error, AuthenticationError) else logging.INFO
+        return Refused(peer, text[:MAX_REASON_CHARS], level, is_ours)

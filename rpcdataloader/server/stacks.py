@@ -1,58 +1,32 @@
-"""Stacks of workers, as their session asks for them and they write them down.
+"""Stacks of workers, as their session asks for them and they tell them.
 
-The watcher, a thread of a worker, writes the Python stacks into a file that it shares with its session. It holds the
-interpreter lock then, so no frame moves. A signal handler holds no lock: it may find half-made frames, and once in some
-hundred times ends the process by SIGSEGV. Where C code keeps the lock, or the process is stopped, the session reports
-the state that the kernel gives.
+The watcher, a thread of a worker, sends the Python stacks of all threads to its session. It holds the interpreter lock
+while it looks at them, so no frame moves. A signal handler holds no lock: it may find half-made frames, and once in
+some hundred times ends the process by SIGSEGV. Where C code keeps the lock, or the process is stopped, the session
+reports the state that the kernel gives.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import fcntl
 import functools
 import json
 import os
 import re
+import sys
 import threading
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 
 from rpcdataloader.host.resources import process_use, read
 from rpcdataloader.server.events import Link, Row, WantsStacks
-from rpcdataloader.server.processes import Process
-from rpcdataloader.wire.memory import memory_file
+from rpcdataloader.server.processes import Loop, Process
 
-# A worker writes its stacks in less than a millisecond of its own time.
+# A worker tells its stacks in less than a millisecond of its own time.
 STACK_TIMEOUT = 1.0
 
-# Seconds between two looks whether a worker is done, as it may never tell.
-STACK_LOOK_PERIOD = 0.005
-
-# Marks around the stacks that the watcher writes; faulthandler writes ASCII.
-_BEGIN, _END = b"\xfe", b"\xff"
-
-# Most bytes that are read of a file.
-_MAX_DUMP = 1 << 20
-
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-
-
-def stack_file(name: str) -> int:
-    """A new file in memory, for several processes: each writes at the end, wherever that is."""
-    file = memory_file(name)
-    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-    return file
-
-
-def write_stacks(file: int) -> None:
-    """Write the stacks of all threads of this process; in a worker's watcher."""
-    with contextlib.suppress(OSError):  # closed by user code
-        os.write(file, _BEGIN)
-        faulthandler.dump_traceback(file)
-        os.write(file, _END)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,51 +38,47 @@ class ForkedWorker:
     process: Process
     link: Link
     row: Row
-    stacks: int  # file for its stacks
+    loop: Loop
+    gave_up: str = ""  # why, if it has said so
     _takers: list[Callable[[str], None]] = field(default_factory=list)  # of the stacks, which were requested
-    _deadline: float = 0.0  # of that request
+    _num_answered: int = 0
     _state: str = ""
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a request for the stacks is pending."""
-        return bool(self._takers)
 
     def ask(self, take: Callable[[str], None]) -> None:
         """Request the stacks for ``take``; a pending request serves this one, too."""
         self._takers.append(take)
-        if len(self._takers) == 1:
-            self._deadline = time.monotonic() + STACK_TIMEOUT
-            os.ftruncate(self.stacks, 0)
-            self._state = _describe(self.process.pid)
-            self.link.offer(WantsStacks())
-
-    def look(self) -> None:
-        """Answer requests if the stacks are complete or hopeless; never waits."""
-        if not self._takers:
+        if len(self._takers) > 1:
             return
-        dump = os.pread(self.stacks, _MAX_DUMP, 0)
-        letter = process_use(self.process.pid).state or "X"
-        written, end, _after = dump.rpartition(_BEGIN)[2].partition(_END)
-        if not end or _BEGIN not in dump:
-            if time.monotonic() <= self._deadline and letter not in "TtZX":
-                return
-            written = b""
-        # A fork inherits the main thread's identifier from its parent.
-        text = arrange(written.decode("ascii", "replace"), threading.get_ident(), _PACKAGE)
-        name = f"worker {self.number} (pid {self.process.pid})"
-        self.answer(f"{name}: state: {self._state}\n{text or 'no Python stack: ' + _explain(letter)}")
+        self._state = _describe(self.process.pid)
+        if _letter(self.process.pid) in "TtZX":
+            self._explain()
+            return
+        number = self._num_answered
+        self.link.offer(WantsStacks())
+        self.loop.call_after(STACK_TIMEOUT, lambda: self._explain() if number == self._num_answered else None)
+
+    def told(self, stacks: str) -> None:
+        """Answer requests with the stacks, which have come."""
+        self.answer(f"{self._name}: state: {self._state}\n{stacks}")
+
+    def _explain(self) -> None:
+        """Answer requests with the reason why no stacks have come."""
+        self.answer(f"{self._name}: state: {self._state}\nno Python stack: {_explain(_letter(self.process.pid))}")
+
+    @property
+    def _name(self) -> str:
+        return f"worker {self.number} (pid {self.process.pid})"
 
     def answer(self, text: str) -> None:
         """Answer all requests."""
         takers, self._takers = self._takers, []
+        self._num_answered += bool(takers)
         for take in takers:
             take(text)
 
     def close(self) -> None:
         """Close this process's descriptors, but for that of the process."""
         self.link.close()
-        os.close(self.stacks)
 
 
 class StackFile:
@@ -134,6 +104,10 @@ class StackFile:
         os.close(self._pipe)
 
 
+def _letter(pid: int) -> str:
+    return process_use(pid).state or "X"
+
+
 def _explain(letter: str) -> str:
     if letter in "ZX":
         return "it has ended"
@@ -152,35 +126,34 @@ def _describe(pid: int) -> str:
 # Recursion in many threads fills pages; the important part comes first.
 MAX_CHARACTERS = 16384
 
-# faulthandler writes other characters than ASCII so, in the names of folders, files and functions. Surrogates stand for
-# bytes that are no text, and cannot be sent as such.
-_ESCAPE = re.compile(r"\\(?:x[89a-f][\da-f]|u(?!d[89a-f])[\da-f]{4}|U[\da-f]{8})")
 
-_HEADER = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:\n", re.MULTILINE)
+def stacks() -> str:
+    """The Python stacks of this process, a worker, in words, the main thread's first.
 
-
-def arrange(dump: str, main: int, package: str) -> str:
-    """Put the main thread first; leave out threads without user code, and frames below user code in the others.
-
-    ``main`` is the identifier of the main thread, ``package`` the folder of this package.
+    Leaves out threads without user code, and in the others frames below user code.
     """
-    own, library = (
-        re.escape(path.encode("ascii", "backslashreplace").decode()) for path in (package, threading.__file__)
-    )
-    base = re.compile(rf'^  File "{own}/server/.*(?:\n|\Z)', re.MULTILINE)
-    # Any line but a frame of this package or of the standard library's ``threading``.
-    user_code = re.compile(rf'^(?!  File "(?:{own}/|{library}", line )).', re.MULTILINE)
-    # The text before the first header, then for each thread its identifier and lines.
-    _before, *parts = _HEADER.split(dump)
-    stacks = [(int(ident, 16), lines) for ident, lines in zip(parts[::2], parts[1::2], strict=True)]
-    # Threads come youngest first.
-    stacks.sort(key=lambda stack: stack[0] != main)
-    arranged = []
-    for ident, lines in stacks:
-        if ident == main or user_code.search(lines):
-            # One frame of the server stays: the caller of user code, or the one that waits for work.
-            kept = lines[: found.end()] if (found := base.search(lines)) else lines
-            title = "Main thread" if ident == main else f"Thread 0x{ident:x}"
-            arranged.append(f"{title} (most recent call first):\n{kept.rstrip()}")
-    text = _ESCAPE.sub(lambda escape: chr(int(escape[0][2:], 16)), "\n\n".join(arranged))
+    main = threading.main_thread().ident
+    told = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        lines = list(_lines(frame))
+        if ident == main or any(is_users for _line, is_users in lines):
+            title = "Main thread" if ident == main else f"Thread 0x{ident:016x}"
+            told.append("\n".join([f"{title} (most recent call first):", *(line for line, _is_users in lines)]))
+    # Characters that are not ASCII would need a message of twice the size.
+    text = "\n\n".join(told).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}\n... (cut here)"
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, bool]]:
+    """The frames of a thread, youngest first, and whether each is user code.
+
+    One frame of the server stays, as the last: the caller of user code, or the one that waits for work.
+    """
+    server = os.path.join(_PACKAGE, "server", "")
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        is_own = file.startswith(os.path.join(_PACKAGE, "")) or file.endswith("/threading.py")
+        yield f'  File "{file}", line {frame.f_lineno} in {name}', not is_own
+        if file.startswith(server):
+            break
+        frame = frame.f_back

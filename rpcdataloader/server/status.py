@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import os
 import select
+import tempfile
 import time
 from collections import Counter
 from typing import Any
@@ -23,8 +25,8 @@ from rpcdataloader.server import events
 from rpcdataloader.server.clients import ClientRecord, Clients
 from rpcdataloader.server.events import Link, Row
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import stack_file
 from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.copies import memory_file
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Report, StatusRequest, WorkerStatus
 
@@ -141,7 +143,7 @@ def ask_node(node: Link, *, stacks: bool) -> NodeStatus:
 
     It comes in a file in memory, so that neither the node server nor a session waits for its reader.
     """
-    file = stack_file("rpcdl-status")
+    file = _make_file()
     ended, open_while_written = os.pipe()
     try:
         try:
@@ -160,6 +162,17 @@ def ask_node(node: Link, *, stacks: bool) -> NodeStatus:
     finally:
         os.close(file)
         os.close(ended)
+
+
+def _make_file() -> int:
+    """A new file, for several processes: each writes at the end, wherever that is."""
+    try:
+        file = memory_file("rpcdl-status")
+    except OSError:  # a sandbox does not allow that
+        with tempfile.TemporaryFile() as made:
+            file = os.dup(made.fileno())
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    return file
 
 
 _NO_STACK = f"no stack: its session is building a dataset, or did not answer within {ANSWER_TIMEOUT:g} s"

@@ -2,7 +2,7 @@
 
 Threads: the main thread receives requests, runs them one after the other, and sends small replies itself. A sender
 sends large replies while the next request is computed, and is started for the first of them. A watcher notices, in the
-middle of a task, a drain or the end of the client or session, and writes the stacks of all threads when asked.
+middle of a task, a drain or the end of the client or session, and tells the stacks of all threads when asked.
 
 No thread only reads: between two tasks the main thread takes in everything that has arrived. So a cancelled request is
 not begun, and a small task costs no change of thread. A call begins once the reply before it is sent, and a client
@@ -11,8 +11,10 @@ sends no more than :data:`~rpcdataloader.wire.outbox.WINDOW_BYTES` without answe
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -24,16 +26,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError, SerializationError
-from rpcdataloader.fetch.remote import load, share_batches
+from rpcdataloader.fetch.remote import close_loader, load, share_batches
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.host.parts import follow
 from rpcdataloader.server.datasets import DatasetTable
-from rpcdataloader.server.events import Drain, GaveUp, Link, Row, WantsStacks, WorkerConnection
+from rpcdataloader.server.events import Drain, GaveUp, Link, Row, Stacks, WantsStacks, WorkerConnection
 from rpcdataloader.server.logs import forward_warnings, redirect_output
-from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
+from rpcdataloader.server.processes import (
+    Life,
+    ended_after,
+    give_back_freed_memory,
+    keep_freed_memory,
+    name_process,
+    prefer_for_oom,
+    start_thread,
+)
 from rpcdataloader.server.requests import Meter
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import write_stacks
+from rpcdataloader.server.stacks import stacks
 from rpcdataloader.wire import transport as sockets
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import add_state, dumps_exception, summarize
@@ -52,7 +62,7 @@ from rpcdataloader.wire.messages import (
 from rpcdataloader.wire.outbox import Outbox
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
 from rpcdataloader.wire.shared import Lender
-from rpcdataloader.wire.slabs import PageablePool
+from rpcdataloader.wire.slabs import PageablePool, give_back_free_memory
 from rpcdataloader.wire.transport import Transport
 
 logger = logging.getLogger("rpcdataloader.worker")
@@ -60,6 +70,12 @@ logger = logging.getLogger("rpcdataloader.worker")
 # Nanoseconds between two looks for new requests and cancellations while requests are at hand: a look is a system call,
 # a good part of a task of a hundred microseconds.
 LOOK_PERIOD_NS = 1_000_000
+
+# Seconds without a request after which a worker gives back its free memory. It may be that of a loader between epochs.
+IDLE_SECONDS = 5.0
+
+# Seconds in which a worker whose client or session has gone ends its task, and lets user code clean up.
+END_TIMEOUT = 2.0
 
 # Larger replies are left to the sender. To wake it costs two changes of the interpreter lock's holder, which is more
 # than a small reply does. The kernels' buffers have room for that, as a client always reads.
@@ -121,14 +137,12 @@ class Worker:
         number: int,
         context: ServerContext,
         row: Row,
-        stacks: int,
     ) -> None:
         self._channel = channel
         self._session = session
         self._datasets = datasets
         self._context = context
         self._row = row
-        self._stacks = stacks
         self._where = f"worker {number} (pid {os.getpid()}) on {context.node}"
         # Objects of the client by handle: a counter, not an address, as one object may be held many times.
         self._held: dict[int, Any] = {}
@@ -143,6 +157,7 @@ class Worker:
         self._last_request = self._last_begun = 0  # numbers of the last call received, and begun
         self._cancelled: set[int] = set()  # calls of the inbox that the client has given up
         self._next_look = 0
+        self._has_given_back = False  # free memory, since the last request
         self._idle = 0  # measured wait for the first request of the inbox, in nanoseconds
         self._next_idle = 0
         self._meter = Meter()
@@ -151,7 +166,8 @@ class Worker:
         # A batch is sent while the next one is computed: a loader limits its own requests. Of remote calls, a script
         # can make thousands at once, with results of any size, so each result is sent before the next call.
         self._outbox = Outbox("rpcdl-send", self._sending_failed, channel)
-        # Written by the watcher on a drain.
+        # Written by the watcher on a drain, and when it notices that client or session have gone.
+        self._is_over = False
         self._drain_read, self._drain_write = os.pipe()
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -163,14 +179,14 @@ class Worker:
             share_batches(self._lender)
 
     def run(self) -> None:
-        """Serve until a drain or a retirement; the process exits inside when the client goes."""
+        """Serve until a drain or a retirement, or until the client goes."""
         if (limit := self._context.open_files) is not None:
             _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             with contextlib.suppress(ValueError):  # a dataset has set lower ones
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         if not self._context.is_local:
             forward_warnings(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
-        threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True).start()
+        start_thread("rpcdl-watch", self._watch)
         try:
             while self._life is Life.SERVING or self._inbox:
                 self._receive()
@@ -198,13 +214,23 @@ class Worker:
             while self._channel.recv() is not None:
                 pass
         except ConnectionLostError:
-            # The client did not wait for the end.
-            return
+            pass  # the client has gone, or its session
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
             # The client gets it on its control connection.
             self._session.send(GaveUp(str(exc)))
-            os._exit(1)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Let user code clean up: its stream, the datasets and objects of this process, and its exit functions."""
+        self._inbox.clear()
+        steps = self._held.clear, close_loader, self._datasets.drop_own, gc.collect, atexit._run_exitfuncs
+        with ended_after(END_TIMEOUT):
+            for step in steps:
+                try:
+                    step()
+                except BaseException:
+                    logger.warning("%s has raised an exception at its end", self._where, exc_info=True)
 
     # --- the main thread receives
 
@@ -221,6 +247,8 @@ class Worker:
             self._row.since[0], self._row.running[0], self._row.unanswered[0] = now, 0, 0
         ready = dict(self._poll.poll(0)) if self._inbox or transport.has_unread else self._wait(now)
         if self._drain_read in ready:
+            if self._is_over:
+                raise ConnectionLostError("the session has ended")
             self._begin_drain(Life.DRAINING)
         else:
             if ready:
@@ -248,6 +276,10 @@ class Worker:
         while self._is_unacknowledged():
             if ready := dict(self._poll.poll(sockets.CUT_OFF_PERIOD * 1000)):
                 return ready
+        if not self._has_given_back:
+            if ready := dict(self._poll.poll(IDLE_SECONDS * 1000)):
+                return ready
+            self._give_back()
         return dict(self._poll.poll(None))
 
     def _is_unacknowledged(self) -> bool:
@@ -262,6 +294,14 @@ class Worker:
         if transport.is_cut_off():
             raise RPCTimeoutError("its connection no longer carries data")
         return True
+
+    def _give_back(self) -> None:
+        """Give back free memory, once until the next request: workers of another loader may need it."""
+        self._has_given_back = True
+        give_back_free_memory()
+        give_back_freed_memory()
+        if self._lender is not None:
+            self._lender.give_back()
 
     def _begin_drain(self, life: Life) -> None:
         """Begin to drain: receive what has arrived, since the client is told the last request that gets an answer."""
@@ -287,8 +327,7 @@ class Worker:
     def _take(self) -> None:
         message = self._channel.recv()
         if message is None:
-            # The client is gone, so replies are useless.
-            os._exit(0)
+            raise ConnectionLostError("the client has gone")
         if message.type in (MessageType.CALL, MessageType.LOAD):
             if self._life is not Life.SERVING:
                 # Above the last request of the GOAWAY to come: the client gives it to another worker then. Accepting it
@@ -316,17 +355,19 @@ class Worker:
     # --- the sender
 
     def _sending_failed(self, error: BaseException) -> None:
-        if isinstance(error, RPCError):
-            # The client left while we wrote.
-            os._exit(0)
-        logger.error("%s: the sender failed", self._where, exc_info=error)
-        os._exit(1)
+        if isinstance(error, RPCError):  # the client left while we wrote
+            self._broken = error
+            self._outbox.drop()
+        else:
+            logger.error("%s: the sender failed", self._where, exc_info=error)
+            os._exit(1)
 
     # --- requests
 
     def _call(self, message: Message) -> None:
         """Run a call, and reply."""
         request_id = self._last_begun = message.request_id
+        self._has_given_back = False
         idle, self._idle = self._idle, 0
         if request_id in self._cancelled:
             self._cancelled.discard(request_id)
@@ -414,9 +455,14 @@ class Worker:
             for descriptor, _events in poll.poll():
                 received = self._session.recv() if descriptor == self._session.fileno() else None
                 if received is None:
-                    os._exit(0)
+                    # The main thread may be in the middle of a task, and has this time for that and for its end.
+                    self._is_over = True
+                    os.write(self._drain_write, b".")
+                    time.sleep(END_TIMEOUT)
+                    self._session.send(GaveUp("its end took too long"))
+                    os._exit(1)
                 match received[0]:
                     case Drain():
                         os.write(self._drain_write, b".")
                     case WantsStacks():
-                        write_stacks(self._stacks)
+                        self._session.send(Stacks(stacks()))

@@ -20,7 +20,7 @@ from rpcdataloader.status.report import NodeAnswer, Tree, as_text, make_document
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.register import Lookup, Register
-from rpcdataloader.wire.tls import TlsCredentials, client_tls
+from rpcdataloader.wire.tls import TlsFiles, client_tls
 from rpcdataloader.wire.transport import Deadline
 
 # The alternate screen of a terminal, which keeps the user's screen, without wrapping long lines.
@@ -194,7 +194,7 @@ class Nodes:
         ValueError: No node server is named, an address is malformed, or a place has no node server of its own.
     """
 
-    def __init__(self, places: Sequence[str], tls: TlsCredentials | None, timeout: float) -> None:
+    def __init__(self, places: Sequence[str], tls: TlsFiles | None, timeout: float) -> None:
         self.document: Tree | None = None
         self.nowhere: list[str] = []
         self._answered: dict[str, Tree] = {}  # the nodes of the last look, each at its last answer, by address

@@ -48,9 +48,11 @@ from rpcdataloader.wire.handshake import (
     Handshake,
     Identity,
     Preamble,
+    Refusal,
     TlsError,
+    UnavailableError,
 )
-from rpcdataloader.wire.tls import VARIABLES, TlsCredentials, TlsFiles, TlsTransport
+from rpcdataloader.wire.tls import VARIABLES, TlsFiles, TlsTransport, reason_of
 from rpcdataloader.wire.transport import Deadline, Transport, without_start
 
 
@@ -218,7 +220,7 @@ def open_channel(
     retry: bool = False,
     tell: Callable[[str], None] = lambda _reason: None,
     host: str = "",
-    tls: TlsCredentials | None = None,
+    tls: TlsFiles | None = None,
 ) -> Channel:
     """Connect to a node server and authenticate both sides.
 
@@ -227,9 +229,12 @@ def open_channel(
         deadline: Bounds connecting and the handshake together.
         retry, host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
         tell: Function that takes the reason for which the server is still waited for, whenever that changes.
-        tls: TLS credentials; None without TLS. Not for Unix sockets, which cannot be listened in on.
+        tls: Files for TLS; None without TLS. They are read now, as they may have been renewed. Not for Unix sockets,
+            which cannot be listened in on.
 
     Raises:
+        UnavailableError: The server, or this process, has no room for a connection now, or its certificate is being
+            renewed.
         ConnectError: No server listens there.
         AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
@@ -241,10 +246,15 @@ def open_channel(
             transport.require_same_user()
         handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))
         if tls is not None:
+            try:
+                credentials_of_tls = tls.load("client")
+            except TlsError as exc:  # they could be used before
+                raise UnavailableError(str(exc)) from exc
             transport.limit(deadline)
             transport.send([handshake.preamble_to_send()])
-            transport = secure = TlsTransport(transport, tls, address.host)
-            secure.shake_hands(deadline)
+            secure = TlsTransport(transport, credentials_of_tls, address.host)
+            secure.shake_hands(deadline, functools.partial(_shake_hands, transport, handshake, deadline))
+            transport = secure
         established = _shake_hands(transport, handshake, deadline)
         transport.limit(Deadline(None))
         return Channel(transport, established, session_id, str(address))
@@ -256,6 +266,8 @@ def open_channel(
                     f"{address} accepted the connection, but did not finish the handshake in time "
                     "(is it a node server of this package? is it overloaded?)"
                 ) from exc
+            case UnavailableError():
+                raise UnavailableError(f"{address}: {exc}") from exc
             case RemoteProtocolError():
                 raise RemoteProtocolError(f"{address}: {exc}") from exc
             case TlsError():
@@ -291,6 +303,7 @@ def accept_channel(
 
     Raises:
         AuthenticationError: The client does not know the secret, or its certificate is not accepted.
+        UnavailableError: This server's own files for TLS cannot be used now.
         RemoteProtocolError: The client speaks another protocol or version, or broke this one.
     """
     if credentials.insecure:
@@ -311,7 +324,6 @@ def accept_channel(
 
 
 def _accept_tls(transport: Transport, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsTransport:
-    answer: TlsError | None = None
     try:
         if files is None:
             raise TlsError(
@@ -322,16 +334,26 @@ def _accept_tls(transport: Transport, handshake: Handshake, preamble: Preamble, 
             raise TlsError(
                 f"this node server requires TLS, and the client does not speak it; set {VARIABLES} for the client"
             )
-        # An unauthenticated client learns nothing of the server's files.
-        answer = TlsError("this node server can no longer use its own certificate; its log says why")
-        credentials = files.load("server")
-    except TlsError as exc:
-        handshake.refuse(answer or exc)
-        _send_farewell(transport, handshake.data_to_send())
+        try:
+            credentials = files.load("server")
+        except TlsError as exc:  # it could be used before, and may be about to be renewed
+            raise UnavailableError(str(exc)) from exc
+    except (TlsError, UnavailableError) as exc:
+        _refuse(transport, handshake, exc)
         raise
     secure = TlsTransport(transport, credentials)
     secure.shake_hands(Deadline(None))
     return secure
+
+
+def _refuse(transport: Transport, handshake: Handshake, error: Refusal) -> None:
+    if isinstance(error, UnavailableError):
+        # An unauthenticated client learns OpenSSL's words, and nothing of the server's files.
+        cause = error.__cause__ and error.__cause__.__cause__
+        reason = reason_of(cause) if isinstance(cause, OSError) else "they are not safe"
+        error = UnavailableError(f"it cannot use its own certificate and key ({reason}); its log says more")
+    handshake.refuse(error)
+    _send_farewell(transport, handshake.data_to_send())
 
 
 def _shake_hands(transport: Transport, handshake: Handshake, deadline: Deadline) -> Established:

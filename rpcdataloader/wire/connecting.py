@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.handshake import UnavailableError
 from rpcdataloader.wire.transport import TRAINER_SEND_BYTES, Deadline, Transport, peer_uid, shut_down, tune
 
 # sockaddr_un holds 108 bytes, including the final zero.
@@ -48,8 +49,8 @@ PROBE_TIMEOUT = 0.4
 # Seconds to wait for another server that starts in the same folder; any program that can read it may hold its lock.
 LOCK_TIMEOUT = 5.0
 
-# accept(2)'s errors when this process or the system has no room; all others concern that one connection.
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+# Errors of this process or the system, which have no room; all others of accept(2) concern that one connection.
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def connect(
@@ -70,6 +71,7 @@ def connect(
         host: IP address to use, where the name of ``address`` has been resolved before.
 
     Raises:
+        UnavailableError: This process, or its machine, has no room for a connection now.
         ConnectError: No server answered before the deadline; the message says why.
     """
     pause = 0.05
@@ -77,6 +79,8 @@ def connect(
         try:
             return _connect_once(address, deadline, host or address.host)
         except OSError as exc:
+            if exc.errno in EXHAUSTED:
+                raise UnavailableError(f"cannot connect to {address}: {_reason(exc)}") from exc
             is_full = exc.errno == errno.EAGAIN  # the queue of a Unix socket
             if not (retry or is_full) or not _may_pass(exc) or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
@@ -324,7 +328,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, str, str] | None:
     try:
         sock, address = listener.accept()
     except OSError as exc:
-        if exc.errno in _EXHAUSTED:
+        if exc.errno in EXHAUSTED:
             raise ConnectError(exc.strerror) from exc
         return None
     sock.settimeout(None)  # user code that was preloaded may have set a default timeout

@@ -28,7 +28,7 @@ from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
 # Magic, type, flags, size of the header, request id, bytes of the payload, number of blocks, reserved, digest, MAC.
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
-_MAGIC = b"RPDL"
+MAGIC = b"RPDL"
 
 # First bytes of other protocols' answers to a client's first message. HTTP/0.9 has no status line.
 _OTHERS = (b"HTTP/", "an HTTP server"), (b"<", "an HTTP server"), (b"SSH-", "an SSH server")
@@ -270,7 +270,7 @@ def encode(
     digest = hashlib.sha256(table)
     digest.update(payload)
     header = _SEALED_PART.pack(
-        _MAGIC, type, flags, HEADER_SIZE, request_id, len(payload), len(sizes), 0, digest.digest()
+        MAGIC, type, flags, HEADER_SIZE, request_id, len(payload), len(sizes), 0, digest.digest()
     )
     mac = _NO_MAC if sealer is None else sealer.seal(header)
     encoded: list[bytes | memoryview]
@@ -354,7 +354,7 @@ class Decoder:
 
     @staticmethod
     def _check_magic(start: bytes) -> None:
-        if not start.startswith(_MAGIC) and not _MAGIC.startswith(start):
+        if not start.startswith(MAGIC) and not MAGIC.startswith(start):
             known = next((name for sign, name in _OTHERS if start.startswith(sign)), None)
             what = "the peer sent no message" if known is None else f"{known} answers there"
             raise RemoteProtocolError(f"{what}: {start[:4]!r} is where one should begin")

@@ -24,8 +24,8 @@ import struct
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Sealer, encode
+from rpcdataloader.errors import AuthenticationError, ConnectError, LocalProtocolError, RemoteProtocolError
+from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, MAGIC, Message, MessageType, Sealer, encode
 from rpcdataloader.wire.messages import printable, read_json
 
 PROTOCOL_VERSION = 4
@@ -124,6 +124,16 @@ class TlsError(AuthenticationError):
     """TLS failed, or only one of the two sides uses it; their secrets have not been compared."""
 
 
+class UnavailableError(ConnectError):
+    """A connection cannot be made or served now, for a reason that may pass: try again later."""
+
+
+Refusal = AuthenticationError | RemoteProtocolError | UnavailableError
+
+# The first byte of a refusal in clear. Those of TLS begin with the type of a record, below 32.
+IN_CLEAR = MAGIC[:1]
+
+
 class Handshake:
     """One side: HELLO, then AUTH, each once. The client's preamble and HELLO are ready to send from the start.
 
@@ -202,7 +212,7 @@ class Handshake:
                 self.refuse(error)
             raise
 
-    def refuse(self, error: AuthenticationError | RemoteProtocolError) -> None:
+    def refuse(self, error: Refusal) -> None:
         """Tell the peer, with the next data to send, why the connection is refused."""
         self._expected = None
         self._outgoing += encode_refusal(error)
@@ -268,24 +278,32 @@ class _IncompatibleError(RemoteProtocolError):
 # In this order, since the classes are related. "protocol" stands for every other reason, known or not.
 _REFUSALS: dict[str, type[Exception]] = {
     "tls": TlsError,
+    "unavailable": UnavailableError,
     "authentication": AuthenticationError,
     "version": _IncompatibleError,
     "protocol": RemoteProtocolError,
 }
 
 
-def encode_refusal(error: AuthenticationError | RemoteProtocolError) -> bytes:
+def encode_refusal(error: Refusal) -> bytes:
     """The message of a side that refuses a connection."""
     code = next(code for code, error_class in _REFUSALS.items() if isinstance(error, error_class))
     return _encode(MessageType.REFUSED, _dump(code=code, text=str(error)[:_MAX_REFUSAL_CHARS]))
+
+
+def refusal_in(message: Message, peer: str) -> Exception:
+    """The error of a REFUSED message."""
+    return _refusal_received(_load(message), peer)
 
 
 def _refusal_received(content: dict[str, Any], peer: str) -> Exception:
     code, text = content.get("code"), content.get("text")
     if not isinstance(code, str) or not isinstance(text, str):
         return RemoteProtocolError(f"the {peer} refused this connection without a reason")
-    error_class = _REFUSALS.get(code, RemoteProtocolError)
-    return error_class(f"the {peer} refused this connection: {_printable(text, _MAX_REFUSAL_CHARS)}")
+    error_class, text = _REFUSALS.get(code, RemoteProtocolError), _printable(text, _MAX_REFUSAL_CHARS)
+    if error_class is UnavailableError:
+        return UnavailableError(f"the {peer} cannot serve this connection now: {text}")
+    return error_class(f"the {peer} refused this connection: {text}")
 
 
 def _check_compatible(ours: Identity, peer: Identity) -> None:

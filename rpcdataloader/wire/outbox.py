@@ -149,6 +149,15 @@ class Outbox:
         with self._lock:
             return self._changed.wait_for(lambda: self.is_idle, timeout)
 
+    def drop(self) -> None:
+        """Drop what is not sent; for the end of the thread, whose connection is lost."""
+        with self._lock:
+            self._is_closed, self._is_busy = True, False
+            self._requests.clear()
+            self._waiting.clear()
+            self._cancelled.clear()
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Drop what is not sent, and wait for the thread, whose connection was shut down."""
         with self._lock:

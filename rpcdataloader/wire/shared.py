@@ -189,9 +189,18 @@ class Lender:
             if not piece.num_uses:
                 del self._used[piece.address]
                 self._shelf.put(piece, piece.size_bytes)
-        for piece in self._shelf.take_unused():
+        self._set_aside(self._shelf.take_unused())
+
+    def _set_aside(self, pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
             piece.free_pages()
             self._aside[piece.size_bytes].append(piece)
+
+    def give_back(self) -> None:
+        """Give the kernel the pages of all free memory."""
+        with self._lock:
+            self._collect()
+            self._set_aside(self._shelf.take_all())
 
     def lend(self, buffers: list[Any]) -> None:
         """Replace the large buffers of a message that is about to be sent by shared blocks.

@@ -80,6 +80,13 @@ class Shelf(Generic[P]):
             unused.append(piece)
         return unused
 
+    def take_all(self) -> list[P]:
+        """Take out all pieces."""
+        pieces = [piece for each in self._free.values() for piece, _num_leases in each]
+        self._free.clear()
+        self._num_free = self.kept_bytes = 0
+        return pieces
+
     def _removed(self, size_bytes: int) -> None:
         self._num_free -= 1
         self.kept_bytes -= size_bytes

@@ -96,6 +96,12 @@ class PageablePool:
             self._shelf.put(memory, len(memory))
         self._shelf.take_unused()  # unmapped with its last reference
 
+    def give_back(self) -> None:
+        """Give the kernel all free memory."""
+        with self._lock:
+            self._collect()
+            self._shelf.take_all()
+
     def _kept_bytes(self) -> int:
         return self._shelf.kept_bytes
 
@@ -209,6 +215,12 @@ def _map(capacity: int) -> mmap.mmap:
 
 
 _pools: weakref.WeakSet[PageablePool] = weakref.WeakSet()
+
+
+def give_back_free_memory() -> None:
+    """Give the kernel the free memory of all pools of this process."""
+    for pool in list(_pools):
+        pool.give_back()
 
 
 def _start_pools_empty() -> None:

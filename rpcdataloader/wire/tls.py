@@ -16,14 +16,14 @@ import ssl
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.trust import UnsafeFileError, read_safely
 from rpcdataloader.wire.frames import as_bytes
-from rpcdataloader.wire.handshake import TlsError
+from rpcdataloader.wire.handshake import IN_CLEAR, TlsError
 from rpcdataloader.wire.transport import Deadline, Transport, Views
 
 # The unit of one system call and of one hold of the lock: some 50 us of encryption.
@@ -106,8 +106,8 @@ def name_files(names: tuple[str, str, str], values: tuple[str, str, str]) -> Tls
     return TlsFiles(*(os.path.abspath(os.path.expanduser(value)) for value in values))
 
 
-def client_tls(environ: Mapping[str, str] = os.environ) -> TlsCredentials | None:
-    """The client's TLS credentials from the files that three environment variables name; None if they are unset.
+def client_tls(environ: Mapping[str, str] = os.environ) -> TlsFiles | None:
+    """The client's files that three environment variables name, which can be used; None if they are unset.
 
     Raises:
         ValueError: Only some of the variables are set.
@@ -116,7 +116,9 @@ def client_tls(environ: Mapping[str, str] = os.environ) -> TlsCredentials | None
     names = CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE
     cert, key, ca = (environ.get(name, "") for name in names)
     files = name_files(names, (cert, key, ca))
-    return None if files is None else files.load("client")
+    if files is not None:
+        files.load("client")  # each connection does so again; here errors come before anything is started
+    return files
 
 
 def _check_key(path: str) -> None:
@@ -184,8 +186,11 @@ class TlsTransport(Transport):
         self._deadline = deadline
         super().limit(deadline)
 
-    def shake_hands(self, deadline: Deadline) -> None:
+    def shake_hands(self, deadline: Deadline, in_clear: Callable[[], object] = lambda: None) -> None:
         """Agree on keys, and check the certificate of the other side.
+
+        Args:
+            in_clear: Function to call when the other side answers without TLS, as a refusal does. It reads the answer.
 
         Raises:
             TlsError: One side does not accept the other.
@@ -206,6 +211,8 @@ class TlsTransport(Transport):
             self._flush()
             if self._agreed:
                 return
+            if not self._traffic[0] and self.peek() == IN_CLEAR:
+                in_clear()
             if not self._receive(0):
                 raise ConnectionLostError(f"{self.name} closed the connection during the handshake of TLS")
 

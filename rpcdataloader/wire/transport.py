@@ -202,6 +202,13 @@ class Transport:
                 break
         return filled
 
+    def peek(self) -> bytes:
+        """Wait for the next byte, and leave it where it is; empty at the end of file, or after an error."""
+        try:
+            return self._sock.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return b""  # the next receive sees the same
+
     @property
     def has_unread(self) -> bool:
         """Whether bytes that were read ahead wait for the reader."""

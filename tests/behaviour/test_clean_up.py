@@ -1,16 +1,25 @@
-"""At the end of a training, sessions let their datasets clean up after themselves, within a time limit."""
+"""At their end, sessions and workers let user code clean up, within a time limit; programs end with them."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-from rpcdataloader import RPCDataloader
-from tests.conftest import TIMEOUT_SCALE, is_running, occupied, wait_until
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.errors import RPCTimeoutError
+from tests.conftest import TIMEOUT_SCALE, close_client, is_running, occupied, wait_until
 from tests.support.clocks import in_server
+from tests.support.crew import workers_of
+from tests.support.datasets import Numbers
+from tests.support.peers import session_of
 
 TRAINING = """
 import atexit, os, sys, tempfile, time
@@ -117,3 +126,149 @@ def test_stream_that_the_loop_leaves_in_this_process_is_closed_at_once(workers):
     for _batch in loader:
         break
     assert dataset.is_closed
+
+
+# Workers
+
+
+class Unpacked(IterableDataset):
+    """Unpacks into a folder of each stream, and writes a log, to a buffered file."""
+
+    def __init__(self, folder, seconds=0.0):
+        self.folder = folder
+        self.seconds = seconds
+
+    def __iter__(self):
+        stream = get_worker_info().id
+        with tempfile.TemporaryDirectory(dir=self.folder), open(f"{self.folder}/log-{stream}", "w") as log:
+            try:
+                for number in range(1000):
+                    log.write(f"{number}\n")
+                    yield number
+            finally:
+                time.sleep(self.seconds)
+
+
+@pytest.mark.usefixtures("clean_client")
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_streams_that_the_loop_leaves_clean_up(shared_server, tmp_path, persistent_workers):
+    dataset = RPCDataset(shared_server.address, Unpacked, str(tmp_path))
+    loader = RPCDataloader(dataset, 5, num_workers=2, persistent_workers=persistent_workers)
+    for _epoch in range(2):
+        iterator = iter(loader)
+        assert len([next(iterator) for _ in range(2)]) == 2  # one of each stream
+        del iterator
+    del loader, dataset
+    close_client()
+    logs = ["log-0", "log-1"]
+    wait_until(lambda: sorted(os.listdir(tmp_path)) == logs, what=lambda: f"{os.listdir(tmp_path)} {shared_server.log}")
+    for stream in range(2):
+        assert (tmp_path / f"log-{stream}").read_text().startswith("0\n1\n")
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_worker_that_does_not_come_to_its_end_is_ended(serve, tmp_path):
+    server = serve("--num-workers", "1", before=in_server("end of a worker"))
+    iterator = iter(RPCDataloader(RPCDataset(server.address, Unpacked, str(tmp_path), 1000.0), 5, num_workers=1))
+    next(iterator)
+    (worker,) = workers_of(iterator)
+    del iterator
+    server.logged("worker 1 of .*its end took too long")
+    assert not is_running(worker.pid)
+
+
+class Scratch(Numbers):
+    """Has a folder, a file that goes with it, and one that goes with its process."""
+
+    def __init__(self, folder):
+        super().__init__(8)
+        self.folder = tempfile.TemporaryDirectory(dir=folder)
+        self.file = Path(folder, f"file-{os.getpid()}")
+        self.file.touch()
+        lasting = Path(folder, f"lasting-{os.getpid()}")
+        lasting.touch()
+        atexit.register(lasting.unlink)
+
+    def __getitem__(self, index):
+        assert os.path.isdir(self.folder.name)
+        return index
+
+    def __del__(self):
+        self.file.unlink()
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_datasets_that_workers_have_built_clean_up(shared_server, tmp_path):
+    dataset = RPCDataset(shared_server.address, Scratch, str(tmp_path), build="worker")
+    for _epoch in range(2):
+        assert list(RPCDataloader(dataset, None, num_workers=2)) == list(range(8))
+    del dataset
+    close_client()
+    wait_until(lambda: not os.listdir(tmp_path), what=lambda: str(os.listdir(tmp_path)))
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_datasets_that_workers_have_inherited_stay(shared_server, tmp_path):
+    dataset = RPCDataset(shared_server.address, Scratch, str(tmp_path))
+    for _epoch in range(3):
+        assert list(RPCDataloader(dataset, None, num_workers=2)) == list(range(8))
+    assert len(os.listdir(tmp_path)) == 3
+    close_client()
+    wait_until(lambda: not os.listdir(tmp_path), what=lambda: str(os.listdir(tmp_path)))
+
+
+# Programs
+
+
+def start_program(folder):
+    """A program that has started another one, whose number it has written down."""
+    script = f"sleep 1000 & echo $! > {folder}/part-{os.getpid()}; mv {folder}/part-* {folder}/program; wait"
+    subprocess.Popen(["sh", "-c", script])
+
+
+def run_program(folder):
+    start_program(folder)
+    os.wait()
+
+
+def program_of(folder):
+    """Wait for the program."""
+    wait_until((folder / "program").exists)
+    return int((folder / "program").read_text())
+
+
+class Hanging(Numbers):
+    def __init__(self, folder):
+        super().__init__(8)
+        self.folder = folder
+
+    def __getitem__(self, index):
+        run_program(self.folder)
+        return index
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_programs_end_with_a_worker_that_takes_too_long(shared_server, tmp_path):
+    dataset = RPCDataset(shared_server.address, Hanging, str(tmp_path))
+    loader = RPCDataloader(dataset, None, num_workers=1, task_timeout=1, max_retries=1)
+    with pytest.raises(RPCTimeoutError):
+        next(iter(loader))
+    program = program_of(tmp_path)
+    wait_until(lambda: not is_running(program))
+
+
+@pytest.mark.usefixtures("clean_client")
+@pytest.mark.parametrize("how", ["the client closes", "the session is killed", "the session has started it"])
+def test_programs_end_with_their_session(shared_server, tmp_path, how):
+    session = session_of(shared_server.address)
+    if how == "the session has started it":
+        session.call(start_program, str(tmp_path)).wait()
+    else:
+        rpc_async(shared_server.address, run_program, args=(str(tmp_path),), timeout=None)
+    program = program_of(tmp_path)
+    assert is_running(program)
+    if how == "the client closes":
+        close_client()
+    else:
+        os.kill(session.wait().pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(program))

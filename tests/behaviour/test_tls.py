@@ -19,7 +19,7 @@ import torch
 from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
-from tests.conftest import TIMEOUT_SCALE, close_client
+from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support.datasets import Filled
 from tests.support.peers import preamble, session_of
 from tests.support.quick import quick_server
@@ -122,7 +122,7 @@ def test_client_without_tls_is_told_what_the_server_wants(server, trace):
 def test_server_without_tls_is_refused(plain_server, certificates, monkeypatch, trace):
     use(monkeypatch, certificates)
     said = refusal_of(plain_server.address, trace)
-    assert "failed: wrong version number (here: certificate " in said
+    assert "the client speaks TLS and this node server does not; start the server with --tls-cert" in said
     assert "secret" not in said
     plain_server.logged("refused 127.*: the client speaks TLS and this node server does not")
 
@@ -158,7 +158,7 @@ def test_client_that_shows_no_certificate(server, certificates):
     server.logged(r"refused .*TLS failed: peer did not return a certificate")
 
 
-def test_renewed_certificates_serve_new_connections(zygote, certificates, monkeypatch, tmp_path, trace):
+def test_renewed_certificates_serve_new_connections(zygote, certificates, monkeypatch, tmp_path, trace, caplog):
     """A server runs for longer than a certificate may be valid."""
     for name in ("expired.pem", "expired.key", "ca.pem"):
         shutil.copy(certificates / name, tmp_path / name.replace("expired", "mine"))
@@ -166,15 +166,42 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
     with quick_server(zygote, *options(tmp_path, "mine")) as server:
         assert "has expired" in refusal_of(server.address, trace)
         shutil.copy(certificates / "node.pem", tmp_path / "mine.pem")
-        assert "failed: wrong version number" in refusal_of(server.address, trace)
+        # Two files cannot be replaced at one moment: a connection in between waits, and is told why.
+        call = rpc_async(server.address, os.getppid)
+        wait_until(lambda: "cannot use its own certificate and key (key values mismatch)" in caplog.text)
+        assert f"waiting for {server.address}: the node server cannot serve this connection now" in caplog.text
+        assert not call.done()
         server.logged("refused .*the TLS certificate .*/mine.pem and the key .*/mine.key cannot be used: .*mismatch")
+        assert "mine.key" not in caplog.text  # what strangers are told, too
         shutil.copy(certificates / "node.key", tmp_path / "mine.key")
+        assert call.wait() in server.processes()
+        close_client()
+        assert server.log.count("cannot be used") == 1  # and not for each attempt
         assert session_of(server.address).wait().pid in server.processes()
         # A worker, too, reads them: forked by a session that has seen the good ones.
         shutil.copy(certificates / "expired.pem", tmp_path / "mine.pem")
         shutil.copy(certificates / "expired.key", tmp_path / "mine.key")
         with pytest.raises(AuthenticationError, match="has expired"):
             rpc_async(server.address, os.getppid).wait()
+
+
+def test_trainer_reads_renewed_certificates(server, certificates, monkeypatch, tmp_path, caplog):
+    """It, too, may run for longer than they are valid."""
+    for name in ("node.pem", "node.key", "ca.pem"):
+        shutil.copy(certificates / name, tmp_path / name.replace("node", "mine"))
+    use(monkeypatch, tmp_path, "mine")
+    loader = RPCDataloader(RPCDataset(server.address, Filled, 24, 10), batch_size=4, num_workers=1)
+    assert len(list(loader)) == 6
+    shutil.copy(certificates / "stranger.pem", tmp_path / "mine.pem")
+    batches = iter(loader)
+    wait_until(lambda: re.search("waiting for a worker: .*mine.key cannot be used: .*mismatch", caplog.text))
+    shutil.copy(certificates / "node.pem", tmp_path / "mine.pem")
+    assert len(list(batches)) == 6
+    for end in ("pem", "key"):
+        shutil.copy(certificates / f"expired.{end}", tmp_path / f"mine.{end}")
+    close_client()
+    with pytest.raises(AuthenticationError, match="certificate expired"):
+        rpc_async(server.address, os.getpid).wait()
 
 
 def test_session_ends_when_somebody_changes_what_it_gets(server, certificates, monkeypatch):

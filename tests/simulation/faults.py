@@ -106,7 +106,7 @@ def _end_draining(cluster: Cluster, node: Node, incarnation: int, fault: Fault) 
 
 
 def _spoil(cluster: Cluster, node: Node, fault: Fault) -> None:
-    """It lets nobody in, or ends some of its workers, or user code raises in most first requests to them."""
+    """It lets nobody in, or only some or late, or ends some of its workers, or most first requests to them raise."""
     node.until[fault.kind] = cluster.now + fault.size * 100 * cluster.scenario.seconds
 
 
@@ -190,6 +190,8 @@ _NODE_FAULTS: dict[str, Callable[[Cluster, Node, Fault], None]] = {
     "drain node": _drain_node,
     "flapping node": _spoil,
     "full node": _spoil,
+    "refused forks": _spoil,
+    "late answers": _spoil,
     "foreign node": _replace,
     "broken node": _replace,
     "mute node": _mute,

@@ -17,6 +17,8 @@ from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN
 from rpcdataloader.plan.table import Entry
 
+SOONEST, LATEST = 1.0, 30.0  # seconds until a node that had no room is asked again
+
 MAX_RAISED = 3  # first requests that raise in a row, after which a node is no longer used
 
 _TINY = 1e-9
@@ -71,6 +73,7 @@ class Place:
 
     home: str
     closed: bool = False
+    is_full: bool = False  # closed until its home is asked again
     refused: set[str] = field(default_factory=set)
     worker: int = 0  # the last one that was opened here; 0 when that is lost
 
@@ -98,6 +101,10 @@ class Judge:
         self.tried: set[str] = set()  # sought, and failed once
         self.seek_late_at: dict[str, float] = {}  # when the present try has taken too long
         self.joining: set[str] = set()
+        self.full: dict[str, float] = {}  # nodes that had no room; since when
+        self.short: set[str] = set()  # nodes that have refused a worker since one has come
+        self.asked_again: set[str] = set()  # at this moment
+        self.is_larger = False  # True if places were opened since the last actions
         self.silent: set[str] = set()  # where a worker has not come in time, until one comes
         self.incarnations: dict[str, Hashable] = {}
         self.told: set[tuple[str, int | None]] = set()  # nodes whose loss the user knows of
@@ -187,7 +194,10 @@ class Judge:
         has_other_homes = not self.is_iterable and any(place.home not in self.hopeless for place in self.places)
         for place in self.places:
             place.closed = has_other_homes and place.home in self.hopeless
+            place.is_full = False
             place.refused.clear()
+        self.full.clear()
+        self.short.clear()
         for number, member in self.members.items():
             member.at_work = False
             member.began = math.inf if member.began == math.inf else -math.inf
@@ -233,6 +243,8 @@ class Judge:
         member = self.members[number]
         if member.closed:
             return
+        if member.node not in self.full:
+            self.short.discard(member.node)
         member.joined = True
         member.late_at = math.inf
         self.silent.discard(member.node)
@@ -312,9 +324,11 @@ class Judge:
             self.silent.discard(member.node)
         if was_refused and not member.sent_away:
             place.refused.add(member.node)
+            self.full.setdefault(member.node, math.inf)
+            self.short.add(member.node)
             others = [other for other in self.members.values() if other.place == member.place and not other.sent_away]
             if not self.is_iterable and not others and member.node == place.home:
-                place.closed = True
+                place.closed = place.is_full = True
         is_current = self.incarnations.get(member.node) == member.incarnation
         if is_current and (not node_is_up or (not came and not was_refused)):
             self.up.discard(member.node)
@@ -326,6 +340,7 @@ class Judge:
             self.num_deaths += 1
             if self.num_deaths > self.max_deaths:
                 place.closed = True
+                place.is_full = False
                 place.refused.clear()
 
     def _leave(self, number: int, member: Member) -> None:
@@ -408,7 +423,7 @@ class Judge:
                 self.hopeless.discard(node)
                 for number, place in enumerate(self.places):
                     if place.home == node and (not self.is_iterable or number in self.turn):
-                        place.closed = False
+                        place.closed = place.is_full = False
             else:
                 self.hopeless.discard(node)
                 self.joining.add(node)
@@ -441,12 +456,23 @@ class Judge:
         """The loop wants no more workers than these: those of the first places."""
         self.most = most
         if most is not None and most > len(self._used()) and not self.is_iterable:
-            for place in self.places:  # a node may have room by now
-                if place.home in place.refused and place.home not in self.hopeless:
-                    place.refused.discard(place.home)
-                    place.closed = False
+            for home in {place.home for place in self.places if place.is_full}:  # it may have room by now
+                self._reopen(home)
         self._resize()
         self.is_changed = True
+
+    def ask_again(self, node: str) -> None:
+        """A node that had no room is asked for the workers that it has refused."""
+        assert node in self.full, f"{node} is asked again, and has refused nothing"
+        self.asked_again.add(node)
+        self._reopen(node)
+        self.is_larger = self.is_changed = True
+
+    def _reopen(self, node: str) -> None:
+        for place in self.places:
+            place.refused.discard(node)
+            if place.is_full and place.home == node and node not in self.hopeless:
+                place.closed = place.is_full = False
 
     def _used(self) -> list[int]:
         return [number for number, place in enumerate(self.places) if not place.closed][: self.most]
@@ -466,10 +492,17 @@ class Judge:
 
     # What is to be done
 
+    def acts(self) -> None:
+        """The engine is about to decide what is to be done."""
+        if self.is_larger:
+            self.is_larger = False
+            self._resize()
+
     def acted(self, actions: list[actions.Action], now: float) -> None:
         """Look at what the engine wants done, and at what it has forgotten."""
         if self.is_changed and self.most is not None:
             self._send_superfluous_away()
+        self.full = {node: min(since, now) for node, since in self.full.items()}
         for action in actions:
             getattr(self, f"_see_{type(action).__name__.lower()}")(action, now)
         assert not self.to_cancel, f"copies that nobody waits for are not cancelled: {self.to_cancel}"
@@ -691,9 +724,16 @@ class Judge:
 
     def _check_stuck(self, now: float) -> None:
         """Look whether no worker is left that can go on, or, of streams, one is missing."""
-        is_stuck = not self.members
+        sure = {
+            number
+            for number, each in self.members.items()
+            if each.joined or each.sent_away or each.node not in self.short
+        }
+        is_stuck = not sure
         if self.is_iterable:
-            is_stuck = any(not self.places[stream].worker for stream in self.turn)
+            there = {self.members[number].place for number in sure if not self.members[number].sent_away}
+            there |= {place for place, other in enumerate(self.places) if other.worker in sure}
+            is_stuck = any(stream not in there for stream in self.turn)
         if not is_stuck:
             self.stuck_since = self.asked_since = None
         elif self.stuck_since is None:
@@ -711,6 +751,8 @@ class Judge:
         late_at = min((member.late_at for member in self.members.values() if not member.sent_away), default=math.inf)
         late_at = min(late_at, *(self.seek_late_at[node] for node in self.seeking), math.inf)
         assert due <= late_at + _TINY, f"a node is late at {late_at}, and the engine waits until {due}"
+        ask_at = min(self.full.values(), default=math.inf) + LATEST
+        assert due <= ask_at + _TINY, f"a node is to be asked again at {ask_at}, and the engine waits until {due}"
         if self.stuck_since is None:
             return
         if self.asked_since is None:
@@ -720,10 +762,14 @@ class Judge:
 
     @property
     def is_hopeful(self) -> bool:
-        return bool(self.seeking) or self.expects_more
+        return bool(self.seeking or self.short - self.hopeless) or self.expects_more
 
     def ticked(self, failure: BaseException | None, now: float) -> None:
         """The engine was told the time."""
+        for node in self.asked_again:
+            since = self.full.pop(node)
+            assert now >= since + SOONEST - _TINY, f"{node} is asked again after {now - since} s"
+        self.asked_again.clear()
         self._check_stuck(now)
         for node in self.seeking:
             if self.seek_late_at[node] <= now:

@@ -75,6 +75,7 @@ class JudgedEngine(Engine[str]):
                 self.at_end(action)
 
     def act(self, now: float) -> list[Action]:
+        self.judge.acts()
         actions = super().act(now)
         self.judge.acted(actions, now)
         return actions
@@ -115,7 +116,7 @@ class JudgedCrew(Crew[str]):
         super().node_hopeless(node, error)
 
 
-_tell(JudgedCrew, "use", "node_up", "node_failed", "open_failed", "add_nodes")
+_tell(JudgedCrew, "use", "node_up", "node_failed", "open_failed", "add_nodes", "ask_again")
 
 
 class JudgedTable(Table):

@@ -341,6 +341,14 @@ class Pass:
                 cluster.at(min(deadline, node.mute_until), self.connect, worker, deadline)
             else:
                 cluster.die(worker, REFUSED)
+        elif node.has("late answers", now) and now < deadline and cluster.random.random() < 0.7:
+            delay = cluster.random.random() * cluster.scenario.options.connect_timeout
+            cluster.at(min(deadline, now + delay), self.connect, worker, deadline)
+        elif now >= deadline:
+            cluster.die(worker, REFUSED)
+        elif node.has("refused forks", now) and cluster.random.random() < 0.7:
+            worker.was_refused = True
+            cluster.die(worker, REFUSED)
         elif node.has("full node", now) or node.used >= node.room:
             if now < deadline and worker.keep_waiting():
                 cluster.after(1.0, self.connect, worker, deadline)

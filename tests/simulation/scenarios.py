@@ -56,6 +56,8 @@ KINDS = {
     "drain node": 0.3,
     "flapping node": 0.2,
     "full node": 0.3,
+    "refused forks": 0.3,
+    "late answers": 0.3,
     "foreign node": 0.1,
     "broken node": 0.05,
     "mute node": 0.3,

@@ -48,6 +48,10 @@ CLOCKS_OF_SERVERS: dict[str, dict[str, float]] = {
     # Until a session that does not end is killed; 2 s.
     "end of a session": {"clients.END_TIMEOUT": 0.2},
     "end of a session, for ever": {"clients.END_TIMEOUT": 600.0},
+    # Until a worker whose client has gone is ended; 2 s.
+    "end of a worker": {"worker.END_TIMEOUT": 0.2},
+    # Until a worker without requests gives back memory; 5 s.
+    "idle": {"worker.IDLE_SECONDS": 0.2},
     # Between two writes of its file in a register; 10 s.
     "renewal": {"node.RENEWAL_PERIOD": 0.05},
     # Until standard input that says nothing is an end; 60 s.

@@ -26,9 +26,10 @@ def test_bad_ports_are_refused_when_the_settings_are_made(port):
         ServerSettings(port=port)
 
 
-@pytest.mark.parametrize(("given", "cap"), [(0, 12), (5, 5)])
-def test_cap_on_workers_is_four_times_their_number_unless_given(given, cap):
-    settings = ServerSettings(num_workers=3, max_connections=given)
+@pytest.mark.parametrize(("given", "cap"), [(0, 80), (5, 5)])
+def test_cap_on_workers_is_sixteen_times_their_number_unless_given(given, cap):
+    assert ServerContext(ServerSettings(), INSECURE, 2, None).max_connections == 64
+    settings = ServerSettings(num_workers=5, max_connections=given)
     assert ServerContext(settings, INSECURE, settings.workers, None).max_connections == cap
 
 

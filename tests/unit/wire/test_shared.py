@@ -169,6 +169,15 @@ def test_batches_of_any_number_of_blocks_find_their_memory_again(machine, num_bl
     assert min(num_faults[4:]) < num_blocks  # of 75 pages each
 
 
+def test_pages_of_free_memory_go_when_told(machine):
+    address = machine.trainer.borrow(machine.lend(7)).tensor.data_ptr()
+    machine.worker.give_back()
+    assert ctypes.string_at(address, 1) == b"\7"  # it is lent
+    machine.give_back()
+    machine.worker.give_back()
+    assert ctypes.string_at(address, 1) == b"\0"
+
+
 # Forks
 
 

@@ -82,3 +82,15 @@ def test_receiver_threads_pin_for_the_device_of_the_trainer(monkeypatch):
     accelerator.set_device(0)
     allocator.allocate(8)  # in the trainer's own thread, the trainer decides
     assert devices == [1, 1, 0]
+
+
+def test_free_memory_is_given_back_when_told():
+    pool = PageablePool()
+    used, free = pool.allocate(1 << 22), pool.allocate(1 << 22)
+    del free
+    pool.give_back()
+    assert leased_bytes(pool) == 1 << 22
+    assert pool._kept_bytes() == 0
+    del used
+    pool.give_back()
+    assert leased_bytes(pool) == pool._kept_bytes() == 0
