@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from rpcdataloader.host.resources import process_use, read
-from rpcdataloader.server.events import Link, Row, WantsStacks
+from rpcdataloader.server.events import MAX_MESSAGE, Link, Row, WantsStacks
 from rpcdataloader.server.processes import Loop, Process
 
 # A worker tells its stacks in less than a millisecond of its own time.
@@ -126,6 +126,9 @@ def _describe(pid: int) -> str:
 # Recursion in many threads fills pages; the important part comes first.
 MAX_CHARACTERS = 16384
 
+# They travel in an event, where a character may be escaped.
+MAX_JSON_BYTES = MAX_MESSAGE - 1024
+
 
 def stacks() -> str:
     """The Python stacks of this process, a worker, in words, the main thread's first.
@@ -139,9 +142,12 @@ def stacks() -> str:
         if ident == main or any(is_users for _line, is_users in lines):
             title = "Main thread" if ident == main else f"Thread 0x{ident:016x}"
             told.append("\n".join([f"{title} (most recent call first):", *(line for line, _is_users in lines)]))
-    # Characters that are not ASCII would need a message of twice the size.
-    text = "\n\n".join(told).encode("ascii", "backslashreplace").decode()
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}\n... (cut here)"
+    # Names of files may have bytes that are no text.
+    text = "\n\n".join(told).encode(errors="backslashreplace").decode()
+    shown = text[:MAX_CHARACTERS]
+    while len(json.dumps(shown)) > MAX_JSON_BYTES:
+        shown = shown[: len(shown) * 3 // 4]
+    return shown if shown == text else f"{shown}\n... (cut here)"
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[str, bool]]:

@@ -26,7 +26,7 @@ from rpcdataloader.server.clients import ClientRecord, Clients
 from rpcdataloader.server.events import Link, Row
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.copies import memory_file
+from rpcdataloader.wire.memory import memory_file
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Report, StatusRequest, WorkerStatus
 
