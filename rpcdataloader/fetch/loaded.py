@@ -81,9 +81,12 @@ class LoadedState:
             moved = {name: part for name, part in now.items() if self._saved.get(name) != part}
             self._first = moved if len(moved) > 1 else now
             return False
-        # All else must be as before: where each epoch has a count of its own, the one of another epoch stays.
-        expected = self._first if ended else self._at_begin | self._first
-        if now != expected:
+        # All else must be as before the sample, or as loaded: where each epoch has a count of its own, that of another
+        # epoch stays.
+        elsewhere = {name: part for name, part in now.items() if self._first.get(name) != part}
+        if any(part not in (self._at_begin.get(name), self._saved.get(name)) for name, part in elsewhere.items()):
+            return False
+        if elsewhere.keys() & self._first.keys() or self._first.keys() - now.keys():
             return False
         is_undone = self.undo(only_if_unchanged=True)
         if not is_undone and not self._is_told:

@@ -24,12 +24,12 @@ from rpcdataloader import RPCDataloader
 from tests.support.comparison import assert_same
 from tests.support.differential import seed
 from tests.support.samplers import SAMPLERS
-from tests.support.streams import Buffered, Drawn, Lasting, Parts, Placed, Seekable, Tallied, Told, Wrapped
+from tests.support.streams import Buffered, Drawn, Lasting, Parts, Placed, Seekable, Sharded, Tallied, Told, Wrapped
 
 NUM_EPOCHS = 4
 
 STREAMS: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (Parts, Told, Drawn, Seekable, Buffered, Placed, Tallied, Lasting)},
+    **{kind.__name__: kind for kind in (Parts, Told, Drawn, Seekable, Buffered, Placed, Tallied, Lasting, Sharded)},
     "Wrapped": lambda sizes: Wrapped(Lasting(sizes)),
 }
 

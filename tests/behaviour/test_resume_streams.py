@@ -13,7 +13,18 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataloader
-from tests.support.streams import Buffered, Lasting, Parts, Placed, Seekable, Tallied, Told, Unloadable, Wrapped
+from tests.support.streams import (
+    Buffered,
+    Lasting,
+    Parts,
+    Placed,
+    Seekable,
+    Sharded,
+    Tallied,
+    Told,
+    Unloadable,
+    Wrapped,
+)
 
 SIZES = [14, 9]
 KINDS = {
@@ -24,6 +35,7 @@ KINDS = {
     "for the next iteration": Placed,
     "for the next iteration, with a count for each": Tallied,
     "for all iterations": Lasting,
+    "for all iterations, of two parts": Sharded,
     "for all iterations, inside": lambda sizes: Wrapped(Lasting(sizes)),
 }
 

@@ -149,6 +149,26 @@ class Lasting(Placed):
     holds_for_all = True
 
 
+class Sharded(Parts):
+    """Has a state of two parts, shard and row, whose loaded values hold for all iterations."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.start = self.state = {"shard": 0, "row": 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        self.state = dict(self.start)
+        for number in range(5 * self.start["shard"] + self.start["row"], self.sizes[stream_number()]):
+            self.state["shard"], self.state["row"] = divmod(number + 1, 5)
+            yield self.make(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state
+
+
 class Tallied(Placed):
     """Has a state with a count for each epoch, and its seed."""
 
