@@ -26,8 +26,8 @@ from rpcdataloader.server.clients import ClientRecord, Clients
 from rpcdataloader.server.events import Link, Row
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.memory import memory_file
 from rpcdataloader.wire.frames import MessageType
+from rpcdataloader.wire.memory import memory_file
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Report, StatusRequest, WorkerStatus
 
 logger = logging.getLogger("rpcdataloader.server")
