@@ -145,7 +145,7 @@ def test_error_of_a_callback_says_where_it_was(shared_server):
     assert not hasattr(caught.value, "add_note") or "in fail" in "".join(caught.value.__notes__)
 
 
-def test_callbacks_that_wait_have_a_limited_number_of_threads(shared_server):
+def test_callbacks_that_wait_have_a_limited_number_of_threads(shared_server, fifo):
     gate = threading.Event()
 
     def wait(done):
@@ -161,8 +161,10 @@ def test_callbacks_that_wait_have_a_limited_number_of_threads(shared_server):
     for _ in range(MAX_CALLERS):
         first.add_done_callback(leave)
     first.wait()
+    rpc_async(shared_server.address, tasks.read_all, (fifo,))  # the others come after it
     futures = [rpc_async(shared_server.address, tasks.add, (number,)) for number in range(3 * MAX_CALLERS)]
     chained = [future.then(wait) for future in futures]
+    open(fifo, "w").close()
     for future in futures:
         future.wait()
     threads = [thread for thread in threading.enumerate() if thread.name == "rpcdl-call"]

@@ -27,7 +27,9 @@ def test_frames_are_told_apart_whatever_the_folder_of_the_package_is_called(tmp_
 
 
 @pytest.mark.parametrize("letter", ["x", "日", "\U0001f4be"])
-def test_long_stacks_are_cut_so_that_a_message_has_room_for_them(letter):
+def test_long_stacks_are_cut_so_that_a_message_has_room_for_them(letter, monkeypatch):
+    monkeypatch.setattr(stacks, "_PACKAGE", "/nowhere")
+
     def recurse(number):
         return stacks.stacks() if number == 0 else recurse(number - 1)
 
