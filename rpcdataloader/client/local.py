@@ -52,7 +52,7 @@ END_TIMEOUT = 4.0
 _NO_ROOM_PAUSE = 1.0
 
 _TO_FORK = (
-    "a lock that another thread held at the moment of the fork may be locked in it for ever: begin passes while such "
+    "a lock that another thread held at the moment of the fork may stay locked in it: begin passes while such "
     "threads rest, or give the loader multiprocessing_context='forkserver'"
 )
 
@@ -186,20 +186,24 @@ class LocalSession(RemoteSession):
         # A fork answers before it runs any code of the user. Another process may import for as long as it likes.
         limit = self._deadline if self._is_fork else Deadline(None)
         self._deadline.when_cancelled(channel.transport.shutdown)
-        warning = self._settings.alarm.call_after(self._settings.connect_timeout, self._warn)
+        warning = None
+        if not self._is_fork:
+            warning = self._settings.alarm.call_after(self._settings.connect_timeout, self._warn)
         try:
             self._welcome = read_welcome(channel, limit)
         except FailedStartError as exc:
             raise exc.error from exc.error.__cause__
         except ConnectError as exc:
             self._process.kill()
-            seconds = f"{self._settings.connect_timeout:g} s"
-            raise ConnectError(
+            text = (
                 f"process {self._pid}, which this process has forked to load data, has not answered within "
-                f"{seconds}: {_TO_FORK}"
-            ) from exc
+                f"{self._settings.connect_timeout:g} s: {_TO_FORK}"
+            )
+            logger.warning("%s", text)
+            raise ConnectError(text) from exc
         finally:
-            warning.cancel()
+            if warning is not None:
+                warning.cancel()
         return channel
 
     def _warn(self) -> None:

@@ -107,13 +107,14 @@ class Executor:
         self._here = here
         # As they are when the first worker is requested, for those that are not born with them.
         self._functions: dict[bool, Frozen] = {}  # by whether they are for this machine
-        self._shared = {} if here else find_shared(settings.dataset)  # as they were sent with the dataset
         self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
         self._last_change = 0
         self._closed = Event()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if not node.is_local]
+        # As they were sent with the dataset; workers of this machine share the tensors themselves.
+        self._shared = find_shared(settings.dataset) if self._known or placement.followed else {}
 
     @property
     def is_over(self) -> bool:
