@@ -186,9 +186,6 @@ class LocalSession(RemoteSession):
         # A fork answers before it runs any code of the user. Another process may import for as long as it likes.
         limit = self._deadline if self._is_fork else Deadline(None)
         self._deadline.when_cancelled(channel.transport.shutdown)
-        warning = None
-        if not self._is_fork:
-            warning = self._settings.alarm.call_after(self._settings.connect_timeout, self._warn)
         try:
             self._welcome = read_welcome(channel, limit)
         except FailedStartError as exc:
@@ -201,20 +198,14 @@ class LocalSession(RemoteSession):
             )
             logger.warning("%s", text)
             raise ConnectError(text) from exc
-        finally:
-            if warning is not None:
-                warning.cancel()
         return channel
 
-    def _warn(self) -> None:
-        logger.warning(
-            "still waiting for process %d, which multiprocessing has started for workers of this machine, after %g s: "
-            "it imports what the script and its dataset need",
-            self._pid,
-            self._settings.connect_timeout,
-        )
+    def _describe(self) -> str:
+        why = "" if self._is_fork else ": it imports what the script and its dataset need"
+        return f"process {self._pid}, which multiprocessing has started for workers of this machine{why}"
 
     def ready(self) -> None:
+        self._waiting.end()
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()

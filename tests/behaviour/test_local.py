@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker, shared_memory
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.client import background
 from rpcdataloader.errors import ConnectError
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support import datasets
@@ -75,6 +77,19 @@ def test_session_is_none_of_the_children_that_multiprocessing_waits_for():
     batches = iter(RPCDataloader(datasets.Numbers(100), num_workers=1))
     next(batches)
     assert multiprocessing.active_children() == []
+
+
+def test_only_a_process_that_takes_long_to_begin_is_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(background, "FIRST_TOLD", 0.1)
+    dataset = RPCDataset("local:1", datasets.Numbers, 4)
+    caplog.clear()
+    time.sleep(0.3)
+    assert caplog.messages == []
+    del dataset
+    list(RPCDataloader([0], num_workers=1, multiprocessing_context="spawn"))
+    assert any(
+        "multiprocessing has started for workers of this machine: it imports" in line for line in caplog.messages
+    )
 
 
 class Told(Dataset):
