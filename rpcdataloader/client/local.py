@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import itertools
 import logging
 import multiprocessing.process
@@ -21,7 +22,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -116,9 +117,8 @@ class LocalSession(RemoteSession):
 
     def __init__(self, settings: ClientSettings, context: BaseContext, inherited: Inherited) -> None:
         self._is_fork = context.get_start_method() == "fork"
-        # By their ids: a reference would keep what the script has let go.
         has_script = self._is_fork or runs_script_again()
-        self._globals = {name: id(value) for name, value in main_globals().items()} if has_script else {}
+        self._globals = {name: _teller(value) for name, value in main_globals().items()} if has_script else {}
         self._born_with, self._recipes = frozenset(inherited.objects), frozenset(inherited.recipes)
         self.numbers = itertools.count(1)
         self._process, self._transport, self._link, self._life = _start_when_there_is_room(
@@ -133,7 +133,8 @@ class LocalSession(RemoteSession):
             raise
 
     def has(self, name: str) -> bool:
-        return self._globals.get(name) == id(main_globals().get(name, self))
+        is_same, namespace = self._globals.get(name), main_globals()
+        return is_same is not None and name in namespace and is_same(namespace[name])
 
     def is_born_with(self, key: int) -> bool:
         return key in self._born_with
@@ -252,6 +253,22 @@ class LocalSession(RemoteSession):
 
 
 _STILL_THERE = "has closed its connection"
+
+
+def _teller(value: Any) -> Callable[[Any], bool]:
+    """A function that tells whether an object is this one.
+
+    By its id alone, an object would be taken for one that has gone, and whose memory it has got. Lists and the like
+    have no weak reference: it is the id nevertheless, as another one would keep what the script lets go.
+    """
+    try:
+        refer: Callable[[], Any] = weakref.ref(value)
+    except TypeError:
+        if gc.is_tracked(value):
+            number = id(value)
+            return lambda other: id(other) == number
+        return lambda other: other is value
+    return lambda other: other is refer()
 
 
 def _start_when_there_is_room(

@@ -373,6 +373,36 @@ def test_classes_of_a_notebook_arrive_by_each_start_method(zygote):
     assert (ended.status, ended.output) == (0, "[5, 6]\n" * 3), ended.errors
 
 
+REBOUND = """
+import multiprocessing
+from rpcdataloader import RPCDataset
+
+shared = multiprocessing.Array("i", 1)
+
+def share(_dataset):
+    shared[0] += 1
+
+class Thing:
+    def __init__(self, number):
+        self.number = number
+
+thing = Thing(1)
+dataset = RPCDataset("local:1", list, range(4))
+place = id(thing)
+del thing
+thing = Thing(2)
+assert id(thing) == place
+assert dataset.call_all(lambda _dataset: thing.number) == [2]
+dataset.call_all(share)
+assert shared[0] == 1
+"""
+
+
+def test_session_has_what_it_was_born_with_and_nothing_that_has_got_the_memory_of_that(zygote):
+    ended = zygote.start(REBOUND).wait(60 * TIMEOUT_SCALE)
+    assert ended.status == 0, ended.errors
+
+
 FAILS = """
 import sys
 from rpcdataloader import RPCDataloader
