@@ -38,7 +38,6 @@ from rpcdataloader.client.worker import (
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.sources import recorder
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
-from rpcdataloader.server.datasets import length_of, style_of
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.definitions import Table
 from rpcdataloader.wire.digests import digest_memory
@@ -195,10 +194,10 @@ class RemoteDataset(DatasetRef):
         """Whether it is built once for all workers of a node."""
         return self._shared
 
-    def was_built_here(self, dataset: Any) -> None:
+    def was_built_here(self, style: str, length: int | None) -> None:
         """Note what this process has built, for sessions that inherit it."""
-        self._is_iterable = style_of(dataset) == "iterable"
-        if (length := length_of(dataset)) is not None:
+        self._is_iterable = style == "iterable"
+        if length is not None:
             self._note_length("this machine", length)
 
     def build_in_workers(self, reason: str) -> None:

@@ -505,16 +505,28 @@ class Reading(Counted):
         self.file = self.log.open("rb")
 
 
+class Counting(Counted):
+    """Opens its file when it is asked for its length."""
+
+    def __init__(self, log):
+        super().__init__(log)
+        self.file = None
+
+    def __len__(self):
+        self.file = self.file or self.log.open("rb")
+        return 20
+
+
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of what is built again in each worker
 @pytest.mark.parametrize("where", ["local", "node"])
-@pytest.mark.parametrize("kind", [Cache, Named, Mapped, Pooled, Held, Reading])
+@pytest.mark.parametrize("kind", [Cache, Named, Mapped, Pooled, Held, Reading, Counting])
 def test_dataset_is_built_in_every_worker_only_if_it_holds_threads_or_files(kind, where, shared_server, tmp_path):
     place = "local:2" if where == "local" else shared_server.address
     loader = RPCDataloader(RPCDataset(place, kind, tmp_path / "log"), batch_size=None, num_workers=2)
     for _epoch in range(2):
         assert list(loader) == list(range(20))
     words = (tmp_path / "log").read_text().split()
-    assert (words.count("built") == 1) == (kind not in (Held, Reading))
+    assert (words.count("built") == 1) == (kind not in (Held, Reading, Counting))
     assert words.count("loaded") == (20 if kind is Cache else 0)
 
 
