@@ -70,6 +70,12 @@ class LocalNode(Node):
         self._num_workers = inherited.num_workers
         self.is_closed = False
 
+    def session(self) -> RemoteSession:
+        session = super().session()
+        if self.is_closed:  # perhaps meanwhile: a fork takes a while, and `close` waits for none
+            session.close()
+        return session
+
     def _begin(self) -> RemoteSession:
         if self.is_closed:
             raise ConnectionLostError("the workers of this machine have ended")

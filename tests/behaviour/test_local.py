@@ -20,8 +20,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import background
-from rpcdataloader.errors import ConnectError
+from rpcdataloader.client import background, local
+from rpcdataloader.client.client import get_client
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.server.local import Inherited
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support import datasets
 
@@ -71,6 +73,22 @@ def test_session_of_an_rpc_dataset_is_that_of_all_its_loaders_and_ends_with_it()
     assert len({session for loader in loaders for session in sessions_of(loader)}) == 1
     del dataset, loaders
     wait_until(lambda: children() == before, what="the end of the session")
+
+
+def test_session_that_begins_while_its_place_is_closed_ends(monkeypatch):
+    before, start = children(), local._start
+
+    def start_late(*args):
+        node.close()
+        return start(*args)
+
+    node = get_client().local_node(None, Inherited(1))
+    monkeypatch.setattr(local, "_start", start_late)
+    session = node.session()
+    assert not session.is_usable
+    wait_until(lambda: children() == before, what="the end of the session")
+    with pytest.raises(ConnectionLostError):
+        node.session()
 
 
 def test_session_is_none_of_the_children_that_multiprocessing_waits_for():
