@@ -289,6 +289,37 @@ def test_pass_without_room_for_a_process_says_so(monkeypatch, number, kind):
         list(RPCDataloader([0], num_workers=1))
 
 
+FULL = """
+import errno, os, sys
+from rpcdataloader import RPCDataset
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.server.events import CounterTable
+
+CounterTable.__init__.__defaults__ = (3,)  # of refused workers, of the session, and of one worker
+trainer, fork_it = os.getpid(), os.fork
+
+def fork():
+    if os.getpid() != trainer and os.path.exists(sys.argv[1]):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork_it()
+
+os.fork = fork
+dataset = RPCDataset("local:1", list, range(5, 7))
+for _ in range(2):
+    try:
+        print(dataset[0])
+    except ConnectError as error:
+        assert os.strerror(errno.EAGAIN) in str(error)
+        os.unlink(sys.argv[1])
+"""
+
+
+def test_worker_that_could_not_be_forked_leaves_its_row_of_counters(zygote, tmp_path):
+    (tmp_path / "full").touch()
+    ended = zygote.start(FULL, str(tmp_path / "full")).wait(60 * TIMEOUT_SCALE)
+    assert (ended.status, ended.output) == (0, "5\n"), ended.errors
+
+
 # --- what arrives, by each start method
 
 ARRIVES = """
