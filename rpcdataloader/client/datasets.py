@@ -155,7 +155,7 @@ class RemoteDataset(DatasetRef):
     def _build(self, session: RemoteSession) -> None:
         if session.is_born_with(self.key):
             with self._lock:
-                self._sessions[session] = 0
+                self._note_session(session, 0)
             return
         began = time.monotonic()
         wait_until_updated = session.update()  # before the build, as the session answers in order
@@ -172,12 +172,16 @@ class RemoteDataset(DatasetRef):
             raise
         self.spent = max(self.spent, time.monotonic() - began)
         with self._lock:
-            for before in [other for other in self._sessions if other.address == session.address]:
-                if not before.is_usable:
-                    del self._sessions[before]
-            self._sessions[session] = 0 if reply["shared"] else None
+            self._note_session(session, 0 if reply["shared"] else None)
             if reply["shared"]:
                 self._is_iterable = reply["kind"] == "iterable"
+
+    def _note_session(self, session: RemoteSession, made: int | None) -> None:
+        """Note a session that has the dataset, and forget those before it; with the lock."""
+        for before in [other for other in self._sessions if other.address == session.address]:
+            if not before.is_usable:
+                del self._sessions[before]
+        self._sessions[session] = made
 
     def _leave_to_workers(self, session: RemoteSession, reason: str) -> None:
         """Let each worker build its own, from blocks that no constructor has changed."""

@@ -91,6 +91,15 @@ def test_session_that_begins_while_its_place_is_closed_ends(monkeypatch):
         node.session()
 
 
+def test_lost_session_of_an_rpc_dataset_is_forgotten():
+    dataset = RPCDataset("local:1", datasets.Numbers, 4)
+    lost = dataset._access.local.current
+    os.kill(lost.welcome.pid, signal.SIGKILL)
+    wait_until(lambda: not lost.is_usable, what="the end of the session")
+    assert dataset[1] == 1
+    assert list(dataset._access._sessions) == [dataset._access.local.current]
+
+
 def test_session_is_none_of_the_children_that_multiprocessing_waits_for():
     batches = iter(RPCDataloader(datasets.Numbers(100), num_workers=1))
     next(batches)
