@@ -231,14 +231,16 @@ class LocalSession(RemoteSession):
 
     def lost(self, error: RPCError) -> None:
         super().lost(error)
-        self._link.close()
+        with _forking:
+            self._link.close()
         if self._wait_for_end(END_TIMEOUT) == _STILL_THERE:
             self._process.kill()
             self._wait_for_end(END_TIMEOUT)
         if self._end >= 0:
             descriptor, self._end = self._end, -1
             os.close(descriptor)
-        self._life.close()
+        with _forking:
+            self._life.close()
         with contextlib.suppress(ValueError):  # the kernel does not let it go
             self._process.close()
 
@@ -317,18 +319,20 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
         It, and this process's ends of its control connection, of the link for connections of workers, and of the pipe
         whose end is its own.
     """
-    # A child of another fork must not keep the session alive.
-    with _forking, contextlib.ExitStack() as theirs:
-        control, their_control = socket.socketpair()
-        theirs.enter_context(their_control)
-        transport = Transport(control, str(ADDRESS))
-        link, their_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        theirs.enter_context(their_link)
-        ours = Link(link)
-        _ends.add(ours)
-        their_life, life = multiprocessing.Pipe(duplex=False)
-        theirs.enter_context(their_life)
-        _ends.add(life)
+    theirs: list[socket.socket | Connection] = []
+    try:
+        with _forking:
+            _theirs[threading.get_ident()] = theirs
+            control, their_control = socket.socketpair()
+            theirs.append(their_control)
+            transport = Transport(control, str(ADDRESS))
+            link, their_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            theirs.append(their_link)
+            ours = Link(link)
+            _ends.add(ours)
+            their_life, life = multiprocessing.Pipe(duplex=False)
+            theirs.append(their_life)
+            _ends.add(life)
         process = context.Process(  # type: ignore[attr-defined]
             target=run_local_session,
             args=(their_control, their_link, their_life, inherited),
@@ -336,14 +340,20 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
             daemon=True,
         )
         try:
-            with forks_read_nothing(), _without_needless_warning():
+            with _starting, forks_read_nothing(), _without_needless_warning():
                 process.start()
         except BaseException:
-            for end in (transport, ours, life):
-                end.close()
+            with _forking:
+                for end in (transport, ours, life):
+                    end.close()
             raise
         # Else exit functions of multiprocessing would wait for it before the client closes its connection.
         multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    finally:
+        with _forking:
+            _theirs.pop(threading.get_ident(), None)
+            for each in theirs:
+                each.close()
     return process, transport, ours, life
 
 
@@ -367,16 +377,21 @@ def _open_end(pid: int) -> int:
         return -1
 
 
-# Held while a descriptor is open that a child of another thread's fork must not have.
+# A child of another fork must not keep a session alive, nor hide its end. The lock is held while descriptors are opened
+# or closed that such a child must not have; never as a thread begins to fork, which may take locks of libraries first.
 _forking = threading.RLock()
+_starting = threading.Lock()  # held for the filters of warnings, which threads share
 _ends: weakref.WeakSet[Link | Connection] = weakref.WeakSet()
+_theirs: dict[int, list[socket.socket | Connection]] = {}  # by the thread that is about to fork their owner
 
 
 def _forget_in_child() -> None:
-    global _forking
-    _forking = threading.RLock()
-    for end in list(_ends):
+    global _forking, _starting
+    _forking, _starting = threading.RLock(), threading.Lock()
+    _theirs.pop(threading.get_ident(), None)  # those of this child
+    for end in (*_ends, *itertools.chain.from_iterable(_theirs.values())):
         end.close()
+    _theirs.clear()
 
 
 os.register_at_fork(

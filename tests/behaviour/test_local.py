@@ -267,6 +267,35 @@ list(RPCDataloader([0], num_workers=1, reconnect_timeout=0))
         assert not is_running(int(pid))
 
 
+FORKS = """
+import os, threading, time
+from rpcdataloader import RPCDataloader
+list(RPCDataloader([0], num_workers=1))
+
+lock = threading.Lock()  # as a library has one that is imported later
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+def fork():
+    while not is_over:
+        if not (pid := os.fork()):
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+is_over = False
+thread = threading.Thread(target=fork)
+thread.start()
+for _ in range(40):
+    list(RPCDataloader([0], num_workers=1))
+is_over = True
+thread.join()
+"""
+
+
+def test_threads_may_fork_as_a_pass_begins_or_ends(zygote):
+    ended = zygote.start(FORKS).wait(60 * TIMEOUT_SCALE)
+    assert (ended.status, ended.errors) == (0, "")
+
+
 # --- a system without room
 
 
