@@ -134,8 +134,10 @@ class LocalSession(RemoteSession):
         self._end = _open_end(self._pid)
         try:
             super().__init__(ADDRESS, settings)
-        except BaseException:
+        except BaseException:  # without a thread for it
+            self._transport.close()
             self._process.kill()
+            self._collect()
             raise
 
     def has(self, name: str) -> bool:
@@ -231,6 +233,10 @@ class LocalSession(RemoteSession):
 
     def lost(self, error: RPCError) -> None:
         super().lost(error)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Collect the process, whose connection is closed, and close what belongs to it."""
         with _forking:
             self._link.close()
         if self._wait_for_end(END_TIMEOUT) == _STILL_THERE:

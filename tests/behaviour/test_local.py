@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker, shared_memory
@@ -356,6 +357,19 @@ def test_worker_that_could_not_be_forked_leaves_its_row_of_counters(zygote, tmp_
     (tmp_path / "full").touch()
     ended = zygote.start(FULL, str(tmp_path / "full")).wait(60 * TIMEOUT_SCALE)
     assert (ended.status, ended.output) == (0, "5\n"), ended.errors
+
+
+def test_session_without_a_thread_leaves_no_process_and_no_descriptor(monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    node, before, open_before = get_client().local_node(None, Inherited(1)), children(), os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ConnectionLostError, match="can't start new thread"):
+            node.session()
+    assert children() == before
+    assert len(os.listdir("/proc/self/fd")) == len(open_before)
 
 
 # --- what arrives, by each start method
