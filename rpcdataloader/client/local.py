@@ -169,8 +169,10 @@ class LocalSession(RemoteSession):
         """
         name = f"{self.name}/{number}"
         try:
-            while not self.connection.has_ended:
+            while True:
                 with _forking, contextlib.ExitStack() as theirs:
+                    if self.connection.has_ended:  # with the lock, with which the link is closed
+                        break
                     ours, other = socket.socketpair()
                     theirs.enter_context(other)
                     transport = Transport(ours, name)
