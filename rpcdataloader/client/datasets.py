@@ -38,7 +38,6 @@ from rpcdataloader.client.worker import (
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.sources import recorder
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
-from rpcdataloader.server.datasets import length_of, style_of
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.definitions import Table
 from rpcdataloader.wire.digests import digest_memory
@@ -156,7 +155,7 @@ class RemoteDataset(DatasetRef):
     def _build(self, session: RemoteSession) -> None:
         if session.is_born_with(self.key):
             with self._lock:
-                self._sessions[session] = 0
+                self._note_session(session, 0)
             return
         began = time.monotonic()
         wait_until_updated = session.update()  # before the build, as the session answers in order
@@ -173,12 +172,16 @@ class RemoteDataset(DatasetRef):
             raise
         self.spent = max(self.spent, time.monotonic() - began)
         with self._lock:
-            for before in [other for other in self._sessions if other.address == session.address]:
-                if not before.is_usable:
-                    del self._sessions[before]
-            self._sessions[session] = 0 if reply["shared"] else None
+            self._note_session(session, 0 if reply["shared"] else None)
             if reply["shared"]:
                 self._is_iterable = reply["kind"] == "iterable"
+
+    def _note_session(self, session: RemoteSession, made: int | None) -> None:
+        """Note a session that has the dataset, and forget those before it; with the lock."""
+        for before in [other for other in self._sessions if other.address == session.address]:
+            if not before.is_usable:
+                del self._sessions[before]
+        self._sessions[session] = made
 
     def _leave_to_workers(self, session: RemoteSession, reason: str) -> None:
         """Let each worker build its own, from blocks that no constructor has changed."""
@@ -195,10 +198,10 @@ class RemoteDataset(DatasetRef):
         """Whether it is built once for all workers of a node."""
         return self._shared
 
-    def was_built_here(self, dataset: Any) -> None:
+    def was_built_here(self, style: str, length: int | None) -> None:
         """Note what this process has built, for sessions that inherit it."""
-        self._is_iterable = style_of(dataset) == "iterable"
-        if (length := length_of(dataset)) is not None:
+        self._is_iterable = style == "iterable"
+        if length is not None:
             self._note_length("this machine", length)
 
     def build_in_workers(self, reason: str) -> None:

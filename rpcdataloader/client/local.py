@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import itertools
 import logging
 import multiprocessing.process
@@ -21,7 +22,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -68,6 +69,12 @@ class LocalNode(Node):
         self._inherited = inherited
         self._num_workers = inherited.num_workers
         self.is_closed = False
+
+    def session(self) -> RemoteSession:
+        session = super().session()
+        if self.is_closed:  # perhaps meanwhile: a fork takes a while, and `close` waits for none
+            session.close()
+        return session
 
     def _begin(self) -> RemoteSession:
         if self.is_closed:
@@ -116,9 +123,8 @@ class LocalSession(RemoteSession):
 
     def __init__(self, settings: ClientSettings, context: BaseContext, inherited: Inherited) -> None:
         self._is_fork = context.get_start_method() == "fork"
-        # By their ids: a reference would keep what the script has let go.
         has_script = self._is_fork or runs_script_again()
-        self._globals = {name: id(value) for name, value in main_globals().items()} if has_script else {}
+        self._globals = {name: _teller(value) for name, value in main_globals().items()} if has_script else {}
         self._born_with, self._recipes = frozenset(inherited.objects), frozenset(inherited.recipes)
         self.numbers = itertools.count(1)
         self._process, self._transport, self._link, self._life = _start_when_there_is_room(
@@ -133,7 +139,8 @@ class LocalSession(RemoteSession):
             raise
 
     def has(self, name: str) -> bool:
-        return self._globals.get(name) == id(main_globals().get(name, self))
+        is_same, namespace = self._globals.get(name), main_globals()
+        return is_same is not None and name in namespace and is_same(namespace[name])
 
     def is_born_with(self, key: int) -> bool:
         return key in self._born_with
@@ -186,9 +193,6 @@ class LocalSession(RemoteSession):
         # A fork answers before it runs any code of the user. Another process may import for as long as it likes.
         limit = self._deadline if self._is_fork else Deadline(None)
         self._deadline.when_cancelled(channel.transport.shutdown)
-        warning = None
-        if not self._is_fork:
-            warning = self._settings.alarm.call_after(self._settings.connect_timeout, self._warn)
         try:
             self._welcome = read_welcome(channel, limit)
         except FailedStartError as exc:
@@ -201,20 +205,14 @@ class LocalSession(RemoteSession):
             )
             logger.warning("%s", text)
             raise ConnectError(text) from exc
-        finally:
-            if warning is not None:
-                warning.cancel()
         return channel
 
-    def _warn(self) -> None:
-        logger.warning(
-            "still waiting for process %d, which multiprocessing has started for workers of this machine, after %g s: "
-            "it imports what the script and its dataset need",
-            self._pid,
-            self._settings.connect_timeout,
-        )
+    def _describe(self) -> str:
+        why = "" if self._is_fork else ": it imports what the script and its dataset need"
+        return f"process {self._pid}, which multiprocessing has started for workers of this machine{why}"
 
     def ready(self) -> None:
+        self._waiting.end()
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()
@@ -261,6 +259,22 @@ class LocalSession(RemoteSession):
 
 
 _STILL_THERE = "has closed its connection"
+
+
+def _teller(value: Any) -> Callable[[Any], bool]:
+    """A function that tells whether an object is this one.
+
+    By its id alone, an object would be taken for one that has gone, and whose memory it has got. Lists and the like
+    have no weak reference: it is the id nevertheless, as another one would keep what the script lets go.
+    """
+    try:
+        refer: Callable[[], Any] = weakref.ref(value)
+    except TypeError:
+        if gc.is_tracked(value):
+            number = id(value)
+            return lambda other: id(other) == number
+        return lambda other: other is value
+    return lambda other: other is refer()
 
 
 def _start_when_there_is_room(

@@ -28,7 +28,7 @@ from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader.iterator import InlineIterator, RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, choose_nodes, has_local, prepare
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.server.datasets import make, open_files, why_not_shared
+from rpcdataloader.server.datasets import length_of, make, open_files, style_of, why_not_shared
 from rpcdataloader.server.local import Inherited
 
 
@@ -199,8 +199,9 @@ def _born_with(access: RemoteDataset, parts: Mapping[str, Any], additions: Addit
         files = open_files()
         with generators_restored():
             dataset = make(recipe, access.name)
+            length = length_of(dataset)  # which may open files, too
         if (reason := why_not_shared(dataset, files)) is None:
-            access.was_built_here(dataset)
+            access.was_built_here(style_of(dataset), length)
             objects[access.key] = dataset
         else:
             access.build_in_workers(reason)

@@ -167,8 +167,11 @@ class LocalSession(Session):
     def _row_of(self, event: events.WorkerConnection) -> Row:  # noqa: ARG002
         return self._context.counters.open()
 
+    def _close_row(self, row: Row) -> None:
+        self._context.counters.close(row)
+
     def _free_row(self, worker: ForkedWorker, reason: str) -> None:  # noqa: ARG002
-        self._context.counters.close(worker.row)
+        self._close_row(worker.row)
 
     def _admit(
         self,

@@ -232,9 +232,10 @@ class NodeServer:
             for _ in range(MAX_EVENTS):
                 if not self._on_link(client.process.pid):
                     break
+            is_looked_at = client.id in self._queues  # also an empty queue, whose connections have gone meanwhile
             queue = self._queues.setdefault(client.id, deque())
             queue.append(connection)
-            if len(queue) == 1:
+            if not is_looked_at:
                 self._hand_over(client.id)
             if connection in queue and self._num_queued() <= MAX_QUEUED:
                 self._settle(connection)  # its session is late, and not its peer

@@ -327,6 +327,7 @@ class Session:
                 # Session ids travel in the clear: strangers' connections must not cost a fork each.
                 return "its client has gone"
             self._make_room()
+            row = None
             try:
                 row = self._row_of(event)
                 self._warn_of_threads()
@@ -342,6 +343,8 @@ class Session:
                 process, link = fork_linked(run)
                 process.leads = Leads.GROUP
             except OSError as exc:
+                if row is not None:
+                    self._close_row(row)
                 reason = f"no worker can be forked: {exc.strerror}"
                 if self._seldom.is_due(reason):
                     logger.warning("%s", reason)
@@ -355,6 +358,9 @@ class Session:
 
     def _row_of(self, event: events.WorkerConnection) -> Row:
         return self._context.counters.row(event.row)
+
+    def _close_row(self, row: Row) -> None:
+        """Nothing: the node server does so as it hears of the end of the worker, or of none."""
 
     def _admit(
         self, transport: Transport, output: Sequence[int], event: events.WorkerConnection, row: Row

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker, shared_memory
 from pathlib import Path
@@ -19,7 +20,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import ConnectError
+from rpcdataloader.client import background, local
+from rpcdataloader.client.client import get_client
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.server.local import Inherited
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support import datasets
 
@@ -71,10 +75,48 @@ def test_session_of_an_rpc_dataset_is_that_of_all_its_loaders_and_ends_with_it()
     wait_until(lambda: children() == before, what="the end of the session")
 
 
+def test_session_that_begins_while_its_place_is_closed_ends(monkeypatch):
+    before, start = children(), local._start
+
+    def start_late(*args):
+        node.close()
+        return start(*args)
+
+    node = get_client().local_node(None, Inherited(1))
+    monkeypatch.setattr(local, "_start", start_late)
+    session = node.session()
+    assert not session.is_usable
+    wait_until(lambda: children() == before, what="the end of the session")
+    with pytest.raises(ConnectionLostError):
+        node.session()
+
+
+def test_lost_session_of_an_rpc_dataset_is_forgotten():
+    dataset = RPCDataset("local:1", datasets.Numbers, 4)
+    lost = dataset._access.local.current
+    os.kill(lost.welcome.pid, signal.SIGKILL)
+    wait_until(lambda: not lost.is_usable, what="the end of the session")
+    assert dataset[1] == 1
+    assert list(dataset._access._sessions) == [dataset._access.local.current]
+
+
 def test_session_is_none_of_the_children_that_multiprocessing_waits_for():
     batches = iter(RPCDataloader(datasets.Numbers(100), num_workers=1))
     next(batches)
     assert multiprocessing.active_children() == []
+
+
+def test_only_a_process_that_takes_long_to_begin_is_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(background, "FIRST_TOLD", 0.1)
+    dataset = RPCDataset("local:1", datasets.Numbers, 4)
+    caplog.clear()
+    time.sleep(0.3)
+    assert caplog.messages == []
+    del dataset
+    list(RPCDataloader([0], num_workers=1, multiprocessing_context="spawn"))
+    assert any(
+        "multiprocessing has started for workers of this machine: it imports" in line for line in caplog.messages
+    )
 
 
 class Told(Dataset):
@@ -256,6 +298,37 @@ def test_pass_without_room_for_a_process_says_so(monkeypatch, number, kind):
         list(RPCDataloader([0], num_workers=1))
 
 
+FULL = """
+import errno, os, sys
+from rpcdataloader import RPCDataset
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.server.events import CounterTable
+
+CounterTable.__init__.__defaults__ = (3,)  # of refused workers, of the session, and of one worker
+trainer, fork_it = os.getpid(), os.fork
+
+def fork():
+    if os.getpid() != trainer and os.path.exists(sys.argv[1]):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork_it()
+
+os.fork = fork
+dataset = RPCDataset("local:1", list, range(5, 7))
+for _ in range(2):
+    try:
+        print(dataset[0])
+    except ConnectError as error:
+        assert os.strerror(errno.EAGAIN) in str(error)
+        os.unlink(sys.argv[1])
+"""
+
+
+def test_worker_that_could_not_be_forked_leaves_its_row_of_counters(zygote, tmp_path):
+    (tmp_path / "full").touch()
+    ended = zygote.start(FULL, str(tmp_path / "full")).wait(60 * TIMEOUT_SCALE)
+    assert (ended.status, ended.output) == (0, "5\n"), ended.errors
+
+
 # --- what arrives, by each start method
 
 ARRIVES = """
@@ -356,6 +429,36 @@ for method in "fork", "forkserver", "spawn":
 def test_classes_of_a_notebook_arrive_by_each_start_method(zygote):
     ended = zygote.start(NOTEBOOK).wait(100 * TIMEOUT_SCALE)
     assert (ended.status, ended.output) == (0, "[5, 6]\n" * 3), ended.errors
+
+
+REBOUND = """
+import multiprocessing
+from rpcdataloader import RPCDataset
+
+shared = multiprocessing.Array("i", 1)
+
+def share(_dataset):
+    shared[0] += 1
+
+class Thing:
+    def __init__(self, number):
+        self.number = number
+
+thing = Thing(1)
+dataset = RPCDataset("local:1", list, range(4))
+place = id(thing)
+del thing
+thing = Thing(2)
+assert id(thing) == place
+assert dataset.call_all(lambda _dataset: thing.number) == [2]
+dataset.call_all(share)
+assert shared[0] == 1
+"""
+
+
+def test_session_has_what_it_was_born_with_and_nothing_that_has_got_the_memory_of_that(zygote):
+    ended = zygote.start(REBOUND).wait(60 * TIMEOUT_SCALE)
+    assert ended.status == 0, ended.errors
 
 
 FAILS = """
@@ -460,16 +563,28 @@ class Reading(Counted):
         self.file = self.log.open("rb")
 
 
+class Counting(Counted):
+    """Opens its file when it is asked for its length."""
+
+    def __init__(self, log):
+        super().__init__(log)
+        self.file = None
+
+    def __len__(self):
+        self.file = self.file or self.log.open("rb")
+        return 20
+
+
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of what is built again in each worker
 @pytest.mark.parametrize("where", ["local", "node"])
-@pytest.mark.parametrize("kind", [Cache, Named, Mapped, Pooled, Held, Reading])
+@pytest.mark.parametrize("kind", [Cache, Named, Mapped, Pooled, Held, Reading, Counting])
 def test_dataset_is_built_in_every_worker_only_if_it_holds_threads_or_files(kind, where, shared_server, tmp_path):
     place = "local:2" if where == "local" else shared_server.address
     loader = RPCDataloader(RPCDataset(place, kind, tmp_path / "log"), batch_size=None, num_workers=2)
     for _epoch in range(2):
         assert list(loader) == list(range(20))
     words = (tmp_path / "log").read_text().split()
-    assert (words.count("built") == 1) == (kind not in (Held, Reading))
+    assert (words.count("built") == 1) == (kind not in (Held, Reading, Counting))
     assert words.count("loaded") == (20 if kind is Cache else 0)
 
 
