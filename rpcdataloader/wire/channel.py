@@ -276,7 +276,9 @@ def open_channel(
                 secret = f"this client's secret: {credentials.source}, fingerprint {credentials.fingerprint}"
                 raise AuthenticationError(f"{address}: {exc} ({secret})") from exc
             case ConnectionLostError():
-                if not address.is_unix and is_original(host or address.host, address.port):
+                # One that has begun a session is none of these.
+                is_unknown = not address.is_unix and not any(session_id)
+                if is_unknown and is_original(host or address.host, address.port):
                     raise RemoteProtocolError(
                         f"{address}: a worker of the original RPCDataloader listens there, and no node server of this "
                         "package. It runs what any peer sends to that port: stop it, and install this package there"

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.loader import iterator, seat
 from rpcdataloader.loader.copying import Carrier, DeviceCopies
+from rpcdataloader.loader.plain import from_plain, is_plain
 from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import wait_until
 from tests.support.causes import Causes
@@ -143,7 +144,9 @@ def test_state_of_a_stream_is_as_it_was_then_and_stays_here(device, workers):
     loader = RPCDataloader(Counting(), 4, device=NAME, workers=workers, num_workers=1)
     iterator = iter(loader)
     next(iterator)
-    taken = loader.state_dict()["streams"][0][3]["taken"]
+    state = loader.state_dict()["streams"][0][3]
+    assert is_plain(state)
+    taken = from_plain(state)["taken"]
     assert not device.holds(taken)
     assert taken.unique().tolist() == [4]
 

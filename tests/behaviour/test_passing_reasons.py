@@ -230,11 +230,11 @@ def test_idle_persistent_worker_gives_back_the_memory_of_its_batches(serve):
 
 WITHOUT_MEMORY_FILES = """
 import errno, os
-from rpcdataloader.wire import copies
+from rpcdataloader.wire import memory
 from rpcdataloader.server import status
 def refuse(_name):
     raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-copies.memory_file = status.memory_file = refuse
+memory.memory_file = status.memory_file = refuse
 """
 
 

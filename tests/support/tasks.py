@@ -156,7 +156,8 @@ def _rebuild(when: str, fault: Fault) -> Trap:
 def connection_descriptor() -> int:
     """This worker's end of its connection."""
     for name in os.listdir("/proc/self/fd"):
-        if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+        # One of them is that of the list.
+        if os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:"):
             with socket.socket(fileno=os.dup(int(name))) as sock:
                 if sock.family in (socket.AF_INET, socket.AF_INET6):
                     return int(name)
