@@ -123,6 +123,18 @@ class RemoteDataset(DatasetRef):
         self.local = get_client().local_node(context, inherited)
         weakref.finalize(self, get_client().janitor.leave, self.local.close).atexit = False
 
+    def place_of_pass(self) -> LocalNode | None:
+        """A place on this machine for one pass: its sessions have of the script what it is then, as torch's workers do.
+
+        None for the place that the dataset has: where another one would build the dataset again, or where the script
+        does not reach a session by a fork.
+        """
+        if self.local is None or not self.local.is_fork:
+            return None
+        if self._shared and self.key not in self.local.inherited.objects:
+            return None
+        return get_client().local_node(None, self.local.inherited)
+
     def build_on(self, session: RemoteSession) -> None:
         """Build it in a session that lacks it, and make the settled changes there.
 
@@ -373,8 +385,13 @@ class RemoteDataset(DatasetRef):
                 return worker
             with self._changing:
                 sessions = [session for session in list(self._sessions) if session.is_usable]
-                # A busy one may build another dataset for long.
-                usable = min(sessions, key=lambda session: session.is_busy, default=None)
+                # A busy one may build another dataset for long, and one of a pass ends with it.
+                lasting = [] if self.local is None else self.local.sessions
+                usable = min(
+                    sessions,
+                    key=lambda session: (session.address == LOCAL and session not in lasting, session.is_busy),
+                    default=None,
+                )
                 if self._query_worker is worker and usable is not None:
                     worker = usable.open_worker(WorkerOwner())  # each question fails with its worker
                     weakref.finalize(self, get_client().janitor.leave, worker.close).atexit = False

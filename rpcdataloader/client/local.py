@@ -65,8 +65,9 @@ class LocalNode(Node):
 
     def __init__(self, settings: ClientSettings, context: BaseContext, inherited: Inherited) -> None:
         super().__init__(ADDRESS, settings)
+        self.is_fork = context.get_start_method() == "fork"
+        self.inherited = inherited
         self._context = context
-        self._inherited = inherited
         self._num_workers = inherited.num_workers
         self.is_closed = False
 
@@ -79,12 +80,12 @@ class LocalNode(Node):
     def _begin(self) -> RemoteSession:
         if self.is_closed:
             raise ConnectionLostError("the workers of this machine have ended")
-        return LocalSession(self.settings, self._context, self._inherited)
+        return LocalSession(self.settings, self._context, self.inherited)
 
     def close(self) -> None:
         self.is_closed = True
         super().close()
-        self._inherited = Inherited(0)  # a process that is about to end must not keep a dataset here
+        self.inherited = Inherited(0)  # a process that is about to end must not keep a dataset here
 
     @property
     def has_ended(self) -> bool:

@@ -363,7 +363,8 @@ class RPCDataloader(LoaderTools[_T_co]):
             here: Here | None = None
             if isinstance(settings.dataset, RPCDataset):
                 dataset: RemoteDataset = access_of(settings.dataset)
-                local = dataset.local
+                if (node := dataset.place_of_pass()) is not None:
+                    here = Here(node, None)
             else:
                 name = name_of(settings.dataset)
                 if isinstance(self._where, Local):
@@ -373,9 +374,11 @@ class RPCDataloader(LoaderTools[_T_co]):
                     dataset = self._shipped = ship(settings.dataset, name)
                 if has_local(self._where):
                     here = self._begin_here(settings, dataset)
-                    failed.callback(here.node.close)
-                local = None if here is None else here.node
                 recorder.start.is_instance, pickling = True, time.monotonic() - recorder.start.begun
+            local = dataset.local
+            if here is not None:
+                failed.callback(here.node.close)
+                local = here.node
             dataset.spent, recorder.start.dataset = 0.0, lambda: pickling + dataset.spent
             placement = self._choose_nodes(local, 0 if saved is None or saved["finished"] else len(saved["streams"]))
             if self._wants is None or self._wants.num_workers is not self.num_workers:

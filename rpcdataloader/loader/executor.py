@@ -64,10 +64,10 @@ EngineEvent = Callable[[Engine[Node], float], None]
 
 
 class Here(NamedTuple):
-    """A place on this machine for one pass, whose sessions are born with its dataset and functions."""
+    """A place on this machine for one pass, whose sessions are born with its dataset."""
 
     node: LocalNode
-    functions: DatasetRef  # stands for them in requests
+    functions: DatasetRef | None  # stands in requests for the loader's functions, if they are born with these, too
 
 
 class Opening(NamedTuple):
@@ -229,7 +229,7 @@ class Executor:
 
     def _functions_for(self, node: Node) -> DatasetRef | Frozen:
         """The loader's functions, for the first request to a worker on a node."""
-        if self._here is not None and node is self._here.node:
+        if self._here is not None and node is self._here.node and self._here.functions is not None:
             return self._here.functions
         if (functions := self._functions.get(node.is_local)) is None:
             refer = functools.partial(self._reference_of, parts=find_parts(self._settings.dataset))

@@ -237,7 +237,7 @@ class NodeServer:
             queue.append(connection)
             if not is_looked_at:
                 self._hand_over(client.id)
-            if connection in queue and self._num_queued() <= MAX_QUEUED:
+            if connection in queue and len(queue) <= MAX_QUEUED:
                 self._settle(connection)  # its session is late, and not its peer
                 self._loop.watch(sock.fileno(), lambda: self._drop(connection, "its peer has gone"), PEER_GONE)
 
@@ -254,9 +254,6 @@ class NodeServer:
                 self._loop.call_after(RETRY_PAUSE, lambda: self._hand_over(session_id))
                 return
         self._queues.pop(session_id, None)
-
-    def _num_queued(self) -> int:
-        return sum(map(len, self._queues.values()))
 
     def _refuse(self, connection: Stranger, error: Refusal) -> None:
         """Tell a peer why it is refused, and wait until it has read that: closing now would discard it."""

@@ -67,13 +67,40 @@ def test_each_pass_over_an_instance_has_a_session_and_persistent_workers_have_on
     wait_until(lambda: children() == before, what="the end of a session")
 
 
-def test_session_of_an_rpc_dataset_is_that_of_all_its_loaders_and_ends_with_it():
+def test_session_of_an_rpc_dataset_ends_with_it_and_those_of_its_passes_with_these():
     before = children()
     dataset = RPCDataset("local:2", datasets.Processes, 6)
+    with_dataset = children()
     loaders = [RPCDataloader(dataset), RPCDataloader(dataset, num_workers=1), RPCDataloader(dataset)]
-    assert len({session for loader in loaders for session in sessions_of(loader)}) == 1
+    assert len(set.union(*map(sessions_of, loaders))) == 3
+    wait_until(lambda: children() == with_dataset, what="the ends of the passes' sessions")
     del dataset, loaders
     wait_until(lambda: children() == before, what="the end of the session")
+
+
+def test_session_of_an_rpc_dataset_that_it_builds_is_that_of_all_its_passes():
+    before = children()
+    dataset = RPCDataset("local:2", datasets.Processes, 6, env={"SOME": "1"})
+    loaders = [RPCDataloader(dataset), RPCDataloader(dataset, num_workers=1), RPCDataloader(dataset)]
+    assert len(set.union(*map(sessions_of, loaders))) == 1
+    del dataset, loaders
+    wait_until(lambda: children() == before, what="the end of the session")
+
+
+table: dict[int, str] = {}
+
+
+def look_up(batch):
+    return [table.get(int(index)) for index in batch]
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_pass_over_an_rpc_dataset_has_the_script_as_it_is_then(build, monkeypatch):
+    dataset = RPCDataset("local:1", datasets.Numbers, 2, build=build)
+    loader = RPCDataloader(dataset, batch_size=2, collate_fn=look_up)
+    assert list(loader) == [[None, None]]
+    monkeypatch.setitem(table, 1, "one")
+    assert list(loader) == [[None, "one"]]
 
 
 def test_session_that_begins_while_its_place_is_closed_ends(monkeypatch):
