@@ -42,8 +42,8 @@ logger = logging.getLogger("rpcdataloader.server")
 PROOF_TIMEOUT = 10.0
 MAX_UNPROVED = 128
 
-# The most connections that wait for their sessions, which may build a dataset for minutes, without a limit of time.
-MAX_QUEUED = 4096
+# The most connections that wait for one session, which may build a dataset for minutes, without a limit of time.
+MAX_QUEUED = 1024
 
 # Events of a session that are handled before one of its connections.
 MAX_EVENTS = 256
