@@ -436,9 +436,9 @@ class NodeServer:
             return
         self._clients.is_draining = True
         grace = self._context.settings.grace
-        self._deregister()
         self._loop.unwatch(self._listener.fileno())
-        self._listener.close()
+        self._listener.close()  # before the fork that deregisters, which would have it for a moment
+        self._deregister()
         # Readers of this line may start another server at the same address.
         logger.info("draining: %d sessions, at most %g s", len(self._clients), grace)
         for connection in self._unproved.union(*self._queues.values()):

@@ -44,6 +44,7 @@ from rpcdataloader.wire.handshake import (
     PREAMBLE_SIZE,
     PROTOCOL_VERSION,
     SESSION_ID_SIZE,
+    STATUS_ID,
     Established,
     Handshake,
     Identity,
@@ -277,7 +278,7 @@ def open_channel(
                 raise AuthenticationError(f"{address}: {exc} ({secret})") from exc
             case ConnectionLostError():
                 # One that has begun a session is none of these.
-                is_unknown = not address.is_unix and not any(session_id)
+                is_unknown = not address.is_unix and session_id in (bytes(SESSION_ID_SIZE), STATUS_ID)
                 if is_unknown and is_original(host or address.host, address.port):
                     raise RemoteProtocolError(
                         f"{address}: a worker of the original RPCDataloader listens there, and no node server of this "

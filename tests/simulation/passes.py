@@ -109,6 +109,10 @@ class SimulatedDriver(Driver):
 
     executor: Any
 
+    def fail(self, error: BaseException) -> None:
+        """Show what an event has raised: in a pass, it ends it, as an exception of the judge would, unseen."""
+        raise error
+
     def carry_out(self, todo: ToDo) -> None:
         cluster = self.executor.cluster
         if not self.executor.is_beginning and cluster.random.random() < cluster.noise.thread:
