@@ -46,7 +46,7 @@ def load(make_loader, indices, dataset=None):
 def attributes(exc):
     """All that is public and no method."""
     names = {name for name in dir(exc) if not name.startswith("_") and hasattr(exc, name)} - LEFT_OUT
-    return {name: value for name in names if not callable(value := getattr(exc, name))}
+    return {name: value for name in sorted(names) if not callable(value := getattr(exc, name))}
 
 
 # As it was raised

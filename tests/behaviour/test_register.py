@@ -102,9 +102,10 @@ def test_server_whose_file_server_hangs_serves_and_drains(register, function):
 
 FOLDER_HANGS = """
 import tempfile
+folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(dir={folder!r})  # the package may lie beside it
 def hangs(real):
     def call(path, *args, **options):
-        if str(path).startswith(tempfile.gettempdir()):
+        if str(path).startswith(folder):
             time.sleep(600)
         return real(path, *args, **options)
     return call
@@ -113,8 +114,8 @@ for name in "stat", "lstat":
 """
 
 
-def test_server_whose_folder_for_temporary_files_hangs_serves_on_after_the_end_of_a_session(serve):
-    server = serve("--num-workers", "1", before=f"import os, time{FOLDER_HANGS}")
+def test_server_whose_folder_for_temporary_files_hangs_serves_on_after_the_end_of_a_session(serve, tmp_path):
+    server = serve("--num-workers", "1", before=f"import os, time{FOLDER_HANGS.format(folder=str(tmp_path))}")
     for _ in range(2):
         assert rpc_async(server.address, os.getpid).wait() > 0
         close_client()

@@ -74,7 +74,7 @@ def answer(run, pipe):
 def test_end_is_told_in_words(run, expected):
     descriptors = set(os.listdir("/proc/self/fd"))
     assert wait_for(fork(run)) == expected
-    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert set(os.listdir("/proc/self/fd")) <= descriptors  # what other tests have left may go at any time
 
 
 @pytest.mark.parametrize(
