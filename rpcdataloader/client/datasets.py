@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy.random  # noqa: F401  # before anything is pickled: cloudpickle names the submodules that are loaded
@@ -118,9 +117,9 @@ class RemoteDataset(DatasetRef):
         self._of_passes: weakref.WeakKeyDictionary[object, tuple[Change, ...]] = weakref.WeakKeyDictionary()
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
 
-    def begin_here(self, context: BaseContext | None, inherited: Inherited) -> None:
+    def begin_here(self, inherited: Inherited) -> None:
         """Have a session on this machine, which is born with the parts of the dataset, from now on."""
-        self.local = get_client().local_node(context, inherited)
+        self.local = get_client().local_node(None, inherited)
         weakref.finalize(self, get_client().janitor.leave, self.local.close).atexit = False
 
     def place_of_pass(self) -> LocalNode | None:

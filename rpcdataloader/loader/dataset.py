@@ -25,6 +25,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.environment import Additions, set_variables
 from rpcdataloader.host.resources import available_cpus
+from rpcdataloader.loader.executor import Here
 from rpcdataloader.loader.iterator import InlineIterator, RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, choose_nodes, has_local, prepare
 from rpcdataloader.loader.settings import PassSettings
@@ -112,7 +113,7 @@ class RPCDataset(Dataset[Any]):
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable, where=where)
             if has_local(where):
-                access.begin_here(None, _born_with(access, parts, additions))
+                access.begin_here(_born_with(access, parts, additions))
             with get_client().additions.adding(additions):
                 prepare(access, choose_nodes(where, access.local, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
@@ -182,8 +183,9 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
             inline = InlineIterator(settings, access_of(self))
             inline.recorder = recorder
             return inline
-        placement = choose_nodes(where, access.local, num_workers=1)
-        return RemoteIterator(settings, access, placement, recorder)
+        here = None if (node := access.place_of_pass()) is None else Here(node, None)
+        placement = choose_nodes(where, node or access.local, num_workers=1)
+        return RemoteIterator(settings, access, placement, recorder, here=here)
 
 
 def _born_with(access: RemoteDataset, parts: Mapping[str, Any], additions: Additions) -> Inherited:

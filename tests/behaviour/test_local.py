@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client import background, local
@@ -101,6 +101,21 @@ def test_pass_over_an_rpc_dataset_has_the_script_as_it_is_then(build, monkeypatc
     assert list(loader) == [[None, None]]
     monkeypatch.setitem(table, 1, "one")
     assert list(loader) == [[None, "one"]]
+
+
+class Lookups(IterableDataset):
+    def __iter__(self):
+        return iter([table.get(0), table.get(1)])
+
+
+def test_samples_of_a_stream_are_of_the_script_as_it_is_then(monkeypatch):
+    before = children()
+    dataset = RPCDataset("local:1", Lookups)
+    assert list(dataset) == [None, None]
+    monkeypatch.setitem(table, 1, "one")
+    assert list(dataset) == [None, "one"]
+    del dataset
+    wait_until(lambda: children() == before, what="the ends of sessions")
 
 
 def test_session_that_begins_while_its_place_is_closed_ends(monkeypatch):
