@@ -133,6 +133,7 @@ class LocalSession(RemoteSession):
         )
         self._pid = self._process.pid
         self._end = _open_end(self._pid)
+        self._fate = ""  # how it has ended, once it has; its number may be another one's later
         try:
             super().__init__(ADDRESS, settings)
         except BaseException:  # without a thread for it
@@ -255,6 +256,8 @@ class LocalSession(RemoteSession):
 
     def _wait_for_end(self, timeout: float) -> str:
         """How the process has ended, in words."""
+        if self._fate:
+            return self._fate
         poll = select.poll()
         poll.register(self._end if self._end >= 0 else self._process.sentinel, select.POLLIN)
         if not poll.poll(timeout * 1000):
@@ -265,8 +268,10 @@ class LocalSession(RemoteSession):
         if code != 0:  # else it has done so itself
             end_session(self._pid)
         if code is None:  # other code of this process has collected it
-            return "has ended"
-        return describe_exit(code << 8 if code >= 0 else -code)
+            self._fate = "has ended"
+        else:
+            self._fate = describe_exit(code << 8 if code >= 0 else -code)
+        return self._fate
 
 
 _STILL_THERE = "has closed its connection"

@@ -272,3 +272,20 @@ def test_programs_end_with_their_session(shared_server, tmp_path, how):
     else:
         os.kill(session.wait().pid, signal.SIGKILL)
     wait_until(lambda: not is_running(program))
+
+
+@pytest.mark.usefixtures("clean_client")
+@pytest.mark.parametrize("by", ["session", "worker"])
+def test_programs_end_with_a_session_of_this_machine_that_is_killed(by, tmp_path):
+    dataset = RPCDataset("local:1", Hanging, str(tmp_path))
+    session = dataset._access.local.current
+    if by == "session":
+        session.call(start_program, str(tmp_path)).wait()
+    else:
+        batches = iter(RPCDataloader(dataset, None, num_workers=1))  # it asks for some
+        session = next(other for other in dataset._access._sessions if other is not session)
+    program = program_of(tmp_path)
+    assert is_running(program)
+    os.kill(session.wait().pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(program))
+    batches = None  # noqa: F841  the next session has begun, perhaps
