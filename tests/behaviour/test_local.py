@@ -529,13 +529,17 @@ class Thing:
     def __init__(self, number):
         self.number = number
 
-thing = Thing(1)
+script, names = vars(), [f"thing{number}" for number in range(100)]
+script.update({name: Thing(1) for name in names})
 dataset = RPCDataset("local:1", list, range(4))
-place = id(thing)
-del thing
-thing = Thing(2)
-assert id(thing) == place
-assert dataset.call_all(lambda _dataset: thing.number) == [2]
+places = {id(script[name]): name for name in names}
+for name in names:
+    del script[name]
+others = [Thing(2) for _ in range(1000)]  # threads may have taken some of the places
+thing = next(other for other in others if id(other) in places)
+name = places[id(thing)]
+script[name] = thing
+assert dataset.call_all(eval(f"lambda _dataset: {name}.number")) == [2]
 dataset.call_all(share)
 assert shared[0] == 1
 """
