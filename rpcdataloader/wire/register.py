@@ -202,18 +202,21 @@ class Lookup(ABC):
         self._found: dict[Address, str] = {}
         self.problems: dict[str, str] = {}
 
-    def look(self, timeout: float | None = None) -> dict[Address, str]:
+    def look(self, timeout: float | None = None, *, max_age: float = 0.0) -> dict[Address, str]:
         """The current servers, in an order that is the same for every client; those of before if the look fails.
 
         The text of an address changes when another server takes it; it is empty where that cannot be told.
 
         Args:
             timeout: Seconds for the look, after which those of before are given; None to wait for it.
+            max_age: Seconds after a look in which another thread's is as good.
         """
         with self._changed:
             now = time.monotonic()
             began = self._begun
             if began is None:
+                if now < self._looked + max_age:
+                    return self._found
                 began = self._begun = now
                 self._start()
             left = None if timeout is None else began + timeout - now
@@ -223,9 +226,8 @@ class Lookup(ABC):
 
     def follow(self) -> tuple[dict[Address, str], float]:
         """The servers of the last moments, in the same order, and the seconds until it is time for another look."""
-        if time.monotonic() >= self._looked + self.pause:
-            self.look()
-        return self._found, max(0.0, self._looked + self.pause - time.monotonic())
+        found = self.look(max_age=self.pause)
+        return found, max(0.0, self._looked + self.pause - time.monotonic())
 
     def _start(self) -> None:
         try:

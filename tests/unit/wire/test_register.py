@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -276,3 +277,19 @@ def test_passes_share_looks_until_it_is_time_for_another_one():
     assert list(lookup.follow()[0]) == [Address("node", 2)]
     lookup.pause = 0.0
     assert lookup.follow() == ({Address("node", 3): ""}, 0.0)
+
+
+def test_pass_that_comes_as_another_one_has_looked_does_not_look_again():
+    lookup = Counting()
+    changed = lookup._changed
+
+    @contextlib.contextmanager
+    def after_another():
+        lookup._changed = changed
+        lookup.follow()
+        with changed:
+            yield
+
+    lookup._changed = after_another()
+    lookup.follow()
+    assert lookup.count == 1
