@@ -243,8 +243,11 @@ def test_node_where_files_in_memory_are_forbidden_serves_as_ever(serve, tmp_path
     iterator = iter(RPCDataloader(Filled(6, 1 << 20), 1, workers=server.address))
     assert [int(batch[0, 0]) for batch in iterator] == list(range(6))
     rpc_async(server.address, time.sleep, (600,), timeout=None)
-    node, _version = ask_status(
-        Address.parse(server.address), load_credentials(), None, Deadline(60 * TIMEOUT_SCALE), stacks=True
-    )
-    ((worker,),) = [client.workers for client in node.clients]
-    assert "Main thread (most recent call first):" in worker.stack
+
+    def stacks():
+        node, _version = ask_status(
+            Address.parse(server.address), load_credentials(), None, Deadline(60 * TIMEOUT_SCALE), stacks=True
+        )
+        return [worker.stack for client in node.clients for worker in client.workers]
+
+    wait_until(lambda: any("Main thread (most recent call first):" in stack for stack in stacks()))
