@@ -15,7 +15,8 @@ has served nobody before: its session, imports and datasets are made by the meas
   epoch: the second is the same, and takes minutes.
 
 ``ours`` is given an ordinary dataset, as torch's loader is, and sends it to the node; ``ours-built`` is an
-``RPCDataset`` that the node builds; ``ours-local`` has workers of its own machine, and no node server.
+``RPCDataset`` that the node builds; ``ours-fork`` and ``ours-forkserver`` have workers of this machine, which
+multiprocessing starts so, as torch's.
 
 **Columns.** *build*: dataset and loader are made. *first*: from ``iter()`` to the first batch. *all*: until every
 worker has delivered one. *second*: from letting the first iterator go to the first batch of the second epoch.
@@ -48,19 +49,27 @@ _TIMEOUT = 1800.0
 
 # Title, number of workers, number of paths, loaders.
 ROWS = {
-    "small": ("a short list of paths", 2, 10**5, ("ours", "ours-built", "ours-local", "torch-fork")),
-    "paths": ("a list of a million paths", 32, 10**6, ("ours", "ours-built", "torch-fork", "torch-spawn")),
+    "small": (
+        "a short list of paths",
+        2,
+        10**5,
+        ("ours", "ours-built", "ours-fork", "ours-forkserver", "torch-fork", "torch-forkserver"),
+    ),
+    "paths": ("a list of a million paths", 32, 10**6, ("ours", "ours-built", "ours-fork", "torch-fork", "torch-spawn")),
 }
 
 TITLES = {
     "ours": "ours",
     "ours-built": "ours, RPCDataset",
-    "ours-local": "ours, this machine",
+    "ours-fork": "ours, this machine, fork",
+    "ours-forkserver": "ours, this machine, forkserver",
     "torch-fork": "torch, fork",
+    "torch-forkserver": "torch, forkserver",
     "torch-spawn": "torch, spawn",
 }
 
 _FORK, _SPAWN = "torch DataLoader, fork", "torch DataLoader, spawn"
+_FORKSERVER = "torch DataLoader, forkserver"
 _SECOND = "first batch of the second epoch"
 _MILLION = "a million paths, 32 workers"
 
@@ -74,6 +83,22 @@ CLAIMS = {
     ),
     "first-batch": Claim("first batch", _FORK, 1.0, "small", "ours", "torch-fork", "first_seconds", True),
     "second-epoch": Claim(_SECOND, _FORK, 1.0, "small", "ours", "torch-fork", "second_seconds", True),
+    "first-batch-here": Claim(
+        "first batch, this machine", _FORK, 1.0, "small", "ours-fork", "torch-fork", "first_seconds", True
+    ),
+    "second-epoch-here": Claim(
+        f"{_SECOND}, this machine", _FORK, 1.0, "small", "ours-fork", "torch-fork", "second_seconds", True
+    ),
+    "first-batch-forkserver": Claim(
+        "first batch, this machine",
+        _FORKSERVER,
+        1.0,
+        "small",
+        "ours-forkserver",
+        "torch-forkserver",
+        "first_seconds",
+        True,
+    ),
     "first-batch-paths": Claim(
         f"first batch, {_MILLION}", _SPAWN, 0.1, "paths", "ours", "torch-spawn", "first_seconds", True
     ),
@@ -105,8 +130,8 @@ def _build(loader: str, num_paths: int, num_workers: int, addresses: list[str]) 
         return DataLoader(paths(num_paths), multiprocessing_context=loader.removeprefix("torch-"), **options)
     from rpcdataloader import RPCDataloader, RPCDataset
 
-    if loader == "ours-local":
-        return RPCDataloader(paths(num_paths), **options)
+    if not addresses:
+        return RPCDataloader(paths(num_paths), multiprocessing_context=loader.removeprefix("ours-"), **options)
     if loader == "ours-built":
         return RPCDataloader(RPCDataset(addresses, paths, num_paths), **options)
     return RPCDataloader(paths(num_paths), workers=addresses, **options)
