@@ -1,5 +1,7 @@
 """The command line of ``check``: its questions, in their order, each answered by a line, and its exit status.
 
+Node servers are asked first, each step by step (``way.py``), and then the dataset, on those that have answered.
+
 All questions use the package's public interface, so the answers are what a training script would get: a
 :class:`~rpcdataloader.check.probe.Probe` is the dataset, and each pass of an ``RPCDataloader`` with one worker is a new
 process. The constructor runs in a worker first, and in this process only if the worker survives it.
@@ -18,7 +20,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 # Before torch and numpy are imported below, as in a node server: their threads are not the dataset's.
@@ -28,14 +31,18 @@ os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from torch.utils.data import default_collate  # noqa: E402
 
 from rpcdataloader.check.probe import Facts, Probe, Timed, find_differences  # noqa: E402
+from rpcdataloader.check.way import Failure, Step, measure_link, take  # noqa: E402
 from rpcdataloader.client.client import get_client  # noqa: E402
 from rpcdataloader.client.discovery import Inline, Remote, Where, find_workers  # noqa: E402
 from rpcdataloader.errors import RemoteTraceback, RPCError  # noqa: E402
 from rpcdataloader.fetch.seeding import generators_restored  # noqa: E402
 from rpcdataloader.loader.dataloader import RPCDataloader  # noqa: E402
 from rpcdataloader.loader.dataset import RPCDataset  # noqa: E402
+from rpcdataloader.wire.address import Address  # noqa: E402
+from rpcdataloader.wire.pickling import dumps_reply  # noqa: E402
 
 # Enough to meet variation between samples.
 NUM_COMPARED = 8
@@ -43,6 +50,9 @@ NUM_COMPARED = 8
 # Enough for a mean, in the time that users like to wait.
 MAX_TIMED = 200
 MAX_SECONDS = 10.0
+
+# Node servers that are asked at the same time.
+_MOST_AT_ONCE = 32
 
 # Workers above what the mean time of a sample asks for, as the page on waiting advises.
 _SPARE = 1.2
@@ -77,16 +87,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rpcdataloader.check",
         allow_abbrev=False,
-        description="Does this dataset work in remote workers, are its samples reproducible there, and how many "
-        "workers does it need?",
+        description="Do these node servers answer, does this dataset work in their workers, are its samples "
+        "reproducible there, and how many workers does it need?",
         epilog="Exit status: 0 if all is well, 1 if something does not work, 2 for a wrong command line.",
     )
     parser.add_argument(
         "dataset",
+        nargs="?",
         type=_target,
         metavar="MODULE:FACTORY",
         help="class or function without required arguments that makes the dataset, or a dataset; MODULE is imported, "
-        "also from the current folder",
+        "also from the current folder (default: check --workers alone)",
     )
     parser.add_argument(
         "--workers",
@@ -125,8 +136,11 @@ def _rate(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a dataset; returns the exit status."""
-    options = make_parser().parse_args(arguments)
+    """Check node servers and a dataset; returns the exit status."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.dataset is None and not isinstance(options.workers, Remote):
+        parser.error("name a dataset, as MODULE:FACTORY, or node servers, by --workers")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     failed = []
@@ -144,21 +158,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report("FAILED", "workers", str(error))
     except KeyboardInterrupt:
         return 130
+    subject = options.dataset or f"workers={str(options.workers)!r}"
     if failed:
-        print(f"{options.dataset} does not work as it is: {', '.join(failed)}")
+        print(f"{subject} does not work as it is: {', '.join(failed)}")
         return 1
-    print(f"{options.dataset} works remotely")
+    print(f"{subject} works remotely" if options.dataset else f"{subject} works")
     return 0
 
 
-class Failure(Exception):
-    """A question failed, and those after it cannot be asked; the arguments are the report's, after the level."""
-
-
-def examine(target: str, workers: Where | None, rate: float | None, report: Report) -> None:
+def examine(target: str | None, workers: Where | None, rate: float | None, report: Report) -> None:
     """Ask all questions.
 
     Args:
+        target: The dataset; None to ask nothing of it.
         workers: Node servers to ask; None for a worker of this machine.
         rate: Samples per second that the trainer needs; None if unknown.
 
@@ -166,12 +178,35 @@ def examine(target: str, workers: Where | None, rate: float | None, report: Repo
         Failure: A question failed, and those after it cannot be asked.
         RPCError: The directory that ``workers`` names has no node server.
     """
-    nodes = ["local:1"]
+    nodes, link = ["local:1"], math.inf
+    module = target and target.partition(":")[0]
     if isinstance(workers, Remote):
-        nodes = [str(node) for node in get_client().nodes(workers)]
+        nodes, link = _go_to([node.address for node in get_client().nodes(workers)], module, report)
+    if target is None or not nodes:
+        return
     remotes, local = _build(nodes, target, report)
     _compare(remotes, local, nodes[0], report)
-    _time(remotes[0], rate, report)
+    _time(remotes[0], rate, link, report)
+
+
+def _go_to(addresses: Iterable[Address], module: str | None, report: Report) -> tuple[list[str], float]:
+    """Take all steps to each node server, to all of them at once.
+
+    Returns:
+        Those without a failure, and the bytes per second of the slowest link.
+    """
+    found, slowest = [], math.inf
+    with ThreadPoolExecutor(_MOST_AT_ONCE, "rpcdl-check") as executor:
+        ways = {address: executor.submit(list[Step], take(address, module)) for address in addresses}
+        for address, way in ways.items():
+            for level, name, text in way.result():
+                report(level, name, f"{address}: {text}")
+    for address, way in ways.items():
+        if all(step.level != "FAILED" for step in way.result()):
+            found.append(str(address))
+            slowest = min(slowest, rate := measure_link(address))  # one after the other, as all end here
+            report("ok", "link", f"{address}: {rate / 1e6:,.0f} MB/s to one worker, or {rate * 8e-9:,.2g} Gbit/s")
+    return found, slowest
 
 
 def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCDataset], Probe | None]:
@@ -234,6 +269,7 @@ def _compare(remotes: Sequence[RPCDataset], local: Probe | None, node: str, repo
     if not samples:
         raise Failure("samples", "iterating over it gives nothing: is the path right, and are there files below it?")
     report("ok", "samples", f"{len(samples)} of them arrive")
+    _collate(samples, report)
     twice = list(_load(remotes[0], [*indices, *indices]))
     once, again = twice[: len(samples)], twice[len(samples) :]
     others = [once, *(list(_load(remote, indices)) for remote in remotes[1:])]
@@ -263,8 +299,24 @@ def _compare(remotes: Sequence[RPCDataset], local: Probe | None, node: str, repo
         report("ok", "repeats", f"equal seeds give equal samples {AGAIN} and {ELSEWHERE}")
 
 
-def _time(remote: RPCDataset, rate: float | None, report: Report) -> None:
-    """Measure how many samples one worker makes, and what follows from it."""
+def _collate(samples: list[Any], report: Report) -> None:
+    """Make a batch of some samples, as a loader without ``collate_fn`` does."""
+    try:
+        encoded = dumps_reply(default_collate(samples), name="batch")
+    except _ERRORS as error:
+        advice = "return tensors, arrays or numbers of equal shapes, or give the loader a collate_fn"
+        report("note", "batch", f"torch's default collate fails, {_words(error)}: {advice}")
+    else:
+        report("ok", "batch", f"{len(samples)} of them make one of {encoded.size_bytes:,} bytes")
+
+
+def _time(remote: RPCDataset, rate: float | None, link: float, report: Report) -> None:
+    """Measure how many samples one worker makes, and what follows from it.
+
+    Args:
+        rate: Samples per second that the trainer needs; None if unknown.
+        link: Bytes per second from the nodes; infinity for this machine.
+    """
     measured: list[tuple[float, int]] = []
     for answer in _load(remote, [Timed(index) for index in _choose(remote.facts, MAX_TIMED)]):
         measured.append(answer)
@@ -277,6 +329,8 @@ def _time(remote: RPCDataset, rate: float | None, report: Report) -> None:
     report("ok", "size", f"{size_bytes:,.0f} bytes per sample on the wire")
     speed = f"{1000 * seconds:,.3f} ms per sample, so {1 / seconds:,.1f} samples/s and worker"
     report("ok", "speed", f"{speed}, or {size_bytes / seconds / 1e6:,.1f} MB/s (measured with {len(times)})")
+    if link < math.inf:
+        report("ok", "most", f"workers that the slowest link can carry: {max(1, int(link * seconds / size_bytes)):,}")
     if rate is not None:
         workers, gigabits = math.ceil(_SPARE * rate * seconds), rate * size_bytes * 8 / 1e9
         need = f"workers: {workers:,}, network: more than {gigabits:.3g} Gbit/s"

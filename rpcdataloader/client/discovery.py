@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import local_identity, open_channel
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.connecting import first_that_listens
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.frames import MessageType
@@ -239,8 +239,8 @@ def ask_all(
 
 def ask_status(
     address: Address, credentials: Credentials, tls: TlsFiles | None, deadline: Deadline, *, stacks: bool = False
-) -> tuple[NodeStatus, str]:
-    """Return a node server's status, and the version of its package.
+) -> tuple[NodeStatus, Channel]:
+    """Return a node server's status, and the closed channel, which knows the peer and its versions.
 
     Raises:
         TimeoutError: No answer came before the deadline.
@@ -257,4 +257,4 @@ def ask_status(
         raise ConnectionLostError(f"{address} closed the connection without an answer")
     if message.type != MessageType.STATS:
         raise RemoteProtocolError(f"{address} answered with message type {message.type} instead of its status")
-    return NodeStatus.decode(message.payload), channel.peer.rpcdataloader
+    return NodeStatus.decode(message.payload), channel

@@ -258,8 +258,8 @@ class Nodes:
     def _ask(self, address: Address, stacks: bool) -> NodeAnswer:
         deadline = Deadline(self._timeout)
         try:
-            status, version = ask_status(address, client_credentials(address), self._tls, deadline, stacks=stacks)
-            return NodeAnswer(str(address), status, version=version)
+            status, channel = ask_status(address, client_credentials(address), self._tls, deadline, stacks=stacks)
+            return NodeAnswer(str(address), status, version=channel.peer.rpcdataloader)
         except TimeoutError:  # includes RPCTimeoutError
             return self._late(address)
         except (RPCError, ValueError) as exc:

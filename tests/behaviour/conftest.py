@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import select
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,23 @@ def make_loader(request: pytest.FixtureRequest, shared_server: QuickServer) -> C
         return RPCDataloader(Points(10), workers=shared_server.address, **options)
 
     return make
+
+
+@pytest.fixture
+def closed_port() -> Iterator[str]:
+    """An address where no server listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield "{}:{}".format(*sock.getsockname())
+
+
+@pytest.fixture
+def silent_port() -> Iterator[str]:
+    """An address where packets are dropped, as by a firewall: of a listener whose queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filler.connect(listener.getsockname())
+        yield "{}:{}".format(*listener.getsockname())

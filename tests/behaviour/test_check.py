@@ -65,7 +65,8 @@ def test_good_dataset(check):
     assert status == 0
     assert {line.split()[0] for line in output.splitlines()[:-1]} == {"ok"}
     names = [line.split()[1] for line in output.splitlines()[:-1]]
-    assert names == ["builds", "builds", "samples", "repeats", "size", "speed", "rate"]
+    steps = ["server", "room", "session", "module", "link"]  # see test_check_nodes.py
+    assert names == [*steps, "builds", "builds", "samples", "batch", "repeats", "size", "speed", "most", "rate"]
     assert ".Data of 20 samples on " in line_of(output, "builds")
     assert ".Data of 20 samples in this process, after" in line_of(output, "builds")
     assert "8 of them arrive" in line_of(output, "samples")
@@ -276,7 +277,8 @@ def test_sample_that_fails_is_named(check, failure, said):
         (["data:Data", "--rate", "-1"], "argument --rate: expected a number above 0, got -1"),
         (["data:Data", "--workers", "inline"], "argument --workers: inline has no workers"),
         (["data:Data", "--workers", "node01"], "node01"),
-        ([], "the following arguments are required: MODULE:FACTORY"),
+        ([], "name a dataset, as MODULE:FACTORY, or node servers, by --workers"),
+        (["--workers", "local:2"], "name a dataset, as MODULE:FACTORY, or node servers, by --workers"),
     ],
 )
 def test_wrong_command_line(capsys, arguments, message):

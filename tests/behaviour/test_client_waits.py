@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
-import pickle
 import signal
-import socket
-import struct
-import threading
 import time
 
 import pytest
@@ -20,16 +15,9 @@ from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client
 from tests.support import datasets, tasks
 from tests.support.clocks import shorten
 from tests.support.datasets import Gated, Numbers
+from tests.support.programs import run_original, run_sshd, serve_files
 
 pytestmark = pytest.mark.usefixtures("clean_client")
-
-
-@pytest.fixture
-def closed_port():
-    """An address where no server listens."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        yield "{}:{}".format(*sock.getsockname())
 
 
 class Asked(Numbers):
@@ -116,18 +104,6 @@ def test_exception_of_a_signal_handler_of_the_script_comes_out_of_any_wait_at_on
     assert time.monotonic() - begin < AT_ONCE
 
 
-@pytest.fixture
-def silent_port():
-    """An address where packets are dropped, as by a firewall: of a listener whose queue is full."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as stack:
-        for _ in range(4):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                filler.connect(listener.getsockname())
-        yield "{}:{}".format(*listener.getsockname())
-
-
 def start_build(address, fifo):
     assert len(RPCDataset(address, Numbers)) == 20  # the session
     RPCDataset(address, build, fifo)
@@ -196,52 +172,6 @@ def test_missing_node_is_left_out_with_its_reason(server, closed_port, monkeypat
 
 
 # Other programs at the address of a node server
-
-
-def serve_files(stack):
-    server = stack.enter_context(
-        http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
-    )
-    threading.Thread(target=server.serve_forever).start()
-    stack.callback(server.shutdown)
-    return server.server_address
-
-
-def run_original(stack):
-    """As far as a client sees it: it takes 8 bytes for the length of a pickle, and runs what is in that."""
-    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    listener.settimeout(10)
-
-    def run():
-        with contextlib.suppress(OSError):
-            while True:
-                with listener.accept()[0] as client, contextlib.suppress(MemoryError):
-                    memory = bytearray(*struct.unpack("L", client.recv(8, socket.MSG_WAITALL)))
-                    client.recv_into(memory, 0, socket.MSG_WAITALL)
-                    function, args, kwargs, _rref = pickle.loads(memory)
-                    answer = pickle.dumps((function(*args, **(kwargs or {})), None), protocol=5)
-                    client.sendall(struct.pack("LL", 0, len(answer)) + answer)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    stack.callback(thread.join)
-    stack.callback(listener.shutdown, socket.SHUT_RDWR)
-    return listener.getsockname()
-
-
-def run_sshd(stack):
-    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-
-    def run():
-        with contextlib.suppress(OSError), listener.accept()[0] as client:
-            client.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-            client.recv(65536)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    stack.callback(thread.join)
-    stack.callback(listener.shutdown, socket.SHUT_RDWR)
-    return listener.getsockname()
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def test_commands_of_session_run(session, desk):
             if is_launch(command):
                 continue
             output = desk.run(desk.fill_in(command))
-            assert re.fullmatch(as_pattern(expected), output), f"{command} prints\n{output}"
+            assert re.fullmatch(as_pattern(desk.fill_in(expected)), output), f"{command} prints\n{output}"
 
 
 @pytest.mark.timeout(300)

@@ -245,7 +245,7 @@ def test_node_where_files_in_memory_are_forbidden_serves_as_ever(serve, tmp_path
     rpc_async(server.address, time.sleep, (600,), timeout=None)
 
     def stacks():
-        node, _version = ask_status(
+        node, _channel = ask_status(
             Address.parse(server.address), load_credentials(), None, Deadline(60 * TIMEOUT_SCALE), stacks=True
         )
         return [worker.stack for client in node.clients for worker in client.workers]
