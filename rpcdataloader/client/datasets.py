@@ -436,7 +436,8 @@ class RemoteDataset(DatasetRef):
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise LocalProtocolError(
-                f"dataset {self.name} belongs to process {self._pid}, of which this one is a fork: make one here"
+                f"dataset {self.name} belongs to process {self._pid}, of which this one is a fork, such as a worker of "
+                "torch's loader: give the RPCDataset itself to RPCDataloader, or make one in this process"
             )
 
     def _answer(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Any:
