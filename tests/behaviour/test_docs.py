@@ -11,6 +11,7 @@ it under a name for all sessions of the page, and ``<!-- not run: reason -->``.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -27,10 +28,12 @@ import pytest
 import rpcdataloader
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset, integrations, launch, pools
 from rpcdataloader.__main__ import COMMANDS
+from rpcdataloader.status.report import NodeAnswer, make_document
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, wait_until
 from tests.support.peers import MessageType
 from tests.support.quick import quick_server
 from tests.support.zygote import Script, Zygote
+from tests.unit.wire.test_status import CLIENT, LOOP, NODE
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -318,6 +321,28 @@ def test_table_of_environment_variables_is_that_of_the_package():
     used |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', package)) - {"HOME", "PYTHONPATH"}
     described = {name for row in rows_of("api.md", "Environment variables") for name in re.findall(r"`(\w+)`", row[0])}
     assert described == used
+
+
+def test_keys_of_the_status_document_are_those_of_its_page():
+    client = dataclasses.replace(CLIENT, loops=[LOOP], loops_seconds=2.5)
+    answer = NodeAnswer("node01:6543", dataclasses.replace(NODE, clients=[client]), version="0.1.0")
+    document = make_document(0.0, [answer], {"/pool/file": "a reason"}, {})
+    (section,) = re.findall(r"^## JSON$(.*?)^## ", PAGES["status-reference.md"], re.MULTILINE | re.DOTALL)
+    described = set(re.findall(r"`(\w+)`", section))
+    found = set(keys_of(document))
+    assert found - described == set()
+    # In the tables: those that are gone, not values such as `idle`, nor members of a Diagnosis.
+    rows = [row for row in rows_of("status-reference.md", "JSON") if len(row) in (2, 3)]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} - found == set()
+
+
+def keys_of(tree):
+    """The keys of a document at any depth, without those that a diagnosis chooses."""
+    for key, value in tree.items():
+        yield key
+        for part in value if isinstance(value, list) else ():
+            if isinstance(part, dict):
+                yield from keys_of(part)
 
 
 def test_table_of_message_types_is_that_of_the_package():
