@@ -87,4 +87,7 @@ def test_where_torchs_forked_and_spawned_workers_agree_idioms_are_listed(forked)
         "a class whose cell is run again",
         "the dataset as a global",
         "a dict that is a global and an attribute",
+        "the state of a method's decorator, changed between epochs",
+        "a variable that a local class uses, changed between epochs",
+        "a global of code that exec runs, changed between epochs",
     }

@@ -1288,6 +1288,74 @@ class Texts(Four):
 
 idiom("an object shared within a dataset", Texts)
 
+
+def switchable(function):
+    state = {"on": True}
+
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args) if state["on"] else ("off", call.level)
+
+    call.state, call.level = state, 0
+    return call
+
+
+class Switched(Four):
+    @switchable
+    def __getitem__(self, index):
+        return index
+
+
+def switch_off():
+    Switched.__getitem__.state["on"] = False
+    Switched.__getitem__.level = 3
+
+
+idiom("the state of a method's decorator, changed between epochs", Switched, change=switch_off)
+
+
+def make_local():
+    factor = 2
+
+    class Local(Four):
+        def __getitem__(self, index):
+            return factor * index
+
+    def change():
+        nonlocal factor
+        factor = 5
+
+    return Local, change
+
+
+Local, change_factor = make_local()
+made_local = Local
+del Local  # it has no name in the script
+idiom("a variable that a local class uses, changed between epochs", lambda: made_local(), change=change_factor)
+
+NAMESPACE = {"__name__": "__main__", "Four": Four}
+exec(
+    """
+factor = 3
+
+
+class Executed(Four):
+    def __getitem__(self, index):
+        return multiplied(index)
+
+
+def multiplied(index):
+    return factor * index
+""",
+    NAMESPACE,
+)
+
+idiom(
+    "a global of code that exec runs, changed between epochs",
+    lambda: NAMESPACE["Executed"](),
+    change=functools.partial(operator.setitem, NAMESPACE, "factor", 4),
+)
+
 # --- what loads them
 
 
