@@ -1356,6 +1356,65 @@ idiom(
     change=functools.partial(operator.setitem, NAMESPACE, "factor", 4),
 )
 
+
+class Counting(Four):
+    def __init__(self, holder, get):
+        self.holder, self.get = holder, get
+
+    def __getitem__(self, index):
+        self.get(self.holder)[index] = 1
+        return index
+
+
+class Tally:
+    def __init__(self, counts):
+        self.counts = counts
+
+    def __call__(self, samples):
+        return samples, len(self.counts)
+
+
+class Holder:
+    __slots__ = ("content",)
+
+    def __init__(self, content):
+        self.content = content
+
+
+def share(hold, get):
+    counts = {}
+    return functools.partial(Counting, hold(counts), get), Tally(counts)
+
+
+def argument_of(function):
+    return function.args[0]
+
+
+for described, *how in (
+    ("slots", Holder, operator.attrgetter("content")),
+    ("an OrderedDict", lambda counts: collections.OrderedDict(content=counts), operator.itemgetter("content")),
+    ("a deque", lambda counts: collections.deque([counts]), operator.itemgetter(0)),
+    ("a partial function", functools.partial(functools.partial, plain), argument_of),
+):
+    idiom(f"what a dataset has in {described}, and collate_fn, too", *share(*how))
+del how
+
+
+def share_variable():
+    opened = None
+
+    def open_in_worker(worker):
+        nonlocal opened
+        opened = worker + 1
+
+    def get(index):
+        return index, opened
+
+    return functools.partial(Each, get), plain, open_in_worker
+
+
+idiom("a variable of a function that worker_init_fn sets", *share_variable())
+
 # --- what loads them
 
 
