@@ -106,6 +106,7 @@ class _Script:
         self._order = itertools.count()
         self._last: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
         self._rest: dict[str, tuple[Any, Definition | None]] = {}
+        self._left_out: dict[str, int] = {}  # patches that cannot be sent, each with the number of its object
 
     def collect(
         self,
@@ -140,11 +141,16 @@ class _Script:
             contents = {id(value) for name, value in patches.items() if is_content(name)}
             owners = {number: name for number, name in view.owners.items() if number not in contents}
             view = view._replace(namespace={**namespace, **patches}, owners=owners)
-            for name in patches:
+            for name, value in patches.items():
+                number = self._number(name, value)
+                if self._left_out.get(name) == number:
+                    continue
                 trial = dict(parts)
-                with contextlib.suppress(*USER_ERRORS):
+                try:
                     self._follow({name: ""}, trial, view, explain)
                     parts = trial
+                except USER_ERRORS:
+                    self._left_out[name] = number
         found: dict[str, Definition] = {}
         for name in parts:
             if name not in found:

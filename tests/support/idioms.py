@@ -1390,14 +1390,14 @@ def argument_of(function):
     return function.args[0]
 
 
-for described, *how in (
+for place, *how in (
     ("slots", Holder, operator.attrgetter("content")),
     ("an OrderedDict", lambda counts: collections.OrderedDict(content=counts), operator.itemgetter("content")),
     ("a deque", lambda counts: collections.deque([counts]), operator.itemgetter(0)),
     ("a partial function", functools.partial(functools.partial, plain), argument_of),
 ):
-    idiom(f"what a dataset has in {described}, and collate_fn, too", *share(*how))
-del how
+    idiom(f"what a dataset has in {place}, and collate_fn, too", *share(*how))
+del place, how
 
 
 def share_variable():
