@@ -1,15 +1,18 @@
 """Parts of a dataset: objects that are in it here, and in its copy in a worker. Pure.
 
 A function of a loader may be a method of the dataset, of one that it is a part of (``Subset``), or of what it has as an
-attribute. Sent with the function, that object would be another one in the worker than the dataset's own.
+attribute; or share with it what both refer to, such as a vocabulary, or a variable of a closure. Sent with the
+function, that object would be another one in the worker than the dataset's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +24,10 @@ _MAX_ITEMS = 1000
 # Bytes of a tensor by which a script tells something; others hold data.
 _MAX_SHARED = 1 << 12
 
-_WITHOUT_PARTS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType)
+_WITHOUT_PARTS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
+
+# Steps of a path: to an item, into the attributes that ``vars`` has, by ``getattr``, and to a variable of a closure.
+_ITEM, _OWN, _ATTRIBUTE, _VARIABLE = range(4)
 
 # How objects are pickled that do not choose another way.
 _USUAL = {name: getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__")}
@@ -44,22 +50,62 @@ def find_parts(whole: Any, *, with_all: bool = False) -> dict[int, tuple[Any, An
     return found
 
 
-def _steps(owner: Any, with_all: bool) -> list[tuple[tuple[bool, Any], Any]]:
+def _steps(owner: Any, with_all: bool) -> Iterable[tuple[tuple[int, Any], Any]]:
     kind: Any = type(owner)
-    if kind is dict:
-        return [((False, key), value) for key, value in owner.items() if type(key) in (str, int)][:_MAX_ITEMS]
-    if kind in (list, tuple):
-        return [((False, number), value) for number, value in enumerate(owner[:_MAX_ITEMS])]
+    if kind in (dict, OrderedDict, defaultdict, Counter):
+        return _items(owner)
+    if kind in (list, tuple, deque):
+        return _elements(owner)
+    if kind is functools.partial:
+        return _attributes(owner, ("func", "args", "keywords"))
+    if kind is types.MethodType:
+        return _attributes(owner, ("__self__",))
+    if kind is types.FunctionType:
+        return [((_VARIABLE, number), cell) for number, cell in enumerate(owner.__closure__ or ())]
+    if kind is types.CellType:
+        return _attributes(owner, ("cell_contents",))
     is_usual = all(getattr(kind, name, None) is usual for name, usual in _USUAL.items())
     if not with_all and (hasattr(kind, "__setstate__") or not is_usual):
         return []
-    return [((True, name), value) for name, value in getattr(owner, "__dict__", {}).items()]
+    return _of_object(owner)
+
+
+def _of_object(owner: Any) -> Iterator[tuple[tuple[int, Any], Any]]:
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        yield (_OWN, name), value
+    for base in type(owner).__mro__:
+        if "__slots__" in vars(base):
+            members = [name for name, each in vars(base).items() if isinstance(each, types.MemberDescriptorType)]
+            yield from _attributes(owner, members)
+    if isinstance(owner, dict):
+        yield from _items(owner)
+    elif isinstance(owner, list):
+        yield from _elements(owner)
+
+
+def _items(owner: Mapping[Any, Any]) -> list[tuple[tuple[int, Any], Any]]:
+    return [((_ITEM, key), value) for key, value in islice(owner.items(), _MAX_ITEMS) if type(key) in (str, int)]
+
+
+def _elements(owner: Iterable[Any]) -> list[tuple[tuple[int, Any], Any]]:
+    return [((_ITEM, number), value) for number, value in enumerate(islice(owner, _MAX_ITEMS))]
+
+
+def _attributes(owner: Any, names: Iterable[str]) -> Iterator[tuple[tuple[int, Any], Any]]:
+    for name in names:
+        with contextlib.suppress(AttributeError, ValueError):  # a slot, or a variable, without a value
+            yield (_ATTRIBUTE, name), getattr(owner, name)
 
 
 def follow(whole: Any, path: Any) -> Any:
     """The object at the end of a path."""
-    for is_attribute, key in path:
-        whole = vars(whole)[key] if is_attribute else whole[key]
+    for kind, key in path:
+        if kind == _ITEM:
+            whole = whole[key]
+        elif kind == _OWN:
+            whole = vars(whole)[key]
+        else:
+            whole = getattr(whole, key) if kind == _ATTRIBUTE else whole.__closure__[key]
     return whole
 
 

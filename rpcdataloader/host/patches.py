@@ -1,20 +1,32 @@
-"""What a script has changed in libraries, such as ``ImageFile.LOAD_TRUNCATED_IMAGES = True``: read from its source.
+"""What a script has changed in other modules, such as ``ImageFile.LOAD_TRUNCATED_IMAGES = True``: read from its source.
 
-A process cannot tell by itself which attribute of a module was set by whom. The script's source names them: assignments
-to attributes of modules, and of classes of modules, anywhere in it. Their values are those of the moment.
+A process cannot tell by itself which attribute of a module was set by whom. The script's source, and that of its own
+modules, name them, wherever in it:
+
+- assignments to attributes of modules, and of classes of modules;
+- changes in place of what belongs to one of its own modules: ``config.options["size"] = 3``, ``options.size = 3``,
+  ``options.update(...)``, ``setup()`` as a statement, which changes what it names in its module.
+
+Their values are those of the moment.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
+import dis
 import functools
-import importlib
+import importlib.abc
+import logging
 import os
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
+
+from rpcdataloader.host.sources import recorder
 
 # Modules by which a worker lives.
 _OWN = (
@@ -22,18 +34,124 @@ _OWN = (
     *("subprocess", "sys", "threading", "time", "rpcdataloader"),
 )
 
+# Ends the name of what is changed in place; others are set.
+_CONTENT = "[...]"
+
+# What a module has but does not change.
+_NO_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, logging.Logger)
+_CONSTANT = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
+
+# Sources that are read; a script's own modules have a few hundred kilobytes.
+_MAX_SOURCE_BYTES = 1 << 20
+
+
+class _Changes(NamedTuple):
+    """Dotted names in a source."""
+
+    assigned: tuple[tuple[str, ...], ...] = ()  # attributes
+    touched: tuple[tuple[str, ...], ...] = ()  # what may have changed in place
+    called: tuple[tuple[str, ...], ...] = ()  # for what they do, and not for their result
+
 
 def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that the script of ``namespace`` has set in libraries, by module and dotted name: ``PIL.Image:NAME``."""
-    found = {}
-    for chain in _assigned(namespace):
-        with contextlib.suppress(Exception):  # a name that means nothing now, or a property that fails
-            owner = namespace[chain[0]]
-            for name in chain[1:-1]:
-                owner = getattr(owner, name)
-            if (place := _place_of(owner)) is not None:
-                value = vars(owner)[chain[-1]] if isinstance(owner, type) else getattr(owner, chain[-1])
-                found[f"{place}{chain[-1]}"] = value
+    """Values that the script of ``namespace`` has set elsewhere, by module and dotted name: ``PIL.Image:NAME``.
+
+    Of what it has changed in place, the name ends with ``[...]``.
+    """
+    found: dict[str, Any] = {}
+    modules = {name: sys.modules[name] for name in recorder.look() if name in sys.modules}
+    contents = _Contents(modules)
+    for names, changes in _sources(namespace, modules):
+        for chain in changes.assigned:
+            if chain[0] not in names:  # it is a local one
+                continue
+            with contextlib.suppress(Exception):  # a name that means nothing now, or a property that fails
+                owner = _follow(names, chain[:-1])
+                if (place := _place_of(owner)) is not None:
+                    value = vars(owner)[chain[-1]] if isinstance(owner, type) else getattr(owner, chain[-1])
+                    # A module that decorates its own functions does so on the node, too.
+                    if names is namespace or place.partition(":")[0] not in modules or _is_data(chain[-1], value):
+                        found[f"{place}{chain[-1]}"] = value
+        for chain in changes.touched:
+            with contextlib.suppress(Exception):
+                contents.touch(names, chain)
+        for chain in changes.called:
+            with contextlib.suppress(Exception):
+                contents.call(_follow(names, chain))
+    return {**contents.found, **found}
+
+
+class _Contents:
+    """What belongs to the script's own modules, and has changed there.
+
+    Attributes:
+        found: Values by name.
+    """
+
+    def __init__(self, modules: Mapping[str, types.ModuleType]) -> None:
+        self._modules = modules
+        self._called: set[int] = set()
+        self.found: dict[str, Any] = {}
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[str, str]]:
+        """Module and name of the globals, by their ids."""
+        return {
+            id(value): (module, name)
+            for module, each in self._modules.items()
+            for name, value in list(vars(each).items())
+            if _is_data(name, value) and not isinstance(value, _CONSTANT)
+        }
+
+    def touch(self, names: Mapping[str, Any], chain: tuple[str, ...]) -> None:
+        """Note the first object of a dotted name that a module, or a class of it, has."""
+        if chain[0] not in names:
+            return
+        value, owner, last = names[chain[0]], None, chain[0]
+        for name in chain[1:]:
+            if not isinstance(value, (type, types.ModuleType)):
+                break
+            value, owner, last = getattr(value, name), value, name
+        if not _is_data(last, value) or isinstance(value, _CONSTANT):
+            return
+        if isinstance(owner, type) and owner.__module__ in self._modules and (place := _place_of(owner)):
+            self.found[f"{place}{last}{_CONTENT}"] = value
+        elif (place_of_global := self._places.get(id(value))) is not None:
+            module, last = place_of_global
+            self.found[f"{module}:{last}{_CONTENT}"] = value
+
+    def call(self, function: Any) -> None:
+        """Note what a function of an own module sets or names there, and the functions of it that it calls."""
+        code, namespace = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+        module = str(namespace.get("__name__"))
+        known = self._modules.get(module)
+        if code is None or known is None or id(function) in self._called or vars(known) is not namespace:
+            return
+        self._called.add(id(function))
+        for name in code.co_names:
+            value = namespace.get(name)
+            if isinstance(value, types.FunctionType):
+                self.call(value)
+            elif name in namespace and _is_data(name, value) and not isinstance(value, _CONSTANT):
+                self.found[f"{module}:{name}{_CONTENT}"] = value
+        for name in _stored(code) & namespace.keys():
+            self.found[f"{module}:{name}"] = namespace[name]
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored(code: types.CodeType) -> frozenset[str]:
+    """The globals that code sets."""
+    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL")
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not (name.startswith("__") or isinstance(value, _NO_DATA))
+
+
+def _follow(names: Mapping[str, Any], chain: tuple[str, ...]) -> Any:
+    found = names[chain[0]]
+    for name in chain[1:]:
+        found = getattr(found, name)
     return found
 
 
@@ -48,40 +166,109 @@ def _place_of(owner: Any) -> str | None:
     return None if is_own else place
 
 
-def _assigned(namespace: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Names of the attributes that the script assigns to."""
+def _sources(
+    namespace: Mapping[str, Any], modules: Mapping[str, types.ModuleType]
+) -> Iterator[tuple[Mapping[str, Any], _Changes]]:
+    """What the script and its own modules change, with the names that each of them has."""
     cells = namespace.get("_ih")  # of a notebook, all that has run
     if isinstance(cells, list):
         for cell in cells:
-            yield from _targets(str(cell))
+            yield namespace, _changes(str(cell))
     elif isinstance(path := namespace.get("__file__"), str):
         with contextlib.suppress(OSError):
-            yield from _targets_of_file(path, os.stat(path).st_mtime_ns)
+            yield namespace, _changes_of_file(path, os.stat(path).st_mtime_ns)
+    elif sys.argv[:1] == ["-c"] and "-c" in sys.orig_argv:
+        yield namespace, _changes(sys.orig_argv[sys.orig_argv.index("-c") + 1])
+    left = _MAX_SOURCE_BYTES
+    for name, source in recorder.look().items():
+        if name in modules and (left := left - len(source.content)) >= 0:
+            yield vars(modules[name]), _changes_of_module(source.path, source.content)
 
 
 @functools.lru_cache(maxsize=2)
-def _targets_of_file(path: str, _changed: int) -> tuple[tuple[str, ...], ...]:
+def _changes_of_file(path: str, _changed: int) -> _Changes:
     with open(path, encoding="utf-8", errors="replace") as file:
-        return _targets(file.read())
+        return _changes(file.read())
 
 
 @functools.lru_cache(maxsize=1024)
-def _targets(source: str) -> tuple[tuple[str, ...], ...]:
+def _changes_of_module(_path: str, content: bytes) -> _Changes:
+    return _parse(content)
+
+
+@functools.lru_cache(maxsize=1024)
+def _changes(source: str) -> _Changes:
+    return _parse(source)
+
+
+def _parse(source: str | bytes) -> _Changes:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # a cell with a command of IPython
-        return ()
-    chains = []
+        return _Changes()
+    found = _Found([], [], [])
     for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else ():
-            names: list[str] = []
-            while isinstance(target, ast.Attribute):
-                names.insert(0, target.attr)
-                target = target.value
-            if names and isinstance(target, ast.Name):
-                chains.append((target.id, *names))
-    return tuple(dict.fromkeys(chains))
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            for target in node.targets:
+                found.target(target)
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            found.target(node.target)
+            found.touched.append(_chain(node.target))
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for decorator in node.decorator_list:
+                found.call(decorator.func if isinstance(decorator, ast.Call) else decorator)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found.call(node.value.func)
+            found.setattr(node.value)
+    return _Changes(*(tuple(dict.fromkeys(filter(None, chains))) for chains in found))
+
+
+class _Found(NamedTuple):
+    """The changes of a source while it is read."""
+
+    assigned: list[tuple[str, ...]]
+    touched: list[tuple[str, ...]]
+    called: list[tuple[str, ...]]
+
+    def target(self, target: ast.expr) -> None:
+        """Note what is assigned to, or deleted."""
+        if isinstance(target, (ast.Attribute, ast.Subscript)):
+            owner = _chain(target.value)
+            self.touched.append(owner)
+            if isinstance(target, ast.Attribute) and owner and _is_dotted(target):
+                self.assigned.append((*owner, target.attr))
+
+    def call(self, function: ast.expr) -> None:
+        """Note what is called for what it does."""
+        if _is_dotted(function):
+            self.called.append(_chain(function))
+        if isinstance(function, ast.Attribute):
+            self.touched.append(_chain(function.value))
+
+    def setattr(self, call: ast.Call) -> None:
+        """Note the attribute that ``setattr(module, "name", value)`` sets."""
+        if isinstance(call.func, ast.Name) and call.func.id == "setattr" and len(call.args) == 3:
+            owner, name = call.args[:2]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and _is_dotted(owner):
+                self.assigned.append((*_chain(owner), name.value))
+
+
+def _chain(node: ast.expr) -> tuple[str, ...]:
+    """The names before the first index: ``config.table`` in ``config.table["a"].size``; none after a call."""
+    names: list[str] = []
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+        else:
+            names.clear()
+        node = node.value
+    return (node.id, *names) if isinstance(node, ast.Name) else ()
+
+
+def _is_dotted(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
 
 
 def is_patch(name: str) -> bool:
@@ -89,10 +276,92 @@ def is_patch(name: str) -> bool:
     return ":" in name
 
 
+def is_content(name: str) -> bool:
+    """Whether this is such a key, of something that has changed in place."""
+    return name.endswith(_CONTENT)
+
+
 def patch(name: str, value: Any) -> None:
-    """Set a value in a library as the script has done; without effect where the library is missing."""
-    module, _colon, attribute = name.partition(":")
+    """Change a module as the script has done, once it is imported here; without effect where it is missing."""
+    module = name.partition(":")[0]
+    if module in sys.modules and module not in _later.importing:
+        _apply(name, value)
+        return
+    if _later not in sys.meta_path:
+        sys.meta_path.insert(0, _later)
+    _later.values.setdefault(module, {})[name] = value
+
+
+def _apply(name: str, value: Any) -> None:
+    module, _colon, attribute = name.removesuffix(_CONTENT).partition(":")
     owner, _dot, last = attribute.rpartition(".")
-    with contextlib.suppress(ImportError, AttributeError, TypeError):
-        found = importlib.import_module(module)
-        setattr(attrgetter(owner)(found) if owner else found, last, value)
+    with contextlib.suppress(AttributeError, TypeError):
+        place = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
+        if not is_content(name) or not _become(vars(place).get(last), value):
+            setattr(place, last, value)
+
+
+class _Later(importlib.abc.MetaPathFinder):
+    """Changes modules as they are imported: those that no worker needs are not imported for that.
+
+    Attributes:
+        values: What :func:`patch` has got, by module.
+        importing: Modules that are being imported.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[str, Any]] = {}
+        self.importing: set[str] = set()
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """The spec that others find, with a loader that makes the changes."""
+        if name not in self.values or name in self.importing:
+            return None
+        for finder in [*sys.meta_path]:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        name = module.__spec__.name
+        module.__spec__.loader = module.__loader__ = self._loader
+        _later.importing.add(name)
+        try:
+            self._loader.exec_module(module)
+        finally:
+            _later.importing.discard(name)
+        for each, value in _later.values.pop(name, {}).items():
+            _apply(each, value)
+
+
+_later = _Later()
+
+
+def _become(obj: Any, other: Any) -> bool:
+    """Give an object the content of another one, as more than its module may refer to it; False if it has none."""
+    if obj is other:
+        return True
+    if type(obj) is not type(other):
+        return False
+    kinds: tuple[Any, ...] = (collections.OrderedDict, dict, list, set)
+    kind = next((kind for kind in kinds if isinstance(obj, kind)), None)
+    if kind is not None:
+        kind.clear(obj)
+        (list.extend if kind is list else kind.update)(obj, other)
+    own = getattr(obj, "__dict__", None)
+    if own is not None:
+        content = dict(vars(other))
+        own.clear()
+        own.update(content)
+    return kind is not None or own is not None

@@ -12,6 +12,7 @@ import enum
 import fcntl
 import logging
 import math
+import multiprocessing.process
 import multiprocessing.util
 import os
 import random
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
+from typing import Any
 
 # Under its full name: numpy imports it at first use, which would be in every fork.
 import numpy.random
@@ -374,6 +376,16 @@ def start_thread(name: str, target: Callable[[], None]) -> None:
 def name_process(name: str) -> None:
     """Set the name that ``ps`` and ``top`` show, of 15 characters at most; forks inherit it."""
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def number_process(number: int) -> None:
+    """Let multiprocessing know this fork as a process of its own: code tells workers apart by its name or identity.
+
+    Whether it may have children, and its key, stay those of its parent.
+    """
+    made: Any = multiprocessing.process.BaseProcess(name=f"Process-{number}")
+    made._identity = (number,)
+    multiprocessing.process._current_process = made  # type: ignore[attr-defined]
 
 
 def open_pidfd(pid: int) -> int:

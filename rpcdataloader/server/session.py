@@ -38,7 +38,16 @@ from rpcdataloader.server import events
 from rpcdataloader.server.datasets import DatasetTable, Parts, open_files, parts_of, why_not_shared
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
-from rpcdataloader.server.processes import Leads, Life, Loop, ended_after, name_process, name_threads, num_threads
+from rpcdataloader.server.processes import (
+    Leads,
+    Life,
+    Loop,
+    ended_after,
+    name_process,
+    name_threads,
+    num_threads,
+    number_process,
+)
 from rpcdataloader.server.refusals import Refusals
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import ForkedWorker, StackFile
@@ -336,6 +345,7 @@ class Session:
                     os.setpgid(0, 0)  # for what user code starts, which ends with the worker
                     self._forget_in_child()
                     forget_inherited_exits()
+                    number_process(event.worker)
                     transport = Transport(sock, event.peer)
                     if (channel := self._admit(transport, descriptors[1:], event, row)) is not None:
                         Worker(channel, link, self._datasets, event.worker, self._context, row).run()

@@ -104,6 +104,21 @@ def fill_function(function: types.FunctionType, content: tuple[dict[str, Any], d
     function.__dict__.update(attributes)
 
 
+def content_of(function: types.FunctionType) -> tuple[Any, ...]:
+    """What may change in a function: its code and defaults, its attributes, and the variables of its closure.
+
+    Globals that are not the script's, as of code that ``exec`` runs, are sent with it, and count, too.
+    """
+    namespace = {} if function.__globals__ is main_globals() else function.__globals__
+    used = {name: namespace[name] for name in names_in(function.__code__) if name in namespace}
+    variables = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            variables.append(cell.cell_contents)
+    defaults = function.__defaults__, function.__kwdefaults__
+    return hash(function.__code__), defaults, dict(function.__dict__), variables, used
+
+
 def reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
     """Take apart a variable of a closure, which functions share."""
     try:
@@ -235,7 +250,9 @@ def token_of(value: Any, digest: Callable[[Any], bytes]) -> Any:
     if isinstance(value, _ATOMS):
         return type(value).__name__, repr(value)
     if isinstance(value, types.FunctionType):
-        return id(value), hash(value.__code__), id(value.__defaults__), id(value.__kwdefaults__)
+        with contextlib.suppress(Exception):  # it refers to what the receiver gets in another way
+            return id(value), digest(value)
+        return id(value), hash(value.__code__)
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, types.GetSetDescriptorType)):
         return id(value)
     return id(value), digest(value)

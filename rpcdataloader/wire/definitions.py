@@ -28,7 +28,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.patches import find_patches, is_patch, patch
+from rpcdataloader.host.patches import find_patches, is_content, is_patch, patch
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
@@ -46,6 +46,9 @@ _OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec
 
 # Larger ones are sent when they are needed.
 _MAX_REST_BYTES = 1 << 16
+
+# Of what the script has changed in place in its modules, larger objects stay as the node's modules make them.
+_MAX_CONTENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +106,7 @@ class _Script:
         self._order = itertools.count()
         self._last: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
         self._rest: dict[str, tuple[Any, Definition | None]] = {}
+        self._left_out: dict[str, int] = {}  # patches that cannot be sent, each with the number of its object
 
     def collect(
         self,
@@ -132,12 +136,21 @@ class _Script:
             waiting.setdefault("__package__", "")
         self._follow(waiting, parts, view, explain)
         if with_patches:
-            view = view._replace(namespace={**namespace, **(patches := find_patches(namespace))})
-            for name in patches:
+            patches = find_patches(namespace)
+            # Not as the global of the script that it may be, too: its content is what counts.
+            contents = {id(value) for name, value in patches.items() if is_content(name)}
+            owners = {number: name for number, name in view.owners.items() if number not in contents}
+            view = view._replace(namespace={**namespace, **patches}, owners=owners)
+            for name, value in patches.items():
+                number = self._number(name, value)
+                if self._left_out.get(name) == number:
+                    continue
                 trial = dict(parts)
-                with contextlib.suppress(*USER_ERRORS):
+                try:
                     self._follow({name: ""}, trial, view, explain)
                     parts = trial
+                except USER_ERRORS:
+                    self._left_out[name] = number
         found: dict[str, Definition] = {}
         for name in parts:
             if name not in found:
@@ -192,6 +205,8 @@ class _Script:
 
     def _part(self, name: str, view: _View, file: io.BytesIO | None = None) -> _Part:
         number = self._number(name, view.namespace[name])
+        if file is None and is_content(name):
+            file = Limited(_MAX_CONTENT_BYTES)
         pickled, pickler = view.pickle([name], file)
         token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
         contained = frozenset(pickler.contained)

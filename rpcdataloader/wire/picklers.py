@@ -32,6 +32,7 @@ from rpcdataloader.wire.by_value import (
     MAIN_NAMES,
     OF_DEFINITIONS,
     CachedFunction,
+    content_of,
     digest_of,
     is_of_main,
     main_globals,
@@ -298,7 +299,7 @@ class Limited(io.BytesIO):
 
 
 class Digester(Pickler):
-    """Pickles a value to compare it with a later one: functions and classes are what they are."""
+    """Pickles a value to compare it with a later one: classes are what they are, and functions that have names."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, None)
@@ -309,10 +310,17 @@ class Digester(Pickler):
         if isinstance(self._file, Limited):
             self._file.check(obj)
         if is_definition(obj):
-            return id, (id(obj),)
+            # A state, since a function may be in its own closure.
+            return id, (id(obj),), content_of(obj) if self._travels_within(obj) else None
         if (reduce := OF_DEFINITIONS.get(type(obj))) is not None:
             return reduce(obj)
         return super().reducer_override(obj)
+
+    def _travels_within(self, obj: Any) -> bool:
+        """Whether this is a function that is sent as a part of what refers to it: all that it refers to counts, too."""
+        if type(obj) is not types.FunctionType or cloudpickle.cloudpickle._should_pickle_by_reference(obj):
+            return False
+        return main_globals().get(obj.__name__) is not obj
 
 
 def _digest(value: Any, file: io.BytesIO) -> bytes:

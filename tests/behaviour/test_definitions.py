@@ -144,6 +144,42 @@ for epoch in range(3):
 """)
 
 
+SETTINGS = """
+import types
+
+options, table, level = types.SimpleNamespace(size=1), {"a": 1}, 1
+
+def set_up(value):
+    global level
+    level = value
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return options.size, len(table), level
+"""
+
+
+@pytest.mark.parametrize("made", ["settings.Rows()", "RPCDataset(address, settings.Rows)"])
+def test_what_a_script_changes_in_its_own_modules_reaches_workers(passes, made):
+    passes(f"""
+import pathlib
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("settings.py").write_text({SETTINGS!r})
+import settings
+from settings import options, set_up
+
+options.size = 2
+loader = load({made})
+assert [*loader] == [[(2, 1, 1)] * 2] * 2
+settings.table["b"] = 2
+set_up(3)
+assert [*loader] == [[(2, 2, 3)] * 2] * 2
+""")
+
+
 def test_second_dataset_of_a_script_leaves_the_first_as_it_is(passes):
     passes("""
 class Vocabulary:

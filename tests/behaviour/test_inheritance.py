@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import multiprocessing.util
 import os
 import socket
@@ -9,6 +10,7 @@ import threading
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import wait_until
@@ -36,6 +38,24 @@ def test_hooks_of_multiprocessing_are_called_in_workers(shared_server):
     """Otherwise, all workers would talk over one connection to a Manager."""
     dataset = RPCDataset(shared_server.address, Hooked)
     assert all(map(all, RPCDataloader(dataset, batch_size=2)))
+
+
+class Processes(IterableDataset[Any]):
+    """What multiprocessing says of each worker."""
+
+    def __iter__(self) -> Any:
+        process: Any = multiprocessing.current_process()
+        yield process.name, process._identity, process.pid == os.getpid(), process.is_alive()
+
+
+@pytest.mark.parametrize("place", ["node server", "this machine"])
+def test_workers_are_processes_of_multiprocessing_with_numbers_of_their_own(place, shared_server):
+    options: dict[str, Any] = {"workers": shared_server.address} if place == "node server" else {}
+    loader = RPCDataloader(Processes(), batch_size=None, collate_fn=tuple, num_workers=2, **options)
+    names, identities, *facts = zip(*loader, strict=True)
+    assert len(set(names)) == len(set(identities)) == 2
+    assert all(name == f"Process-{number}" for name, (number,) in zip(names, identities, strict=True))
+    assert facts == [(True, True)] * 2
 
 
 class Connected(Numbers):

@@ -1288,6 +1288,133 @@ class Texts(Four):
 
 idiom("an object shared within a dataset", Texts)
 
+
+def switchable(function):
+    state = {"on": True}
+
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args) if state["on"] else ("off", call.level)
+
+    call.state, call.level = state, 0
+    return call
+
+
+class Switched(Four):
+    @switchable
+    def __getitem__(self, index):
+        return index
+
+
+def switch_off():
+    Switched.__getitem__.state["on"] = False
+    Switched.__getitem__.level = 3
+
+
+idiom("the state of a method's decorator, changed between epochs", Switched, change=switch_off)
+
+
+def make_local():
+    factor = 2
+
+    class Local(Four):
+        def __getitem__(self, index):
+            return factor * index
+
+    def change():
+        nonlocal factor
+        factor = 5
+
+    return Local, change
+
+
+Local, change_factor = make_local()
+made_local = Local
+del Local  # it has no name in the script
+idiom("a variable that a local class uses, changed between epochs", lambda: made_local(), change=change_factor)
+
+NAMESPACE = {"__name__": "__main__", "Four": Four}
+exec(
+    """
+factor = 3
+
+
+class Executed(Four):
+    def __getitem__(self, index):
+        return multiplied(index)
+
+
+def multiplied(index):
+    return factor * index
+""",
+    NAMESPACE,
+)
+
+idiom(
+    "a global of code that exec runs, changed between epochs",
+    lambda: NAMESPACE["Executed"](),
+    change=functools.partial(operator.setitem, NAMESPACE, "factor", 4),
+)
+
+
+class Counting(Four):
+    def __init__(self, holder, get):
+        self.holder, self.get = holder, get
+
+    def __getitem__(self, index):
+        self.get(self.holder)[index] = 1
+        return index
+
+
+class Tally:
+    def __init__(self, counts):
+        self.counts = counts
+
+    def __call__(self, samples):
+        return samples, len(self.counts)
+
+
+class Holder:
+    __slots__ = ("content",)
+
+    def __init__(self, content):
+        self.content = content
+
+
+def share(hold, get):
+    counts = {}
+    return functools.partial(Counting, hold(counts), get), Tally(counts)
+
+
+def argument_of(function):
+    return function.args[0]
+
+
+for place, *how in (
+    ("slots", Holder, operator.attrgetter("content")),
+    ("an OrderedDict", lambda counts: collections.OrderedDict(content=counts), operator.itemgetter("content")),
+    ("a deque", lambda counts: collections.deque([counts]), operator.itemgetter(0)),
+    ("a partial function", functools.partial(functools.partial, plain), argument_of),
+):
+    idiom(f"what a dataset has in {place}, and collate_fn, too", *share(*how))
+del place, how
+
+
+def share_variable():
+    opened = None
+
+    def open_in_worker(worker):
+        nonlocal opened
+        opened = worker + 1
+
+    def get(index):
+        return index, opened
+
+    return functools.partial(Each, get), plain, open_in_worker
+
+
+idiom("a variable of a function that worker_init_fn sets", *share_variable())
+
 # --- what loads them
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import pickle
+import types
 
+import cloudpickle  # type: ignore[import-untyped]
+import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
@@ -34,6 +39,63 @@ def test_each_part_has_its_place_in_a_copy():
     assert follow(copy, parts[id(first)][1]) is copy.datasets[0].dataset
     assert follow(copy, parts[id(second)][1]) is copy.datasets[1]
     assert follow(copy, parts[id(first.table["names"])][1]) is copy.datasets[0].dataset.table["names"]
+
+
+class Slotted:
+    __slots__ = ("__private", "empty", "part")
+
+    def __init__(self, part):
+        self.part = self.__private = part
+
+
+class Table(dict):
+    pass
+
+
+class Row(list):
+    pass
+
+
+def holding(part):
+    return lambda: part
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda part: Slotted(part),
+        lambda part: Table(part=part),
+        lambda part: Row([part]),
+        lambda part: collections.OrderedDict(part=part),
+        lambda part: collections.defaultdict(int, part=part),
+        lambda part: collections.UserDict(part=part),
+        lambda part: collections.deque([part]),
+        lambda part: functools.partial(len, part),
+        lambda part: functools.partial(dict, obj=part),
+        lambda part: types.MethodType(len, part),
+        holding,
+    ],
+)
+def test_parts_are_found_in_what_users_keep_them_in(hold):
+    whole, part = Numbers(3), ["a"]
+    whole.holder = [hold(part)]
+    found, path = find_parts(whole)[id(part)]
+    assert found is part
+    copy = cloudpickle.loads(cloudpickle.dumps(whole))
+    assert follow(copy, path) == part
+    follow(copy, path).append("b")
+    assert find_parts(copy)[id(follow(copy, path))][0] == ["a", "b"]
+
+
+def test_variables_that_functions_share_are_parts():
+    variable = 1
+
+    def get():
+        return variable
+
+    whole = Numbers(3)
+    whole.get = get
+    assert find_parts(whole)[id(get.__closure__[0])][0] is get.__closure__[0]
 
 
 def test_what_a_copy_may_lack_is_no_part():

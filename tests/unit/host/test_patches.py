@@ -1,14 +1,25 @@
-"""What is found of a script's changes in libraries; in workers, see ``tests/behaviour/test_idioms.py``."""
+"""What is found of a script's changes in other modules; in workers, see ``tests/behaviour/test_definitions.py``."""
 
 from __future__ import annotations
 
+import collections
+import importlib
 import string
 import sys
 import types
 
 import pytest
 
+from rpcdataloader.host import patches
 from rpcdataloader.host.patches import find_patches, is_patch, patch
+
+
+@pytest.fixture(autouse=True)
+def only_what_the_test_has(monkeypatch):
+    """Not the modules of the tests."""
+    look = patches.recorder.look
+    known = lambda: {name: source for name, source in look().items() if name == "settings"}  # noqa: E731
+    monkeypatch.setattr(patches.recorder, "look", known)
 
 
 @pytest.fixture
@@ -62,6 +73,13 @@ def test_cells_of_a_notebook_are_looked_at_in_place_of_a_file(library):
     assert find_patches({"_ih": cells, "library": library}) == {"library:size": 2}
 
 
+def test_command_line_is_looked_at_in_place_of_a_file(library, monkeypatch):
+    library.size = 2
+    monkeypatch.setattr(sys, "argv", ["-c", "1"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-c", "import library; library.size = 2", "1"])
+    assert find_patches({"library": library}) == {"library:size": 2}
+
+
 def test_process_takes_over_what_it_can(library, monkeypatch):
     monkeypatch.setattr(string.Template, "delimiter", "$")
     for name, value in {
@@ -76,3 +94,116 @@ def test_process_takes_over_what_it_can(library, monkeypatch):
 
 def test_script_that_cannot_be_read_has_changed_nothing(tmp_path):
     assert find_patches({"__file__": str(tmp_path / "missing.py")}) == find_patches({}) == {}
+
+
+OF_THE_SCRIPT = """
+import logging
+import types
+
+logger = logging.getLogger("settings")
+options = types.SimpleNamespace(size=1, parts={"a": 1})
+unchanged = types.SimpleNamespace(size=1)
+table, names, registry, ordered = {"a": 1}, ["a"], {}, {"a": 1}
+level = 1
+
+class Limits:
+    by_name = {"a": 1}
+
+def register(function):
+    registry[function.__name__] = function
+    return function
+
+def set_up(value):
+    global level
+    level = value
+    _sort()
+
+def _sort():
+    ordered["b"] = 2
+
+def unused():
+    unchanged.size
+"""
+
+CHANGES = {
+    "settings.options.size = 2": "options[...]",
+    "options.parts['b'] = 2": "options[...]",
+    "settings.table['a']['b'] = 2": "table[...]",
+    "table.update(b=2)": "table[...]",
+    "del settings.table['a']": "table[...]",
+    "names += ['b']": "names[...]",
+    "settings.Limits.by_name['b'] = 2": "Limits.by_name[...]",
+    "Limits.by_name.clear()": "Limits.by_name[...]",
+    "set_up(2)": "level ordered[...]",
+    "@settings.register\ndef f(): pass": "registry[...]",
+    "setattr(settings, 'level', 2)": "level",
+    "logger.info('')": "",
+    "options = table = 3": "",
+    "len(names)": "",
+    "print(names)": "",
+    "def f(table):\n    return table['a']": "",
+}
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """A module of the script's own."""
+    (tmp_path / "settings.py").write_text(OF_THE_SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("settings")
+    del sys.modules["settings"]
+
+
+def found_of(settings, source):
+    names = {name: value for name, value in vars(settings).items() if not name.startswith("__")}
+    found = find_patches({**names, "settings": settings, "_ih": [source]})
+    return {name.partition(":")[2]: value for name, value in found.items() if name.startswith("settings:")}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_in_place_of_what_the_scripts_own_modules_have_are_found(settings, change):
+    before = found_of(settings, "")  # what the module changes itself
+    found = found_of(settings, change)
+    assert found.keys() - before.keys() == set(CHANGES[change].split()) - before.keys()
+    assert set(CHANGES[change].split()) <= found.keys()
+
+
+def test_own_modules_are_looked_at_as_the_script_is(settings):
+    assert found_of(settings, "").keys() == {"registry[...]", "ordered[...]"}
+
+
+def test_what_has_changed_in_place_stays_the_same_object(settings):
+    table, names, options = settings.table, settings.names, settings.options
+    settings.ordered = ordered = collections.OrderedDict(a=1)
+    settings.kind = 1
+    for name, value in {
+        "table": {"b": 2},
+        "names": ["b"],
+        "options": type(options)(other=2),
+        "ordered": collections.OrderedDict(b=2),
+        "kind": "text",
+    }.items():
+        patch(f"settings:{name}[...]", value)
+    assert (table, names, vars(options), list(ordered)) == ({"b": 2}, ["b"], {"other": 2}, ["b"])
+    assert settings.kind == "text"
+
+
+def test_what_is_the_same_object_already_keeps_its_content(settings):
+    patch("settings:table[...]", settings.table)
+    assert settings.table == {"a": 1}
+
+
+def test_module_that_is_imported_later_is_changed_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_settings.py").write_text("table, level = {'a': 1}, 1\nsame = table")
+    patch("late_settings:table[...]", {"b": 2})
+    patch("late_settings:level", 2)
+    assert "late_settings" not in sys.modules
+    late = importlib.import_module("late_settings")
+    assert (late.table, late.level, late.same is late.table) == ({"b": 2}, 2, True)
+    assert late.__spec__.loader is late.__loader__
+    assert late.__loader__.get_source("late_settings").startswith("table")
+    del sys.modules["late_settings"]
+    assert importlib.import_module("late_settings").level == 1
+    del sys.modules["late_settings"]
