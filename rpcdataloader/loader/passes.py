@@ -108,6 +108,7 @@ def begin_pass(
         get_state=get_state,
         makes_requests=makes_requests,
         is_ready=is_ready,
+        watch=None if nothing_left else way.watch,
         drawn=[] if progress.first is None else [progress.first[0]],
     )
     # Samplers choose their order at the first batch, before which the script may draw. Workers are requested before it.

@@ -75,6 +75,9 @@ class TaskSource:
     makes_requests: bool = False
     # Function that tells whether the sampler gives indices without waiting for a stream; None if it always does.
     is_ready: Callable[[], bool] | None = None
+    # Function to call before the first batch is drawn; its result is called after it, with whether there is none, and
+    # returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
+    watch: Callable[[], Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None] | None = None
     drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
     _kept_error: Exception | None = None  # of the sampler, in place of the next batch
     _error: str = ""  # name of the exception that has ended the sampler
@@ -146,9 +149,14 @@ class TaskSource:
         if (error := self._kept_error) is not None:
             self._kept_error = None
             raise error
+        watched = None if self.watch is None else self.watch()
         try:
             # In one step: a signal handler may raise between two, and the batch would be lost.
             self.drawn.extend(map(next, (self.samples,)))
+            if watched is not None and (again := watched(not self.drawn)) is not None:
+                (self.samples, self.get_state), self.drawn = again, []
+                self.drawn.extend(map(next, (self.samples,)))
+            self.watch = None
         except BaseException as exc:
             # A generator that raises gives nothing more, as at its end. A signal handler may also raise after it.
             has_ended = inspect.isgenerator(self.samples) and self.samples.gi_frame is None

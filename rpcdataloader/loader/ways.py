@@ -16,14 +16,17 @@ again; at its end, the sampler is brought to the beginning of the next one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from rpcdataloader.fetch.loaded import LoadedState, loaded_state, note_loaded
 from rpcdataloader.fetch.samples import is_batch, stopped
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.host.state import get_states, set_states
 from rpcdataloader.loader.order import check_order
 from rpcdataloader.loader.plain import StateCopier, from_plain, to_plain
 from rpcdataloader.loader.sampler import Source, is_stateful
@@ -92,6 +95,10 @@ class Replay:
         """Return a function that gives the sampler's state after the batch that it has just given; None without one."""
         return None
 
+    def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+        """Prepare for the first batch of a pass: see :class:`~rpcdataloader.loader.tasks.TaskSource`."""
+        return None
+
 
 class Stateful(Replay):
     """A sampler whose iterator may have a state, or that has one itself; otherwise, what was delivered is skipped."""
@@ -127,9 +134,30 @@ class Stateful(Replay):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if "sampler" in state:
-            if self._sampler is None:
+            if (sampler := self._sampler) is None:
                 raise ValueError("the state is of a sampler with load_state_dict, but here it has none")
-            self._sampler.load_state_dict(from_plain(state["sampler"]))
+            saved, copied = from_plain(state["sampler"]), from_plain(state["sampler"])
+            note_loaded(sampler, LoadedState(sampler, saved, lambda: sampler.load_state_dict(copied)))
+
+    def begin(self) -> Iterator[Any]:
+        if (loaded := loaded_state(self._sampler)) is not None:
+            loaded.begins(self._sampler)
+        return super().begin()
+
+    def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+        if (loaded := loaded_state(self._sampler)) is None:
+            return None
+        restore = _generators_of(self.settings)
+
+        def begin_again(ended: bool) -> tuple[Iterator[Any], Callable[[], Any] | None] | None:
+            if not loaded.gave_first(self._sampler, ended=ended):
+                return None
+            # The loaded position was that of an earlier pass.
+            restore()
+            samples = self.begin()
+            return samples, self.capture(samples)
+
+        return begin_again
 
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:
         if progress.sampler is None:
@@ -146,8 +174,12 @@ class Stateful(Replay):
             else:
                 # To its end, where samplers change to the next epoch; unless its end is the beginning of that, as for
                 # those that count what they have given in all epochs.
-                if not _is_end(samples, saved):
+                is_end = _is_end(samples, saved)
+                if (loaded := loaded_state(self._sampler)) is not None:
+                    loaded.gave_first(self._sampler, ended=is_end)
+                if not is_end:
                     self._load(saved["sampler"])
+                    note_loaded(self._sampler, None)  # each pass may begin so
 
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
         owners: dict[str, Any] = {"sampler": self._sampler, "iterator": samples if is_stateful(samples) else None}
@@ -162,6 +194,18 @@ class Stateful(Replay):
                 raise stopped("state_dict() of the sampler") from stop
 
         return get_state if stateful else None
+
+
+def _generators_of(settings: PassSettings) -> Callable[[], None]:
+    """Return a function that sets the global generators, and those of samplers, to where they are now."""
+    everywhere, own = get_states(), [(generator, generator.get_state()) for generator in settings.own_generators]
+
+    def restore() -> None:
+        set_states(everywhere)
+        for generator, state in own:
+            generator.set_state(state)
+
+    return restore
 
 
 @contextlib.contextmanager
@@ -192,35 +236,60 @@ def _is_end(samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
     return True
 
 
-class Inside(Replay):
-    """A sampler without a state, over one that has one: it may have read ahead, so both begin the pass again."""
+class Inside(Stateful):
+    """A sampler without a state, over one that has one: it may have read ahead, so both begin the pass again.
+
+    Unless its iterator has a state, which then knows of that.
+    """
 
     def __init__(self, settings: PassSettings) -> None:
         super().__init__(settings)
-        self._samplers = [sampler for sampler in settings.chain if is_stateful(sampler)]
+        self._inside = [sampler for sampler in settings.chain if is_stateful(sampler)]
 
     def capture_start(self) -> dict[str, Any]:
-        return {"inside": [to_plain(sampler.state_dict()) for sampler in self._samplers]}
+        return {"inside": [to_plain(sampler.state_dict()) for sampler in self._inside]}
 
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        self._load(saved)
+        if saved["sampler"] is not None:
+            return super().go_on(saved)
+        return self._begin_inside(saved)
+
+    def _begin_inside(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """Begin the saved pass again. Its first state may still be the end of the pass before, which has nothing."""
+        restore = _generators_of(self.settings)
+        if not (loaded := self._load_inside(saved)):
+            return self.begin()
+        has_nothing = next(self.begin(), self) is self
+        restore()
+        if has_nothing:
+            for each in loaded:
+                each.undo(only_if_unchanged=True)
+        else:
+            self._load_inside(saved)
         return self.begin()
 
-    def _load(self, saved: Mapping[str, Any]) -> None:
+    def _load_inside(self, saved: Mapping[str, Any]) -> list[LoadedState]:
         states = saved["start"].get("inside", [])
         # The beginning or end of an epoch may be that of other samplers.
         if place_of(saved) != "middle" and [each["kind"] for each in saved["start"]["samplers"]] != [
             type(sampler).__qualname__ for sampler in self.settings.chain
         ]:
-            return
-        for sampler, state in zip(self._samplers, states, strict=False):
-            sampler.load_state_dict(from_plain(state))
+            return []
+        return [
+            LoadedState(sampler, state, functools.partial(sampler.load_state_dict, from_plain(state)))
+            for sampler, state in zip(self._inside, states, strict=False)
+        ]
 
     def end(self, saved: Mapping[str, Any]) -> None:
+        if saved["sampler"] is not None:
+            super().end(saved)
+            return
         with _chosen_epochs_kept(self.settings, saved):
-            self._load(saved)
-            for _batch in self.begin():
+            for _batch in self._begin_inside(saved):
                 pass
+
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
+        return super().capture(samples) if is_stateful(samples) else None
 
 
 class Sourced(Replay):

@@ -47,6 +47,27 @@ class Position(Ordered):
         self.position = state["position"]
 
 
+class Staying(Ordered):
+    """Position within the epoch; one that is loaded holds for all that follow."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.first = self.position = 0
+        self.generator = torch.Generator().manual_seed(size)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.size, generator=self.generator).tolist()
+        for position in range(self.first, self.size):
+            self.position = position + 1
+            yield order[position]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["position"]
+
+
 class Total(Ordered):
     """Number of samples given in all epochs, as Megatron's; the end of an epoch is the beginning of the next one."""
 
@@ -192,4 +213,4 @@ class Unplaced(Ordered):
         self.epoch = state["epoch"]
 
 
-SAMPLERS = {kind.__name__: kind for kind in (Position, Total, Drawing, Counted, Iterating)}
+SAMPLERS = {kind.__name__: kind for kind in (Position, Staying, Total, Drawing, Counted, Iterating)}
