@@ -1,11 +1,11 @@
-"""A state that was loaded into an iterable-style dataset: it holds for one iteration, and is undone where it stays.
+"""A state that was loaded into a dataset or sampler: it holds for one iteration, and is undone where it stays.
 
-Both kinds of datasets are in use. A state of torchdata's nodes holds for the next iteration, one of Hugging Face's
-streams for all that follow, whose samples would be lost in each later pass of the same process. No method tells. So the
-first sample of each iteration is watched: if it leaves the dataset where the first one after loading has left it, the
-state still holds. Then the attributes that loading has changed, and that are still what it made of them, are set back.
-A dataset that counts its epochs so keeps its count. (Loading a state of the beginning would lose that; and asking for
-one before loading makes some datasets ignore what is loaded, such as torchdata's.)
+Both kinds are in use. A state of torchdata's nodes holds for the next iteration, one of Hugging Face's streams for all
+that follow, whose samples would be lost in each later pass of the same process. No method tells. So the first sample of
+each iteration, of a sampler the first batch, is watched: if it leaves the dataset where the first one after loading has
+left it, the state still holds. Then the attributes that loading has changed, and that are still what it made of them,
+are set back. A dataset that counts its epochs so keeps its count. (Loading a state of the beginning would lose that;
+and asking for one before loading makes some datasets ignore what is loaded, such as torchdata's.)
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _parts(state: Any, path: tuple[Any, ...] = ()) -> dict[Any, Any]:
         return {path: object()}  # equal to no other
 
 
-# Of the datasets of this process into which a state was loaded, by their ids: some cannot be hashed.
+# Of the datasets and samplers of this process into which a state was loaded, by their ids: some cannot be hashed.
 _loaded: dict[int, tuple[weakref.ref[Any], LoadedState]] = {}
 
 
@@ -183,5 +183,5 @@ def note_loaded(dataset: Any, loaded: LoadedState | None) -> None:
     """Keep what loading has changed, as long as there is the dataset; None to forget it."""
     key = id(dataset)
     _loaded.pop(key, None)
-    if loaded is not None:
+    if loaded is not None and type(dataset).__weakrefoffset__:
         _loaded[key] = weakref.ref(dataset, lambda _gone: _loaded.pop(key, None)), loaded

@@ -70,7 +70,7 @@ def begin_pass(
     if saved is not None and saved["finished"]:  # to which loading it has brought the sampler
         before, saved = (saved["base_seed"], saved["epoch"]), None
     way = way_of(settings)
-    start = capture_start(settings) if saved is None else restore_start(settings, saved)
+    start = {**capture_start(settings), **way.capture_start()} if saved is None else restore_start(settings, saved)
     first, *ranks = way.origin
     knows_first = saved is not None and way.knows_first(saved)
     nothing_left = saved is not None and is_at_end(saved, start, knows_first=knows_first)
@@ -108,12 +108,15 @@ def begin_pass(
         get_state=get_state,
         makes_requests=makes_requests,
         is_ready=is_ready,
+        watch=None if nothing_left else way.watch,
         drawn=[] if progress.first is None else [progress.first[0]],
     )
     # Samplers choose their order at the first batch, before which the script may draw. Workers are requested before it.
     is_drawn_later = makes_requests and saved is None
     if not (is_drawn_later or settings.iterable) and progress.end is None and is_ready is None:
         source.look_ahead()
+        if saved is not None and (following := way.following(saved, progress)) is not None:
+            source.check_next(following)
     resumed = () if saved is None else tuple(progress.streams)
     return Pass(source, progress, first, (ranks[0], ranks[1]), resumed)
 

@@ -53,6 +53,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "ahead": {str(number): [*batch, _plain_states(state)] for number, (*batch, state) in progress.ahead.items()},
         "streams": [[*counts, owner, to_plain(state), ended] for *counts, owner, state, ended, _ in progress.streams],
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
+        "next": progress.upcoming.get(progress.num_batches),
         "in_step": progress.in_step and settings.in_order,
         # Nothing is left, though the consumer has not reached the end.
         "whole": progress.in_step and progress.num_batches == progress.end,
@@ -243,6 +244,7 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
     """The progress of a saved pass."""
     digests = iter(saved.get("digest") or itertools.repeat(None)) if saved["streams"] else iter(())
     is_compared = "digest" in saved  # users remove it
+    following = saved.get("next") if is_compared else None
     sampler = from_plain(saved["sampler"])
     return Progress(
         **{name: saved[name] for name in _PLAIN},
@@ -259,6 +261,7 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
         ],
         in_step=saved["in_step"],
         start=start,
+        upcoming={} if following is None else {saved["num_batches"]: following},
     )
 
 

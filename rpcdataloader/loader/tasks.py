@@ -31,6 +31,12 @@ OTHER_ORDER = (
     "state_dict() and load_state_dict()"
 )
 
+OTHER_NEXT = (
+    "the sampler goes on with another batch than the one that followed when the state was saved: the state_dict() of a "
+    "sampler must tell the position after the batch that it gave last, and all that decides about the rest; without a "
+    "state_dict(), the order must be drawn when the pass begins. To go on in spite of that: del state['digest']"
+)
+
 INTERRUPTED = (
     "{} has ended the sampler before its end; begin another pass over the loader, or go on after the last batch with "
     "load_state_dict(state_dict())"
@@ -69,6 +75,9 @@ class TaskSource:
     makes_requests: bool = False
     # Function that tells whether the sampler gives indices without waiting for a stream; None if it always does.
     is_ready: Callable[[], bool] | None = None
+    # Function to call before the first batch is drawn; its result is called after it, with whether there is none, and
+    # returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
+    watch: Callable[[], Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None] | None = None
     drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
     _kept_error: Exception | None = None  # of the sampler, in place of the next batch
     _error: str = ""  # name of the exception that has ended the sampler
@@ -108,7 +117,7 @@ class TaskSource:
                 if is_wanted and self.get_state is not None:
                     first = self.progress.first if self.progress is not None and task.number == 0 else None
                     task.sampler_state = self.get_state() if first is None else first[1]
-                if self._is_compared(task):
+                if self._is_compared(task) or self.knows_states:
                     task.digest = digest(indices)  # now: the sampler, or the dataset, may change them
                 if is_wanted and self.makes_requests:
                     task.request = load_request(task)
@@ -120,6 +129,8 @@ class TaskSource:
             self.number += 1
             self.drawn = []
             if is_wanted:
+                if self.progress is not None and task.digest is not None:
+                    self.progress.note_upcoming(task.number, task.digest)
                 return task
             if self.leave_out[task.number] not in (None, task.digest):
                 raise ValueError(OTHER_ORDER)
@@ -138,9 +149,14 @@ class TaskSource:
         if (error := self._kept_error) is not None:
             self._kept_error = None
             raise error
+        watched = None if self.watch is None else self.watch()
         try:
             # In one step: a signal handler may raise between two, and the batch would be lost.
             self.drawn.extend(map(next, (self.samples,)))
+            if watched is not None and (again := watched(not self.drawn)) is not None:
+                (self.samples, self.get_state), self.drawn = again, []
+                self.drawn.extend(map(next, (self.samples,)))
+            self.watch = None
         except BaseException as exc:
             # A generator that raises gives nothing more, as at its end. A signal handler may also raise after it.
             has_ended = inspect.isgenerator(self.samples) and self.samples.gi_frame is None
@@ -152,6 +168,21 @@ class TaskSource:
             progress.end = self.number
         if self.drawn and self.number == 0 and self.get_state is not None and progress.sampler is None:
             progress.first = kept(self.drawn[0]), self.get_state()
+
+    def check_next(self, expected: int) -> None:
+        """Check the digest of the next batch, which is drawn.
+
+        Raises:
+            ValueError: It is another one, or there is none.
+        """
+        if not self.drawn or (self._can_be_digested() and digest(self.drawn[0]) != expected):
+            raise ValueError(OTHER_NEXT)
+
+    def _can_be_digested(self) -> bool:
+        """Whether there is a next batch, whose indices can be read more than once."""
+        if not self.drawn:
+            return False
+        return not self.auto_collation or is_batch(self.drawn[0]) or not isinstance(self.drawn[0], Iterable)
 
     @property
     def knows_states(self) -> bool:
@@ -165,6 +196,8 @@ class TaskSource:
                 self.look_ahead()
             except Exception as error:  # which comes in its turn
                 self._kept_error = error
+            if self.progress is not None and self._can_be_digested():
+                self.progress.note_upcoming(self.number, digest(self.drawn[0]))
 
     def check_end(self) -> None:
         """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
@@ -269,6 +302,15 @@ class Progress:
     # The first batch of such a sampler, once it is drawn, and the state after it: some samplers do not know before it
     # which epoch they are in.
     first: tuple[Any, dict[str, Any]] | None = None
+    # Digests of the batches drawn and not delivered, by number: the next one must be found again.
+    upcoming: dict[int, int] = field(default_factory=dict)
+
+    def note_upcoming(self, number: int, batch_digest: int) -> None:
+        """Note the digest of a batch that was drawn, and forget those delivered."""
+        upcoming = self.upcoming
+        while (first := next(iter(upcoming), number)) < self.num_batches:
+            upcoming.pop(first, None)
+        upcoming[number] = batch_digest
 
     @property
     def num_yielded(self) -> int:
@@ -291,6 +333,7 @@ class Progress:
             num_skipped=self.num_skipped,
             in_step=self.in_step,
             sampler=self.sampler,
+            upcoming={**self.upcoming},
         )
 
     def settle(self) -> Progress:

@@ -1,9 +1,10 @@
-"""How the rest of a saved pass is found again: in one of five ways, which the loader's sampler decides.
+"""How the rest of a saved pass is found again: in one of six ways, which the loader's sampler decides.
 
 | way | what a state has | the rest |
 | --- | --- | --- |
 | Replay | numbers of batches and samples, and a digest | what the sampler gives anew, after the same of these |
 | Stateful | the state of the sampler, of its iterator, or of both | what these give from there |
+| Inside | as Replay, and states of the samplers inside, of the beginning of the pass | as Replay, from these |
 | Sourced | the state of the pass over the stream of a ``transform`` | that of this pass |
 | Position | the position of all ranks together in their order | what follows there, for any ranks |
 | Streams | the states of streams, which are the workers' | each worker's |
@@ -14,14 +15,20 @@ again; at its end, the sampler is brought to the beginning of the next one.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import BatchSampler
+
+from rpcdataloader.fetch.loaded import LoadedState, loaded_state, note_loaded
 from rpcdataloader.fetch.samples import is_batch, stopped
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.host.state import get_states, set_states
 from rpcdataloader.loader.order import check_order
-from rpcdataloader.loader.plain import StateCopier, from_plain
+from rpcdataloader.loader.plain import StateCopier, from_plain, to_plain
 from rpcdataloader.loader.sampler import Source, is_stateful
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import capture_order, place_of, restore_generators
@@ -41,6 +48,10 @@ class Replay:
         """Position at which all ranks together begin, rank, and number of ranks."""
         partition = self.settings.partition
         return 0, partition.rank, partition.world_size
+
+    def capture_start(self) -> dict[str, Any]:
+        """What else a state must have of the beginning of the pass."""
+        return {}
 
     def begin(self) -> Iterator[Any]:
         """Iterate over the sampler."""
@@ -67,18 +78,25 @@ class Replay:
                 f"the saved pass had delivered {progress.num_samples} samples in {num_batches} batches, but the "
                 f"sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
             )
-        # The state may be that of another rank, which has taken its own part of the same order.
-        is_own = saved["start"]["ranks"] == progress.start["ranks"]
-        if is_own and progress.digest not in (None, digest):
+        if _is_own(saved, progress) and progress.digest not in (None, digest):
             raise ValueError(OTHER_ORDER)
         if progress.digest is not None:
             progress.digest = digest
+
+    def following(self, saved: Mapping[str, Any], progress: Progress) -> int | None:
+        """The digest of the batch that followed when the state was saved; None if it is unknown, or another is due."""
+        is_due = place_of(saved) == "middle" and _is_own(saved, progress)
+        return progress.upcoming.get(progress.num_batches) if is_due else None
 
     def end(self, saved: Mapping[str, Any]) -> None:
         """Bring the sampler to its state after a saved pass of which nothing is left."""
 
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:  # noqa: ARG002
         """Return a function that gives the sampler's state after the batch that it has just given; None without one."""
+        return None
+
+    def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+        """Prepare for the first batch of a pass: see :class:`~rpcdataloader.loader.tasks.TaskSource`."""
         return None
 
 
@@ -116,9 +134,30 @@ class Stateful(Replay):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if "sampler" in state:
-            if self._sampler is None:
+            if (sampler := self._sampler) is None:
                 raise ValueError("the state is of a sampler with load_state_dict, but here it has none")
-            self._sampler.load_state_dict(from_plain(state["sampler"]))
+            saved, copied = from_plain(state["sampler"]), from_plain(state["sampler"])
+            note_loaded(sampler, LoadedState(sampler, saved, lambda: sampler.load_state_dict(copied)))
+
+    def begin(self) -> Iterator[Any]:
+        if (loaded := loaded_state(self._sampler)) is not None:
+            loaded.begins(self._sampler)
+        return super().begin()
+
+    def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+        if (loaded := loaded_state(self._sampler)) is None:
+            return None
+        restore = _generators_of(self.settings)
+
+        def begin_again(ended: bool) -> tuple[Iterator[Any], Callable[[], Any] | None] | None:
+            if not loaded.gave_first(self._sampler, ended=ended):
+                return None
+            # The loaded position was that of an earlier pass.
+            restore()
+            samples = self.begin()
+            return samples, self.capture(samples)
+
+        return begin_again
 
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:
         if progress.sampler is None:
@@ -127,21 +166,20 @@ class Stateful(Replay):
     def end(self, saved: Mapping[str, Any]) -> None:
         if saved["sampler"] is None:
             return
-        chain = self.settings.chain
-        chosen = [getattr(sampler, "epoch", None) for sampler in chain]  # for the next pass
-        try:
-            samples = self._begin_from(saved["sampler"])
-        except Exception:  # another sampler, which begins anew
-            logger.debug("the sampler takes no state of the last epoch", exc_info=True)
-        else:
-            # To its end, where samplers change to the next epoch; unless its end is the beginning of that, as for
-            # those that count what they have given in all epochs.
-            if not _is_end(samples, saved):
-                self._load(saved["sampler"])
-        for sampler, epoch, before in zip(chain, chosen, saved["start"]["samplers"], strict=False):
-            # Unless the sampler counts its epochs itself.
-            if hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", epoch) == before.get("set_epoch") != epoch:
-                sampler.set_epoch(epoch)
+        with _chosen_epochs_kept(self.settings, saved):
+            try:
+                samples = self._begin_from(saved["sampler"])
+            except Exception:  # another sampler, which begins anew
+                logger.debug("the sampler takes no state of the last epoch", exc_info=True)
+            else:
+                # To its end, where samplers change to the next epoch; unless its end is the beginning of that, as for
+                # those that count what they have given in all epochs.
+                is_end = _is_end(samples, saved)
+                if (loaded := loaded_state(self._sampler)) is not None:
+                    loaded.gave_first(self._sampler, ended=is_end)
+                if not is_end:
+                    self._load(saved["sampler"])
+                    note_loaded(self._sampler, None)  # each pass may begin so
 
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
         owners: dict[str, Any] = {"sampler": self._sampler, "iterator": samples if is_stateful(samples) else None}
@@ -158,6 +196,35 @@ class Stateful(Replay):
         return get_state if stateful else None
 
 
+def _generators_of(settings: PassSettings) -> Callable[[], None]:
+    """Return a function that sets the global generators, and those of samplers, to where they are now."""
+    everywhere, own = get_states(), [(generator, generator.get_state()) for generator in settings.own_generators]
+
+    def restore() -> None:
+        set_states(everywhere)
+        for generator, state in own:
+            generator.set_state(state)
+
+    return restore
+
+
+@contextlib.contextmanager
+def _chosen_epochs_kept(settings: PassSettings, saved: Mapping[str, Any]) -> Iterator[None]:
+    """Give samplers the epochs again that the script has chosen, after they were in that of a saved pass."""
+    chain = settings.chain
+    chosen = [getattr(sampler, "epoch", None) for sampler in chain]  # for the next pass
+    yield
+    for sampler, epoch, before in zip(chain, chosen, saved["start"]["samplers"], strict=False):
+        # Unless the sampler counts its epochs itself.
+        if hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", epoch) == before.get("set_epoch") != epoch:
+            sampler.set_epoch(epoch)
+
+
+def _is_own(saved: Mapping[str, Any], progress: Progress) -> bool:
+    """Whether the state is that of this rank: another one has taken its own part of the same order."""
+    return bool(saved["start"]["ranks"] == progress.start["ranks"])
+
+
 def _is_end(samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
     """Whether nothing is left but the incomplete batch that ``drop_last`` left out; draws what there is of that."""
     size = saved["start"]["samplers"][0].get("batch_size", 1)
@@ -167,6 +234,62 @@ def _is_end(samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
         if left < 0:
             return False
     return True
+
+
+class Inside(Stateful):
+    """A sampler without a state, over one that has one: it may have read ahead, so both begin the pass again.
+
+    Unless its iterator has a state, which then knows of that.
+    """
+
+    def __init__(self, settings: PassSettings) -> None:
+        super().__init__(settings)
+        self._inside = [sampler for sampler in settings.chain if is_stateful(sampler)]
+
+    def capture_start(self) -> dict[str, Any]:
+        return {"inside": [to_plain(sampler.state_dict()) for sampler in self._inside]}
+
+    def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        if saved["sampler"] is not None:
+            return super().go_on(saved)
+        return self._begin_inside(saved)
+
+    def _begin_inside(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """Begin the saved pass again. Its first state may still be the end of the pass before, which has nothing."""
+        restore = _generators_of(self.settings)
+        if not (loaded := self._load_inside(saved)):
+            return self.begin()
+        has_nothing = next(self.begin(), self) is self
+        restore()
+        if has_nothing:
+            for each in loaded:
+                each.undo(only_if_unchanged=True)
+        else:
+            self._load_inside(saved)
+        return self.begin()
+
+    def _load_inside(self, saved: Mapping[str, Any]) -> list[LoadedState]:
+        states = saved["start"].get("inside", [])
+        # The beginning or end of an epoch may be that of other samplers.
+        if place_of(saved) != "middle" and [each["kind"] for each in saved["start"]["samplers"]] != [
+            type(sampler).__qualname__ for sampler in self.settings.chain
+        ]:
+            return []
+        return [
+            LoadedState(sampler, state, functools.partial(sampler.load_state_dict, from_plain(state)))
+            for sampler, state in zip(self._inside, states, strict=False)
+        ]
+
+    def end(self, saved: Mapping[str, Any]) -> None:
+        if saved["sampler"] is not None:
+            super().end(saved)
+            return
+        with _chosen_epochs_kept(self.settings, saved):
+            for _batch in self._begin_inside(saved):
+                pass
+
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
+        return super().capture(samples) if is_stateful(samples) else None
 
 
 class Sourced(Replay):
@@ -200,6 +323,9 @@ class Position(Replay):
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:  # noqa: ARG002
         progress.num_samples = 0  # after the position
 
+    def following(self, saved: Mapping[str, Any], progress: Progress) -> None:  # noqa: ARG002
+        return None  # batches may be of another size
+
     def end(self, saved: Mapping[str, Any]) -> None:
         if not saved["finished"]:  # it was brought to the beginning of the saved pass
             assert self.settings.resumable is not None
@@ -219,7 +345,17 @@ def way_of(settings: PassSettings) -> Replay:
         return Streams(settings)
     if isinstance(settings.sampler, Source):
         return Sourced(settings)
-    return Stateful(settings) if settings.resumable is None else Position(settings)
+    if settings.resumable is not None:
+        return Position(settings)
+    return Inside(settings) if _has_state_inside(settings) else Stateful(settings)
+
+
+def _has_state_inside(settings: PassSettings) -> bool:
+    """Whether a sampler has a state, and what is over it has none, and need not be where that state is."""
+    chain = settings.chain
+    number = next((number for number, sampler in enumerate(chain) if is_stateful(sampler)), 0)
+    is_in_step = number == 1 and settings.auto_collation and type(chain[0]).__iter__ is BatchSampler.__iter__
+    return number > 0 and not is_in_step
 
 
 def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, Sliced, augment_batch, notes
 from tests.support.differential import seed, seeded, steps
 from tests.support.kinds import as_is
-from tests.support.samplers import Counted, Total
+from tests.support.samplers import Counted, Total, Unplaced
 from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
 
 SIZE = 20
@@ -808,6 +808,24 @@ def saved_by(*args, stop=2, **options):
     loader = RPCDataloader(*args, **{"workers": "inline", **options})
     list(itertools.islice(loader, stop))
     return loader.state_dict()
+
+
+@pytest.mark.parametrize("where", ["inline", 2])
+def test_state_of_a_sampler_that_leads_to_another_batch_is_refused(where):
+    def make():
+        place = {"workers": "inline"} if where == "inline" else {"num_workers": where}
+        return RPCDataloader(Numbers(12), 3, sampler=Unplaced(12), **place)
+
+    loader = make()
+    seen = list(itertools.islice(loader, 2))
+    state = through_json(loader.state_dict())
+    loader = make()
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"another batch than the one that followed .* must tell the position"):
+        list(loader)
+    del state["digest"]
+    loader.load_state_dict(state)
+    assert_same(list(loader)[:2], seen)
 
 
 def test_loader_without_workers_has_no_state():

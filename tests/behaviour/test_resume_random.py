@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, Dataset
 from rpcdataloader import RPCDataloader
 from tests.support.comparison import assert_same
 from tests.support.differential import seed
-from tests.support.samplers import SAMPLERS
+from tests.support.samplers import SAMPLERS, Covered, Pooled
 from tests.support.streams import Buffered, Drawn, Lasting, Parts, Placed, Seekable, Sharded, Tallied, Told, Wrapped
 
 NUM_EPOCHS = 4
@@ -32,6 +32,8 @@ STREAMS: dict[str, Any] = {
     **{kind.__name__: kind for kind in (Parts, Told, Drawn, Seekable, Buffered, Placed, Tallied, Lasting, Sharded)},
     "Wrapped": lambda sizes: Wrapped(Lasting(sizes)),
 }
+
+BATCHES: dict[str, Any] = {"batch sampler": BatchSampler, "reads ahead": Pooled, "hides": Covered}
 
 
 class Noisy(Dataset):
@@ -79,7 +81,7 @@ class Job:
         self.transforms = self.is_stream and draws.random() < 0.2
         self.kind = draws.choice(list(STREAMS if self.is_stream else SAMPLERS))
         self.counts = self.is_stream and self.kind in ("Placed", "Tallied", "Lasting", "Wrapped")
-        self.way = draws.choice(["sampler", "batch sampler"]) if self.batch_size else "sampler"
+        self.way = draws.choice(["sampler", *BATCHES]) if self.batch_size else "sampler"
         self.keep = draws.choice([through_json, dict])
         self.kills = draws.random() < 0.4
         self.skips = not self.is_stream and draws.random() < 0.3
@@ -107,8 +109,8 @@ class Job:
         sampler = SAMPLERS[self.kind](self.size)
         if options["workers"] != "inline":
             options["num_workers"] = self.draws.choice([1, 2, 3])
-        if self.way == "batch sampler" and self.batch_size:
-            options["batch_sampler"] = BatchSampler(sampler, self.batch_size, self.drop_last)
+        if self.way in BATCHES:
+            options["batch_sampler"] = BATCHES[self.way](sampler, self.batch_size, self.drop_last)
         else:
             options |= {"batch_size": self.batch_size, "sampler": sampler, "drop_last": self.drop_last}
         return RPCDataloader(Noisy(self.size, has_bad=self.skips), **options)
@@ -140,9 +142,10 @@ def through_json(state):
 def begin(loader, epoch):
     if hasattr(loader.sampler, "set_epoch"):
         loader.sampler.set_epoch(epoch)
-    inside = getattr(loader.batch_sampler, "sampler", None)
-    if hasattr(inside, "set_epoch"):
-        inside.set_epoch(epoch)
+    inside = loader.batch_sampler
+    while (inside := getattr(inside, "sampler", None)) is not None:
+        if hasattr(inside, "set_epoch"):
+            inside.set_epoch(epoch)
     return iter(loader)
 
 

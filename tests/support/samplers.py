@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler
 
 
 class Ordered:
@@ -43,6 +45,27 @@ class Position(Ordered):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+
+class Staying(Ordered):
+    """Position within the epoch; one that is loaded holds for all that follow."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.first = self.position = 0
+        self.generator = torch.Generator().manual_seed(size)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.size, generator=self.generator).tolist()
+        for position in range(self.first, self.size):
+            self.position = position + 1
+            yield order[position]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["position"]
 
 
 class Total(Ordered):
@@ -146,4 +169,48 @@ class _Iterator:
         self.state, self.given = state["generator"], state["given"]
 
 
-SAMPLERS = {kind.__name__: kind for kind in (Position, Total, Drawing, Counted, Iterating)}
+class Pooled:
+    """Batches of similar indices, from a pool of which it has read all before it gives the first; without a state."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = iter(self.sampler)
+        while pool := sorted(itertools.islice(samples, 2 * self.batch_size + 1)):
+            for first in range(0, len(pool), self.batch_size):
+                batch = pool[first : first + self.batch_size]
+                if len(batch) == self.batch_size or not self.drop_last:
+                    yield batch
+
+
+class Covered:
+    """Batches of a batch sampler that it hides."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        self.batch_sampler = BatchSampler(sampler, batch_size, drop_last)
+        self.sampler = self.batch_sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.batch_sampler
+
+
+class Unplaced(Ordered):
+    """Its state has no position."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order(self.epoch)
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+
+
+SAMPLERS = {kind.__name__: kind for kind in (Position, Staying, Total, Drawing, Counted, Iterating)}
