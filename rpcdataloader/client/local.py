@@ -31,6 +31,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import FATE_TIMEOUT, RemoteSession
 from rpcdataloader.client.worker import ClientSettings, FailedStartError, RemoteWorker, read_welcome
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.server.events import RETRY_PAUSE, Link, WorkerConnection
 from rpcdataloader.server.local import Inherited, run_local_session
 from rpcdataloader.server.processes import describe_exit, end_session, open_pidfd
@@ -393,15 +394,15 @@ def _open_end(pid: int) -> int:
 
 # A child of another fork must not keep a session alive, nor hide its end. The lock is held while descriptors are opened
 # or closed that such a child must not have; never as a thread begins to fork, which may take locks of libraries first.
-_forking = threading.RLock()
-_starting = threading.Lock()  # held for the filters of warnings, which threads share
+_forking = Lock()
+_starting = Lock()  # held for the filters of warnings, which threads share
 _ends: weakref.WeakSet[Link | Connection] = weakref.WeakSet()
 _theirs: dict[int, list[socket.socket | Connection]] = {}  # by the thread that is about to fork their owner
 
 
 def _forget_in_child() -> None:
     global _forking, _starting
-    _forking, _starting = threading.RLock(), threading.Lock()
+    _forking, _starting = Lock(), Lock()
     _theirs.pop(threading.get_ident(), None)  # those of this child
     for end in (*_ends, *itertools.chain.from_iterable(_theirs.values())):
         end.close()
