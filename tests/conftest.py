@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import multiprocessing
 import os
 import re
 import signal
@@ -45,6 +46,10 @@ LIBRARIES = (
 # A shell without job control lets what it starts in the background ignore Ctrl-C, and so would all programs of tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The default up to Python 3.13. Tests of other start methods, and of Python's default, say so.
+multiprocessing.set_start_method("fork", force=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rpcdataloader.wire.condition import Condition
+from rpcdataloader.host.locks import Condition, Lock
 from rpcdataloader.wire.messages import MAX_CHARS, printable
 from rpcdataloader.wire.picklers import is_interrupt
 
@@ -184,7 +184,7 @@ class Callers:
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._threads: set[threading.Thread] = set()  # guarded by the lock
 
     def call(self, function: Callable[[], None]) -> None:

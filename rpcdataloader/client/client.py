@@ -25,6 +25,7 @@ from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
@@ -72,7 +73,7 @@ class Client:
         self._settings = ClientSettings(connect_timeout(), rank, PageablePool(), self.alarm, client_tls())
         self.additions = self._settings.additions
         self.reporter = Reporter(self.alarm, lambda: list(self._nodes.values()))
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Guarded by the lock:
         self._janitor: Janitor | None = None
         self._nodes: dict[Address, Node] = {}
@@ -281,7 +282,7 @@ def connect_timeout() -> float:
     raise ValueError(f"environment variable {TIMEOUT_VARIABLE} must be a number of seconds above 0, but is {text!r}")
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _client: Client | None = None
 
 
@@ -308,7 +309,7 @@ def close_client() -> None:
 
 def _forget_in_child() -> None:
     global _client, _lock
-    _lock = threading.Lock()
+    _lock = Lock()
     client, _client = _client, None
     if client is not None:
         atexit.unregister(client.close)
@@ -329,7 +330,7 @@ class Reporter:
         self._find_nodes = find_nodes
         # For the alarm's thread alone: whether the last report had a loop, and the level of the next error.
         self._has_reported, self._level = False, logging.WARNING
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Guarded by the lock; the alarm is set while it has elements:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
 

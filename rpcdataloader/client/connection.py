@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
@@ -72,7 +73,7 @@ class Connection:
         self._borrower: Borrower | None = None  # of a worker on this machine
         self._sends_now = sends_now
         self._outbox = Outbox(f"rpcdl-send {name}", self._sending_failed)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Guarded by the lock:
         self._pending: dict[int, Request] = {}
         self._last_request = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -35,6 +34,7 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.sources import recorder
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
 from rpcdataloader.server.local import Inherited
@@ -53,7 +53,7 @@ _keys = itertools.count(1)
 
 # Instances on nodes, by the digest of their pickle: loaders of equal datasets share them.
 _shipped: weakref.WeakValueDictionary[bytes, RemoteDataset] = weakref.WeakValueDictionary()
-_shipped_lock = threading.Lock()
+_shipped_lock = Lock()
 
 
 class RemoteDataset(DatasetRef):
@@ -91,19 +91,19 @@ class RemoteDataset(DatasetRef):
         self.blocks = [] if pickled is None else pickled.blocks
         self.local: LocalNode | None = None
         self._digest_of_blocks = b""
-        self._digesting = threading.Lock()
+        self._digesting = Lock()
         self._shared = shared
         self._generators = get_states()
         self._pid = os.getpid()
         # Held for a change, or to make the worker for questions: one change is made after the other.
-        self._changing = threading.RLock()
+        self._changing = Lock()
         self._query_worker: RemoteWorker | None = None
         # Never held while this process waits, pickles, or runs user code.
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Guarded by the lock. For each session that has the dataset, the number of its last change; None if it leaves
         # the construction to its workers.
         self._sessions: dict[RemoteSession, int | None] = {}
-        self._building: weakref.WeakKeyDictionary[RemoteSession, threading.Lock] = weakref.WeakKeyDictionary()
+        self._building: weakref.WeakKeyDictionary[RemoteSession, Lock] = weakref.WeakKeyDictionary()
         self._length: int | None = None
         self._lengths: dict[str, int] = {}  # on each node, before the first change
         self._is_iterable = is_iterable
@@ -147,7 +147,7 @@ class RemoteDataset(DatasetRef):
         """
         self._check_process()
         with self._lock:
-            building = self._building.setdefault(session, threading.Lock())
+            building = self._building.setdefault(session, Lock())
         with building:
             if session not in self._sessions:
                 self._build(session)
@@ -504,7 +504,7 @@ def _release(key: int, sessions: dict[RemoteSession, int | None]) -> None:
 def _forget_in_child() -> None:
     """After a fork, in the child: datasets on nodes belong to the parent."""
     global _shipped, _shipped_lock
-    _shipped, _shipped_lock = weakref.WeakValueDictionary(), threading.Lock()
+    _shipped, _shipped_lock = weakref.WeakValueDictionary(), Lock()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

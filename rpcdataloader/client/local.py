@@ -31,6 +31,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import FATE_TIMEOUT, RemoteSession
 from rpcdataloader.client.worker import ClientSettings, FailedStartError, RemoteWorker, read_welcome
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.server.events import RETRY_PAUSE, Link, WorkerConnection
 from rpcdataloader.server.local import Inherited, run_local_session
 from rpcdataloader.server.processes import describe_exit, end_session, open_pidfd
@@ -52,6 +53,10 @@ END_TIMEOUT = 4.0
 # Most seconds between two attempts to start a process while the system has no room for one.
 _NO_ROOM_PAUSE = 1.0
 
+_WHY = (
+    "and says why on standard error: a script needs `if __name__ == '__main__':` around what it does, unless the start "
+    "method is fork"
+)
 _TO_FORK = (
     "a lock that another thread held at the moment of the fork may stay locked in it: begin passes while such "
     "threads rest, or give the loader multiprocessing_context='forkserver'"
@@ -230,8 +235,7 @@ class LocalSession(RemoteSession):
         if self.welcome is None and end.startswith("exited"):  # the next one would do the same
             return LocalProtocolError(
                 f"process {self._pid}, which multiprocessing has started for the workers of this machine, {end} before "
-                "it was ready, and says why on standard error: a script needs `if __name__ == '__main__':` around what "
-                "it does, unless the start method is fork"
+                f"it was ready, {_WHY}"
             )
         return ConnectionLostError(f"the session of the workers of this machine (pid {self._pid}) {end}")
 
@@ -356,10 +360,15 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
         try:
             with _starting, forks_read_nothing(), _without_needless_warning():
                 process.start()
-        except BaseException:
+        except BaseException as exc:
             with _forking:
                 for end in (transport, ours, life):
                     end.close()
+            if isinstance(exc, (ConnectionError, EOFError)) and context.get_start_method() == "forkserver":
+                # From Python 3.14 on, the fork server runs the script to begin, and may end by that.
+                raise LocalProtocolError(
+                    f"multiprocessing's fork server, which starts the workers of this machine, has ended, {_WHY}"
+                ) from exc
             raise
         # Else exit functions of multiprocessing would wait for it before the client closes its connection.
         multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
@@ -393,15 +402,15 @@ def _open_end(pid: int) -> int:
 
 # A child of another fork must not keep a session alive, nor hide its end. The lock is held while descriptors are opened
 # or closed that such a child must not have; never as a thread begins to fork, which may take locks of libraries first.
-_forking = threading.RLock()
-_starting = threading.Lock()  # held for the filters of warnings, which threads share
+_forking = Lock()
+_starting = Lock()  # held for the filters of warnings, which threads share
 _ends: weakref.WeakSet[Link | Connection] = weakref.WeakSet()
 _theirs: dict[int, list[socket.socket | Connection]] = {}  # by the thread that is about to fork their owner
 
 
 def _forget_in_child() -> None:
     global _forking, _starting
-    _forking, _starting = threading.RLock(), threading.Lock()
+    _forking, _starting = Lock(), Lock()
     _theirs.pop(threading.get_ident(), None)  # those of this child
     for end in (*_ends, *itertools.chain.from_iterable(_theirs.values())):
         end.close()

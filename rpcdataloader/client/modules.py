@@ -7,11 +7,11 @@ import fnmatch
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 
 from rpcdataloader.host.environment import Additions, Module
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 
 # For all modules of a client: they travel to each session of each rank. Larger data belongs on a file system.
@@ -207,7 +207,7 @@ class SharedAdditions:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.current = Additions()
 
     @contextlib.contextmanager

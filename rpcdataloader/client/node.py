@@ -7,10 +7,10 @@ remembers what the node offered, so that its shares of workers stay the same whi
 from __future__ import annotations
 
 import logging
-import threading
 
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import ClientSettings, RemoteWorker, WorkerOwner
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.address import Address
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -34,7 +34,7 @@ class Node:
         self.address = address
         self.is_missed = self.is_foreign = False
         self.settings = settings
-        self._lock = threading.RLock()
+        self._lock = Lock()
         # Guarded by the lock. The last session is the current one; those before it still drain.
         self.sessions: list[RemoteSession] = []
         self._rpc_worker: RemoteWorker | None = None

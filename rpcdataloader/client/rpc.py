@@ -13,8 +13,8 @@ from torch.futures import Future
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.worker import RemoteWorker, RRef
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.host.locks import Event
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.condition import Event
 from rpcdataloader.wire.exceptions import add_note, copy_to_raise
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call

@@ -26,10 +26,10 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
     SerializationError,
 )
+from rpcdataloader.host.locks import Condition
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
-from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.definitions import Have
 from rpcdataloader.wire.exceptions import loads_exception

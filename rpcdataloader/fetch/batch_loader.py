@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -34,6 +33,7 @@ from rpcdataloader.fetch.samples import (
     whereabouts,
 )
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
@@ -307,12 +307,12 @@ def _pause(num_retries: int, what: str, error: BaseException) -> None:
     time.sleep(delay)
 
 
-_inline_lock = threading.RLock()
+_inline_lock = Lock()
 
 
 def _forget_in_child() -> None:
     global _inline_lock
-    _inline_lock = threading.RLock()
+    _inline_lock = Lock()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

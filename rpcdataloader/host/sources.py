@@ -14,11 +14,12 @@ import os
 import re
 import sys
 import sysconfig
-import threading
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from rpcdataloader.host.locks import Lock
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -63,7 +64,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Guarded by the lock: by name, the module's spec, which is another one after a reload, and its source.
         self._known: dict[str, tuple[Any, Source | None]] = {}
         self.num_reloaded = 0

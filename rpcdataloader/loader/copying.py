@@ -8,13 +8,13 @@ being read, see :class:`~rpcdataloader.wire.slabs.Block`; memory of workers on t
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.utils.data._utils.pin_memory
 
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for
 from rpcdataloader.wire.tensors import Movable
@@ -73,7 +73,7 @@ class Carrier:
 
     def __init__(self, device: torch.device, allocator: Allocator, module: Any) -> None:
         self.device, self.allocator, self.module = device, allocator, module
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._read: list[tuple[Any, Sequence[torch.Tensor]]] = []  # blocks, with the end of their copies
         self._stream = module.Stream(device=device)
 

@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import operator
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
@@ -24,6 +23,7 @@ from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.environment import Additions, set_variables
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader.executor import Here
 from rpcdataloader.loader.iterator import InlineIterator, RemoteIterator
@@ -178,7 +178,7 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         settings = PassSettings(
             dataset=self, sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged
         )
-        recorder = Recorder(threading.RLock(), time.monotonic())
+        recorder = Recorder(Lock(), time.monotonic())
         if isinstance(access, _Inline) or isinstance(where, Inline):
             inline = InlineIterator(settings, access_of(self))
             inline.recorder = recorder

@@ -27,6 +27,7 @@ from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLo
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.collate import registered
+from rpcdataloader.host.locks import Condition, Event
 from rpcdataloader.host.parts import find_parts, find_shared
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.host.state import Change
@@ -36,7 +37,6 @@ from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
-from rpcdataloader.wire.condition import Condition, Event
 from rpcdataloader.wire.connecting import EXHAUSTED
 from rpcdataloader.wire.messages import Call, Path, Reference
 from rpcdataloader.wire.picklers import Frozen

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import os
-import threading
 import time
 import warnings
 import weakref
@@ -25,6 +24,7 @@ from rpcdataloader.diagnosis.verdict import diagnose
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
 from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader.copying import DeviceCopies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver, shown
 from rpcdataloader.loader.executor import Executor, Here, describe_wait
@@ -73,7 +73,7 @@ class PassIterator(ABC):
         self._name = name
         self._reported_length = reported_length
         # Held during ``next``: threads that share an iterator each get batches of their own.
-        self._turn = threading.RLock()
+        self._turn = Lock()
         # The next batches, from when they are here until they are returned: more than one only with several threads.
         self._held: tuple[tuple[Answer, Returned], ...] = ()
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.samples import Skipped, stopped
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader.copying import Carrier, DeviceCopies, find_busy_gpu, make_carrier, pin
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.settings import PassSettings
@@ -153,7 +153,7 @@ class Seat(WorkerOwner):
         # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks keep their order.
         self._queue: deque[Sent] = deque()  # to send
         self._is_at_work = False  # since it has answered the first request of this epoch
-        self._sending = threading.Lock()  # held while the queue is emptied
+        self._sending = Lock()  # held while the queue is emptied
         self._driver = driver
         self._intake = driver.intake
         self.purpose = driver.executor.name

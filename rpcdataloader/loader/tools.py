@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import NO_PASS
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, state_of_rank, to_state
@@ -69,7 +69,7 @@ class LoaderTools(DataLoader[_T_co]):
     def _make_recorder(self) -> Recorder:
         """A recorder for a new pass, with the records of the last one."""
         before = self._recorder.snapshot() if self._recorder is not None and self._recorder.batches else None
-        return Recorder(threading.RLock(), time.monotonic(), before, self._trace)
+        return Recorder(Lock(), time.monotonic(), before, self._trace)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

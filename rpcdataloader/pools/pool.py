@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from rpcdataloader.client.discovery import ASK_TIMEOUT, ask_all
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.host.locks import Condition
 from rpcdataloader.starter import Ready, ServerProcess, Told, arguments_of
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
 from rpcdataloader.wire.register import Lookup
 from rpcdataloader.wire.status import count_wanted

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from rpcdataloader.host.locks import Condition
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.frames import MessageType, as_bytes
 
@@ -43,9 +44,8 @@ class Outbox:
         self.name = name
         self._failed = failed
         self._channel = channel
-        # Reentrant: a destructor may run anywhere, and warn.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Condition()
+        self._lock = self._changed.lock  # reentrant: a destructor may run anywhere, and warn
         # Messages in their order, requests by their number. Finalizers append, too, without the lock.
         self._waiting: deque[Outgoing | int] = deque()
         self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()  # wakes the thread

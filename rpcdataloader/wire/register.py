@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.host.locks import Condition
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.host.trust import UnsafeFileError, check_file, read_safely
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.condition import Condition
 from rpcdataloader.wire.connecting import is_local, leads_here
 from rpcdataloader.wire.messages import from_json, printable, read_json
 

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.memory import F_GET_SEALS, F_SEAL_SHRINK, before_unmapping, create_memory, map_memory
 from rpcdataloader.wire.shelf import Shelf, round_up
@@ -128,7 +129,7 @@ class Lender:
     def _start_empty(self) -> None:
         self._pool = PageablePool()  # where shared memory cannot be had
         self._can_share = True
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Uses that have ended. Finalizers run in any thread at any point, also inside this lock: they only append here.
         self._ended: deque[_Piece] = deque()
         # Guarded by the lock:
@@ -297,7 +298,7 @@ class Borrower:
     def __init__(self) -> None:
         # Blocks without tensors. Finalizers run in any thread at any point, also inside the lock: they only append.
         self._ended: deque[SharedBlock] = deque()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Guarded by the lock:
         self._mappings: dict[int, _Borrowed] = {}  # by number
         self._children: list[tuple[_Children, frozenset[tuple[int, int]]]] = []  # and the blocks that they inherited

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.shelf import MAX_KEPT_BYTES, Shelf, round_up
 
 #: Below this, malloc reuses its own memory without page faults, and a lease would cost more than it saves.
@@ -69,7 +70,7 @@ class PageablePool:
         _pools.add(self)
 
     def _start_empty(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Finalizers run in any thread at any point, also inside this lock: they only append here.
         self._returned: deque[mmap.mmap] = deque()
         self._shelf: Shelf[mmap.mmap] = Shelf(self._max_bytes)  # guarded by _lock

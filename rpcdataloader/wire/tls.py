@@ -14,13 +14,13 @@ import contextlib
 import os
 import ssl
 import stat
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.trust import UnsafeFileError, read_safely
 from rpcdataloader.wire.frames import as_bytes
 from rpcdataloader.wire.handshake import IN_CLEAR, TlsError
@@ -170,7 +170,7 @@ class TlsTransport(Transport):
         self._received = memoryview(bytearray(CHUNK_BYTES))
         # Guards the two buffers and their users. Reentrant: a finalizer, in the middle of a receive, may warn, and a
         # session sends that to its client at once.
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._tls = credentials.context.wrap_bio(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTimeoutError
-from rpcdataloader.wire.condition import Event
+from rpcdataloader.host.locks import Event
 
 logger = logging.getLogger("rpcdataloader.client")
 

@@ -687,7 +687,10 @@ ROWS: dict[str, Row] = {
     "nested in itself": row(lambda: Numbers(4), nested, batch_size=2, shuffle=True),
     "in threads": row(drive=in_threads, batch_size=3, torch=(0,)),
     "handed over": row(drive=handed_over, batch_size=2),
-    "in a fork": row(drive=in_a_fork, batch_size=3, shuffle=True, ours=(*SENT, "inline")),
+    # There, forkserver starts no workers of torch.
+    "in a fork": row(
+        drive=in_a_fork, batch_size=3, shuffle=True, multiprocessing_context="fork", ours=(*SENT, "inline")
+    ),
     "attributes": row(drive=attributes, batch_size=4, timeout=3, torch=(2,), exact=True, ours=("local",)),
     "attributes without batches": row(drive=attributes, batch_size=None, in_order=False, exact=True, ours=("local",)),
     "attributes that may not be changed": row(drive=refused_changes, batch_size=4),
@@ -768,7 +771,9 @@ STREAMS: dict[str, Row] = {
             Stream, change_dataset, batch_size=3, persistent_workers=True, ours=SENT
         ),
         "attributes": row(Stream, attributes, batch_size=3, ours=("local",)),
-        "in a fork": row(lambda: Striped(20), in_a_fork, batch_size=2, ours=("workers",)),
+        "in a fork": row(
+            lambda: Striped(20), in_a_fork, batch_size=2, multiprocessing_context="fork", ours=("workers",)
+        ),
         **{
             f"{name}, persistent_workers={persistent}": row(
                 lambda: Striped(30), drive, batch_size=2, persistent_workers=persistent

@@ -179,7 +179,7 @@ def test_error_in_a_thread_that_receives_ends_the_pass(workers, event, monkeypat
 
 
 # A generator that is dropped is interrupted, too.
-@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:Exception ignored (in|while closing):pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("place", ["workers", "inline", "inline stream"])
 @pytest.mark.parametrize("num_taken", [5, 30])
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])

@@ -8,6 +8,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -311,8 +312,9 @@ list(RPCDataloader([0], num_workers=1, reconnect_timeout=0))
 
 
 FORKS = """
-import os, threading, time
+import os, threading, time, warnings
 from rpcdataloader import RPCDataloader
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 says so of forks beside threads
 list(RPCDataloader([0], num_workers=1))
 
 lock = threading.Lock()  # as a library has one that is imported later
@@ -475,6 +477,33 @@ def test_what_multiprocessing_can_share_is_shared_as_with_torch(zygote, method):
     assert ours[0] == [[[0, 1, 0], [2, 3, 0]], [[10, 11, 0], [12, 13, 0]]]
 
 
+DEFAULT = """
+import multiprocessing
+from torch.utils.data import DataLoader
+from rpcdataloader import RPCDataloader
+
+state = "as the script is imported"
+
+def tell(_samples):
+    return state
+
+if __name__ == "__main__":
+    state = "as the script is"
+    for kind in DataLoader, RPCDataloader:
+        print(multiprocessing.get_start_method(), *kind([0], num_workers=1, collate_fn=tell), flush=True)
+"""
+
+
+def test_default_start_method_is_pythons(tmp_path):
+    (tmp_path / "script.py").write_text(DEFAULT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100 * TIMEOUT_SCALE)
+    default = multiprocessing.get_all_start_methods()[0]
+    state = "as the script is" if default == "fork" else "as the script is imported"
+    assert (ended.returncode, ended.stdout) == (0, f"{default} {state}\n" * 2), ended.stderr
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_lambdas_and_local_classes_arrive_by_each_start_method(method):
     class Local(Dataset):
@@ -580,7 +609,9 @@ def test_process_that_cannot_begin_is_an_error_at_once(zygote, method):
     assert "LookupError: not here" in ended.errors
     ended = zygote.start(FAILS.format(guard=""), method).wait(60 * TIMEOUT_SCALE)
     assert ended.status == 1
-    assert "exited with status 1 before it was ready" in ended.errors
+    assert "has ended, and says why" in ended.errors or "exited with status 1 before it was ready" in ended.errors
+    assert "LocalProtocolError" in ended.errors
+    assert "needs `if __name__ == '__main__':`" in ended.errors
 
 
 # --- what a constructor makes

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader import dataloader, iterator, seat, settings
 from rpcdataloader.loader.copying import Carrier, DeviceCopies
 from rpcdataloader.wire.slabs import PinnedAllocator
@@ -89,7 +90,7 @@ class FakeDevice(Carrier):
         self.computes = False
         self.seconds: tuple[float, float] | None = None
         self._memory: list[torch.Tensor] = []
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> _LateCopies:  # noqa: ARG002
         with self._lock:

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import select
 import signal
@@ -219,6 +220,7 @@ if __name__ == "__main__":
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    multiprocessing.set_start_method("fork")  # else, from Python 3.14 on, scripts would need a guard
     gc.freeze()  # or every end would visit and copy all that torch has made
     use_huge_pages()
     logging.getLogger("rpcdataloader.diagnosis").setLevel("ERROR")  # every pass waits on a busy machine

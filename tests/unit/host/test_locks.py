@@ -1,4 +1,4 @@
-"""What a signal handler that raises leaves behind in a thread that waits."""
+"""What a signal handler that raises leaves behind in a thread that locks or waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rpcdataloader.client.worker import PendingReply
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
-from rpcdataloader.wire.condition import Condition, Event
+from rpcdataloader.host.locks import Condition, Event, Lock
 from tests.conftest import TIMEOUT_SCALE
 from tests.unit.wire.test_transport import in_thread
 
@@ -41,7 +41,7 @@ def wait(condition):
         condition.wait(0)
 
 
-@pytest.mark.parametrize(("kind", "use"), [(Condition, enter), (Condition, wait), (Event, Event.set)])
+@pytest.mark.parametrize(("kind", "use"), [(Lock, enter), (Condition, enter), (Condition, wait), (Event, Event.set)])
 def test_signal_handler_that_raises_leaves_nothing_locked(interrupt_soon, kind, use):
     waited_for = kind()
 
