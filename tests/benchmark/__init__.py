@@ -11,10 +11,11 @@
 It measures and prints, and asserts nothing, but with ``--check``: see ``claims.py``. Progress goes to standard error,
 Markdown tables to standard output.
 
-**Loaders**, each with 2 workers: ``ours-tcp`` and ``ours-unix`` (this project, one node server on this host), ``torch``
-(``torch.utils.data.DataLoader``), ``original`` (rpcdataloader 0.2.1 from the package index, see ``original.py``),
-``bare`` and ``bare-made`` (what the sockets of this machine can do with the same bytes, see ``bare.py``) and ``ready``
-(a list of ready batches, which only a busy trainer is measured with).
+**Loaders**, each with 2 workers: ``ours-tcp`` (this project, a node server on this host), ``ours-local`` (with workers
+of this machine), ``torch`` (``torch.utils.data.DataLoader``), ``torch-malloc`` (the same, whose processes keep freed
+memory as our workers do, by two variables of the environment), ``original`` (rpcdataloader 0.2.1 from the package
+index, see ``original.py``), ``bare`` and ``bare-made`` (what the sockets of this machine can do with the same bytes,
+see ``bare.py``) and ``ready`` (a list of ready batches, which only a busy trainer is measured with).
 
 **Workloads**: see ``workloads.py``. The datasets cost little and the same for everybody; ``jpeg`` does real work.
 

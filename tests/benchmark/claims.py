@@ -65,15 +65,19 @@ _READY = "bare sockets, ready batches"
 
 CLAIMS = {
     "float32-tcp": Claim(_IMAGES, _TORCH, 1.35, "float32", "ours-tcp", "torch", "idle.rate"),
-    "float32-unix": Claim(f"{_IMAGES}, one machine", _TORCH, 4.0, "float32", "ours-unix", "torch", "idle.rate"),
-    "uint8-unix": Claim(
-        "64x3x224x224 uint8, one machine", _TORCH, 5.0, "uint8", "ours-unix", "torch", "idle.rate"
+    "float32-local": Claim(f"{_IMAGES}, one machine", _TORCH, 4.0, "float32", "ours-local", "torch", "idle.rate"),
+    "uint8-local": Claim(
+        "64x3x224x224 uint8, one machine", _TORCH, 5.0, "uint8", "ours-local", "torch", "idle.rate"
     ),
-    "jpeg-unix": Claim(
-        "JPEG decode and crop, one machine", _TORCH, 1.15, "jpeg", "ours-unix", "torch", "idle.rate"
+    "jpeg-local": Claim(
+        "JPEG decode and crop, one machine", _TORCH, 1.15, "jpeg", "ours-local", "torch", "idle.rate"
     ),
-    "cpu-unix": Claim(
-        "trainer CPU per GB, one machine", _TORCH, 0.25, "float32", "ours-unix", "torch", "idle.cpu", at_most=True
+    "jpeg-malloc": Claim(
+        "JPEG decode and crop, one machine", "torch, malloc as in ours", 1.0, "jpeg", "ours-local", "torch-malloc",
+        "idle.rate",
+    ),
+    "cpu-local": Claim(
+        "trainer CPU per GB, one machine", _TORCH, 0.25, "float32", "ours-local", "torch", "idle.cpu", at_most=True
     ),
     "float32-bare": Claim(
         _IMAGES, "bare sockets, batches made", 0.95, "float32", "ours-tcp", "bare-made", "idle.rate"

@@ -28,13 +28,17 @@ _REPOSITORY = _TESTS.parent
 # In the order of the rounds, with what tables call them.
 LOADERS = {
     "ours-tcp": "ours, TCP",
-    "ours-unix": "ours, Unix socket",
+    "ours-local": "ours, this machine",
     "torch": "torch DataLoader",
+    "torch-malloc": "torch, malloc as in ours",
     "original": "original 0.2.1",
     "bare": "bare sockets",
     "bare-made": "bare sockets, batches made",
     "ready": "list of ready batches",
 }
+
+# For glibc, what our workers choose in their process (``keep_freed_memory``): it keeps freed memory.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 
 
 @contextlib.contextmanager
@@ -52,6 +56,7 @@ def environment(loader: str = "") -> Iterator[tuple[Path, dict[str, str]]]:
                 "PYTHONPATH": f"{package}{os.pathsep}{_TESTS}",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "RPCDATALOADER_TOKEN_FILE": str(token),
+                **(_MALLOC if loader == "torch-malloc" else {}),
             },
         )
 
@@ -76,9 +81,10 @@ def node_server(num_workers: int, env: dict[str, str], folder: Path, *host: str)
 def serve(loader: str, workload: str, num_workers: int, env: dict[str, str], folder: Path) -> Iterator[list[str]]:
     """Run the servers of a loader, if it has any; gives their addresses."""
     with contextlib.ExitStack() as stack:
-        if loader.startswith("ours"):
-            host = ["--host", f"unix:{folder}/ours"] if loader.startswith("ours-unix") else []
-            yield [stack.enter_context(node_server(num_workers, env, folder, *host))[0]]
+        if loader.startswith("ours-unix"):
+            yield [stack.enter_context(node_server(num_workers, env, folder, "--host", f"unix:{folder}/ours"))[0]]
+        elif loader.startswith("ours") and loader != "ours-local":
+            yield [stack.enter_context(node_server(num_workers, env, folder))[0]]
         elif loader.startswith("bare"):
             args = [workload, "made" if loader == "bare-made" else "ready"]
             yield stack.enter_context(run_servers("bare", args, num_workers, env, folder))
@@ -105,7 +111,7 @@ def build(loader: str, name: str, addresses: list[str]) -> Iterable[Any]:
     options: dict[str, Any] = {"batch_size": workload.batch_size}
     if workload.collate is not None:
         options["collate_fn"] = getattr(datasets, workload.collate)
-    if loader == "torch":
+    if loader.startswith("torch"):
         return DataLoader(factory(*workload.args), num_workers=NUM_WORKERS, **options)
     if loader == "ready":  # each is handed out again and again: a loader that costs nothing
         dataset = Subset(factory(*workload.args), range(_NUM_READY * workload.batch_size))
@@ -118,4 +124,6 @@ def build(loader: str, name: str, addresses: list[str]) -> Iterable[Any]:
         raise ImportError(f"{package.__file__} is the wrong package of two with this name")
     if loader.startswith("ours"):
         options["num_workers"] = NUM_WORKERS
+    if loader == "ours-local":
+        return package.RPCDataloader(factory(*workload.args), **options)
     return package.RPCDataloader(package.RPCDataset(addresses, factory, *workload.args), **options)

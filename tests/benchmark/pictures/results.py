@@ -87,7 +87,7 @@ def make_numbers(losses: dict[str, Any]) -> str:
 |---:|---|
 | **{_range("float32-tcp")}** | as many float32 image batches per second as torch's local `DataLoader`, over TCP, \
 with the same 2 workers |
-| **{_range("float32-unix")}** | as many of these on one machine, where workers and training share memory |
+| **{_range("float32-local")}** | as many of these on one machine, where workers and training share memory |
 | **{_range("busy")}** | as many as the [original RPCDataloader](docs/compared.md#which-one-to-use) 0.2.1, while the \
 training loop computes |
 | **{killed["lost"] + killed["changed"]} of {killed["batches"]:,}** | batches lost or changed when a node with \
