@@ -52,12 +52,15 @@ class LoadedState:
         # The parts of the state that the first sample after loading has changed; None before that.
         self._first: dict[Any, Any] | None = None
         self._at_begin: dict[Any, Any] = {}  # before the first sample of a later iteration
+        # The attributes at that time, if the state was that of the end.
+        self._values: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._is_told = False
 
     def begins(self, dataset: Any) -> None:
         """Note that a later iteration begins."""
         if self._first is not None:
             self._at_begin = _parts_of(dataset)
+            self._values = _attributes(dataset) if self._first["ended"] else {}
 
     def was_used(self, dataset: Any) -> None:
         """Use the state, if the pass was left before its first sample: else one for one iteration waits for another."""
@@ -79,7 +82,7 @@ class LoadedState:
         now = {"ended": True} if ended else {**_parts_of(dataset), "ended": False}
         if self._first is None:
             moved = {name: part for name, part in now.items() if self._saved.get(name) != part}
-            self._first = moved if len(moved) > 1 else now
+            self._first = {**(moved if len(moved) > 1 else now), "ended": ended}
             return False
         # All else must be as before the sample, or as loaded: where each epoch has a count of its own, that of another
         # epoch stays.
@@ -89,6 +92,8 @@ class LoadedState:
         if elsewhere.keys() & self._first.keys() or self._first.keys() - now.keys():
             return False
         is_undone = self.undo(only_if_unchanged=True)
+        if is_undone and ended:
+            self._forget_empty()
         if not is_undone and not self._is_told:
             self._is_told = True
             logger.warning(
@@ -97,6 +102,23 @@ class LoadedState:
                 type(dataset).__name__,
             )
         return is_undone
+
+    def _forget_empty(self) -> None:
+        """Set back what an iteration has counted that was empty because the state of the end still held."""
+        by_loading = {(id(reference()), name) for reference, name, _before, _after in self._changed}
+        for owner, values in self._values.values():
+            vars(owner).update({name: value for name, value in values.items() if (id(owner), name) not in by_loading})
+        for reference, name, _before, after in self._changed:
+            if (owner := reference()) is not None and not _same(now := self._values[id(owner)][1].get(name), after):
+                vars(owner)[name] = now
+
+    def keep_later_epochs(self) -> None:
+        """Set back numbers of epochs that were higher before loading: the script has chosen them for the next pass."""
+        for reference, name, before, _after in self._changed:
+            owner = reference()
+            if owner is not None and "epoch" in name and type(before) is int:
+                now = vars(owner).get(name)
+                vars(owner)[name] = max(before, now) if type(now) is int else now
 
     def undo(self, *, only_if_unchanged: bool = False) -> bool:
         """Set back the attributes that loading has changed; returns False if it has changed nothing.
@@ -184,4 +206,8 @@ def note_loaded(dataset: Any, loaded: LoadedState | None) -> None:
     key = id(dataset)
     _loaded.pop(key, None)
     if loaded is not None and type(dataset).__weakrefoffset__:
-        _loaded[key] = weakref.ref(dataset, lambda _gone: _loaded.pop(key, None)), loaded
+
+        def forget(_gone: object, found: dict[int, Any] = _loaded) -> None:  # the global is gone at exit
+            found.pop(key, None)
+
+        _loaded[key] = weakref.ref(dataset, forget), loaded

@@ -51,7 +51,8 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "sampler": _plain_states(sampler_state),
         "first": first,
         "ahead": {str(number): [*batch, _plain_states(state)] for number, (*batch, state) in progress.ahead.items()},
-        "streams": [[*counts, owner, to_plain(state), ended] for *counts, owner, state, ended, _ in progress.streams],
+        "streams": list(map(_plain_stream, progress.streams)),
+        "before": list(map(_plain_stream, progress.before)),
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
         "next": progress.upcoming.get(progress.num_batches),
         "in_step": progress.in_step and settings.in_order,
@@ -61,6 +62,18 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "generators": _generator_states(settings),
         "start": {**progress.start, "order": order},
     }
+
+
+def _plain_stream(stream: StreamState) -> list[Any]:
+    return [stream.num_samples, stream.num_batches, stream.owner, to_plain(stream.state), stream.ended, stream.at]
+
+
+def streams_of(saved: list[list[Any]]) -> list[StreamState]:
+    """The states of streams in a saved state, without digests."""
+    return [
+        StreamState(num_samples, num_batches, owner, from_plain(state), ended, at=at)
+        for num_samples, num_batches, owner, state, ended, at in saved
+    ]
 
 
 def _plain_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -255,10 +268,8 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
             for number, (size, digest, state) in saved["ahead"].items()
         },
         digest=None if saved["streams"] else saved.get("digest"),
-        streams=[
-            StreamState(num_samples, num_batches, owner, from_plain(state), ended, next(digests))
-            for num_samples, num_batches, owner, state, ended in saved["streams"]
-        ],
+        streams=[stream._replace(digest=next(digests)) for stream in streams_of(saved["streams"])],
+        before=streams_of(saved["before"]),
         in_step=saved["in_step"],
         start=start,
         upcoming={} if following is None else {saved["num_batches"]: following},

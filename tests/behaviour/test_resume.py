@@ -680,7 +680,7 @@ def test_interrupt_loses_no_samples_of_a_stream(at, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert batches + list(iterator) == expected
-    assert loader.state_dict()["streams"] == [[9, 3, "", None, False]]
+    assert loader.state_dict()["streams"] == [[9, 3, "", None, False, 0]]
 
 
 def test_state_stays_as_it_was_when_the_loader_goes_on():
