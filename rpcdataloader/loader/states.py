@@ -7,6 +7,7 @@ is refused.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.host.state import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
-from rpcdataloader.loader.plain import from_plain, is_plain, to_plain
+from rpcdataloader.loader.plain import from_plain, to_plain
 from rpcdataloader.loader.sampler import Source, is_stateful, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress
@@ -42,9 +43,10 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         consumed = order["start"] + progress.num_samples * sampler.num_replicas
         order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
     sampler_state, first = progress.sampler, None
-    if sampler_state is None and progress.first is not None and is_plain(indices := to_plain(progress.first[0])):
-        # Before the first batch is delivered: the state after it, and that batch itself.
-        first, sampler_state = indices, progress.first[1]
+    if sampler_state is None and progress.first is not None:
+        # Before the first batch is delivered: the state after it, and that batch itself, unless it cannot be copied.
+        with contextlib.suppress(Exception):
+            first, sampler_state = to_plain(progress.first[0]), progress.first[1]
     return {
         "version": VERSION,
         **{name: getattr(progress, name) for name in _PLAIN},
