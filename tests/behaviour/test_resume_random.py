@@ -32,6 +32,7 @@ from tests.support.streams import (
     Paired,
     Parts,
     Placed,
+    Running,
     Seekable,
     Sharded,
     Tallied,
@@ -43,7 +44,7 @@ NUM_EPOCHS = 4
 
 STREAMS: dict[str, Any] = {
     **{kind.__name__: kind for kind in (Parts, Told, Drawn, Seekable, Own, Paired, Buffered, Placed, Tallied)},
-    **{kind.__name__: kind for kind in (Lasting, Sharded)},
+    **{kind.__name__: kind for kind in (Lasting, Running, Sharded)},
     "Wrapped": lambda sizes: Wrapped(Lasting(sizes)),
 }
 
@@ -95,7 +96,7 @@ class Job:
         self.drop_last = self.batch_size not in (None, 1) and draws.random() < 0.3
         self.transforms = self.is_stream and draws.random() < 0.2
         self.kind = draws.choice(list(STREAMS if self.is_stream else SAMPLERS))
-        self.counts = self.is_stream and self.kind in ("Paired", "Placed", "Tallied", "Lasting", "Wrapped")
+        self.counts = self.is_stream and self.kind in ("Paired", "Placed", "Tallied", "Lasting", "Running", "Wrapped")
         self.way = draws.choice(["sampler", *BATCHES]) if self.batch_size else "sampler"
         self.keep = draws.choice([through_json, dict])
         self.kills = draws.random() < 0.4

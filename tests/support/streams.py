@@ -149,6 +149,26 @@ class Lasting(Placed):
     holds_for_all = True
 
 
+class Running(Lasting):
+    """With a count of all samples, and its generator, from which each sample has a number."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.given, self.generator = 0, random.Random(3)
+
+    def make(self, number: int) -> Any:
+        self.given += 1
+        return super().make(number), self.given, self.generator.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"given": self.given, "generator": self.generator.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.given = state["given"]
+        self.generator.setstate(state["generator"])
+
+
 class Sharded(Parts):
     """Has a state of two parts, shard and row, whose loaded values hold for all iterations."""
 
