@@ -53,11 +53,13 @@ class StreamState(NamedTuple):
 
     num_samples: int = 0  # number of samples taken from it
     num_batches: int = 0  # number of batches made of them
-    owner: str = ""  # owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``; empty without one
-    state: Any = None  # result of that ``state_dict()``
+    # Owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``, or ``"both"``; empty without one.
+    owner: str = ""
+    state: Any = None  # result of that ``state_dict()``; for ``"both"``, of each by its name
     ended: bool = False  # True if the last batch met the end: it was incomplete
     # Digest of some of the samples taken; None if they cannot be compared, or need not, as ``state`` has the position.
     digest: int | None = None
+    at: int = 0  # number of samples taken when ``state`` was; fewer where that was before the end, or before a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ class LoaderSpec:
     first_batch: int = 0  # number that is added to those of batches, where another number of ranks has begun the epoch
     stream: StreamState | None = None  # state from which an iterable-style dataset continues; None for its beginning
     resumes: bool = False  # True if that state was saved; False if it is that of a worker that was lost
+    # State at the end of the pass before, which another process has read: the dataset may count its epochs. None if the
+    # dataset is there, or if nothing is known.
+    before: StreamState | None = None
     skips: bool = False  # True to leave out samples whose dataset raises an exception
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a sample is retried
     max_retries: int = 0  # limit on that
@@ -90,7 +95,9 @@ class LoaderSpec:
 
     def at_epoch(self, epoch: int, first_position: int) -> LoaderSpec:
         """The same loader in another pass, from the beginning."""
-        return replace(self, epoch=epoch, first_position=first_position, first_batch=0, stream=None, resumes=False)
+        return replace(
+            self, epoch=epoch, first_position=first_position, first_batch=0, stream=None, resumes=False, before=None
+        )
 
 
 # A worker's answer: seconds to fetch and to collate; the batch; what it lacks; and the state of the stream after it,

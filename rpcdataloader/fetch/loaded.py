@@ -3,21 +3,26 @@
 Both kinds are in use. A state of torchdata's nodes holds for the next iteration, one of Hugging Face's streams for all
 that follow, whose samples would be lost in each later pass of the same process. No method tells. So the first sample of
 each iteration, of a sampler the first batch, is watched: if it leaves the dataset where the first one after loading has
-left it, the state still holds. Then the attributes that loading has changed, and that are still what it made of them,
-are set back. A dataset that counts its epochs so keeps its count. (Loading a state of the beginning would lose that;
-and asking for one before loading makes some datasets ignore what is loaded, such as torchdata's.)
+left it, the state still holds; apart from what runs on through all iterations, such as a count of all samples. Then the
+attributes that loading has changed, and that are still what it made of them, are set back, unless the state reports
+them. A dataset that counts its epochs so keeps its count. (Loading a state of the beginning would lose that; and asking
+for one before loading makes some datasets ignore what is loaded, such as torchdata's.)
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import logging
 import operator
 import pickle
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from rpcdataloader.wire.digests import digest
@@ -27,6 +32,9 @@ logger = logging.getLogger("rpcdataloader.loader")
 _MISSING = object()  # in place of an attribute
 
 _CONTAINERS = (dict, list, set)
+
+# Bytes of the pickled state of a generator: those of numpy take the least, 150.
+_MIN_GENERATOR = 120
 
 
 class LoadedState:
@@ -52,12 +60,18 @@ class LoadedState:
         # The parts of the state that the first sample after loading has changed; None before that.
         self._first: dict[Any, Any] | None = None
         self._at_begin: dict[Any, Any] = {}  # before the first sample of a later iteration
+        # The attributes at that time.
+        self._values: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._generators: list[Callable[[], object]] = []  # functions that set generators to where they were then
         self._is_told = False
 
     def begins(self, dataset: Any) -> None:
         """Note that a later iteration begins."""
         if self._first is not None:
             self._at_begin = _parts_of(dataset)
+            self._values = _attributes(dataset)
+            owned = [value for _owner, values in self._values.values() for value in values.values()]
+            self._generators = [restore for value in owned if (restore := _restores(value)) is not None]
 
     def was_used(self, dataset: Any) -> None:
         """Use the state, if the pass was left before its first sample: else one for one iteration waits for another."""
@@ -79,16 +93,22 @@ class LoadedState:
         now = {"ended": True} if ended else {**_parts_of(dataset), "ended": False}
         if self._first is None:
             moved = {name: part for name, part in now.items() if self._saved.get(name) != part}
-            self._first = moved if len(moved) > 1 else now
+            self._first = {**(moved if len(moved) > 1 else now), "ended": ended}
             return False
         # All else must be as before the sample, or as loaded: where each epoch has a count of its own, that of another
         # epoch stays.
         elsewhere = {name: part for name, part in now.items() if self._first.get(name) != part}
+        running = {name for name, part in elsewhere.items() if self._runs_on(name, part)}
+        if running and self._first.keys() - elsewhere.keys() <= {"ended"}:
+            return False  # nothing tells of the position
+        elsewhere = {name: part for name, part in elsewhere.items() if name not in running}
         if any(part not in (self._at_begin.get(name), self._saved.get(name)) for name, part in elsewhere.items()):
             return False
         if elsewhere.keys() & self._first.keys() or self._first.keys() - now.keys():
             return False
-        is_undone = self.undo(only_if_unchanged=True)
+        is_undone = self._undo_held(dataset)
+        if is_undone:
+            self._forget_first(ended=ended)
         if not is_undone and not self._is_told:
             self._is_told = True
             logger.warning(
@@ -97,6 +117,57 @@ class LoadedState:
                 type(dataset).__name__,
             )
         return is_undone
+
+    def _undo_held(self, dataset: Any) -> bool:
+        """Set back the attributes that loading has changed, without those that the state reports, such as counts."""
+        is_undone = False
+        for reference, name, before, after in self._changed:
+            owner = reference()
+            if owner is None or _same(before, after) or not _same(vars(owner).get(name, _MISSING), after):
+                continue
+            value, reported = vars(owner).get(name, _MISSING), _parts_of(dataset)
+            _set(owner, name, before)
+            if _parts_of(dataset) == reported:
+                is_undone = True
+            elif value is _MISSING:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = value
+        return is_undone or self.undo(only_if_unchanged=True)
+
+    def _runs_on(self, name: Any, now: Any) -> bool:
+        """Whether a part of the state runs on from one iteration to the next, such as a count of all samples."""
+        before, saved, first = (parts.get(name) for parts in (self._at_begin, self._saved, self._first or {}))
+        if name == "ended" or None in (before, saved, first) or now == before:
+            return False
+        numbers = [_number(part) for part in (before, now, saved, first)]
+        if None not in numbers:
+            return bool(numbers[1] - numbers[0] == numbers[3] - numbers[2])
+        # The state of a generator.
+        return not any(type(part) is bytes and len(part) < _MIN_GENERATOR for part in (before, now, saved, first))
+
+    def _forget_first(self, *, ended: bool) -> None:
+        """Set back what an iteration has counted that began where the state says.
+
+        All attributes, if it was empty; otherwise numbers, and generators.
+        """
+        for restore in self._generators:
+            restore()
+        by_loading = {(id(reference()), name): after for reference, name, _before, after in self._changed}
+        for owner, values in self._values.values():
+            for name, value in values.items():
+                # Not those that are set back to before loading.
+                is_held = (id(owner), name) in by_loading and _same(value, by_loading[id(owner), name])
+                if not is_held and (ended or type(value) in (int, float)):
+                    vars(owner)[name] = value
+
+    def keep_later_epochs(self) -> None:
+        """Set back numbers of epochs that were higher before loading: the script has chosen them for the next pass."""
+        for reference, name, before, _after in self._changed:
+            owner = reference()
+            if owner is not None and "epoch" in name and type(before) is int:
+                now = vars(owner).get(name)
+                vars(owner)[name] = max(before, now) if type(now) is int else now
 
     def undo(self, *, only_if_unchanged: bool = False) -> bool:
         """Set back the attributes that loading has changed; returns False if it has changed nothing.
@@ -112,11 +183,15 @@ class LoadedState:
             if _same(now, before) or (only_if_unchanged and not _same(now, after)):
                 continue
             undone = True
-            if before is _MISSING:
-                del vars(owner)[name]
-            else:
-                vars(owner)[name] = _copied(before)
+            _set(owner, name, before)
         return undone
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is _MISSING:
+        del vars(owner)[name]
+    else:
+        vars(owner)[name] = _copied(value)
 
 
 def _attributes(dataset: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
@@ -159,9 +234,25 @@ def is_same_state(one: Any, other: Any) -> bool:
     return _parts(one) == _parts(other)
 
 
+def _restores(value: Any) -> Callable[[], object] | None:
+    """A function that sets a generator to where it is now; None for other objects."""
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    return None
+
+
+def _number(part: Any) -> Any:
+    value = pickle.loads(part) if type(part) is bytes and len(part) < _MIN_GENERATOR else None
+    return value if type(value) in (int, float) else None
+
+
 def _parts(state: Any, path: tuple[Any, ...] = ()) -> dict[Any, Any]:
     """What is in a state, by the keys that lead there, as values that can be compared."""
-    if type(state) is dict:
+    if type(state) is dict and "bit_generator" not in state:
         return {name: part for key, value in state.items() for name, part in _parts(value, (*path, key)).items()}
     try:
         return {path: digest(state) if isinstance(state, torch.Tensor) else pickle.dumps(state, 5)}
@@ -184,4 +275,8 @@ def note_loaded(dataset: Any, loaded: LoadedState | None) -> None:
     key = id(dataset)
     _loaded.pop(key, None)
     if loaded is not None and type(dataset).__weakrefoffset__:
-        _loaded[key] = weakref.ref(dataset, lambda _gone: _loaded.pop(key, None)), loaded
+
+        def forget(_gone: object, found: dict[int, Any] = _loaded) -> None:  # the global is gone at exit
+            found.pop(key, None)
+
+        _loaded[key] = weakref.ref(dataset, forget), loaded

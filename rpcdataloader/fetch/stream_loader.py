@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -37,7 +36,16 @@ class StreamLoader(BatchLoader):
     rank, stream and position in the stream.
     """
 
+    # State of an earlier pass, which was read to its end, and to which the dataset is to be brought when it is opened.
+    _before: StreamState | None = None
+
     def _begin(self) -> None:
+        if (stream := self._spec.stream) is not None and stream.ended:
+            self._before = stream
+        elif self._spec.before is not None:
+            self._before = self._spec.before
+        # The last state that was asked for, before the end, with its number of samples.
+        self._kept: tuple[Any, int] | None = None
         self._iterator: Iterator[Any] | None = None
         self._ended = self._spec.stream is not None and self._spec.stream.ended
         self._samples: list[Any] = []  # of the present batch, also after an interrupt
@@ -119,6 +127,9 @@ class StreamLoader(BatchLoader):
             self._ended = True
         else:
             self._note(number, samples[-1])
+            if self._owner and self._kept is None:  # its first batch may be its last one
+                with contextlib.suppress(Exception):  # which comes after the batch
+                    self._kept = self._frozen(self._present_state(self._iterator)), number + 1
             if self._keeper is not None:
                 samples[-1] = self._keeper.keep(samples[-1])
 
@@ -211,21 +222,18 @@ class StreamLoader(BatchLoader):
         """Iterate over the dataset from the saved position."""
         saved = self._spec.stream or StreamState()
         self._begin_sample(-1)
+        before, self._before = self._before, None
+        # Where the script tells the epoch, it has done so by now.
+        counts = has_state(self._dataset) and not hasattr(self._dataset, "set_epoch")
+        if before is not None and before.owner and not saved.owner and counts:
+            self._end_before(before)
+            self._begin_sample(-1)
         loaded = loaded_state(self._dataset)
         if loaded is not None:
             loaded.was_used(self._dataset)
-        if saved.owner == "dataset":
-            if loaded is not None:
-                loaded.undo(only_if_unchanged=True)
-            loaded = LoadedState(self._dataset, saved.state, lambda: _load_state("dataset", self._dataset, saved))
-            note_loaded(self._dataset, loaded)
-        if loaded is not None:
-            loaded.begins(self._dataset)
-        iterator: Iterator[Any] = iter(self._dataset)
-        if saved.owner == "iterator":
-            _load_state("iterator", iterator, saved)
-        self._loaded = loaded
+        iterator = self._iterate_from(saved)
         self._owner = self._owner_of_state(iterator)
+        self._kept = (self._frozen(saved.state), saved.at) if saved.owner else None
         self._digest = None if self._owner else 0
         for number in range(0 if saved.owner else saved.num_samples):
             self._begin_sample(number)
@@ -242,13 +250,71 @@ class StreamLoader(BatchLoader):
                 if self._spec.skips:
                     self._failed_at = number + 1
         if self._failed_state is not None and not (
-            self._owner and is_same_state(saved.state, self._owner_named(iterator).state_dict())
+            self._owner and is_same_state(saved.state, self._present_state(iterator))
         ):
             raise self._failed_state
         if None not in (saved.digest, self._digest) and saved.digest != self._digest:
             self._differs()
         self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
         return iterator
+
+    def _iterate_from(self, saved: StreamState) -> Iterator[Any]:
+        """Load a state of the dataset before, and one of its iterator after, the dataset is iterated over."""
+        dataset, loaded = self._dataset, loaded_state(self._dataset)
+        states = saved.state if saved.owner == "both" else {saved.owner: saved.state}
+        # A dataset that is its own iterator may take its state when its iteration begins, or set it back then.
+        is_both = saved.owner == "iterator" and hasattr(type(dataset), "__next__") and has_state(dataset)
+        if is_both or "dataset" in states:
+            state = states["iterator" if is_both else "dataset"]
+            if loaded is not None:
+                loaded.undo(only_if_unchanged=True)
+            loaded = LoadedState(dataset, state, lambda: _load_state("dataset", dataset, state))
+            note_loaded(dataset, loaded)
+        if loaded is not None:
+            loaded.begins(dataset)
+        self._loaded = loaded
+        iterator: Any = iter(dataset)
+        if "iterator" in states:
+            state = states["iterator"]
+            if not (is_both and iterator is dataset and is_same_state(state, iterator.state_dict())):
+                _load_state("iterator", iterator, state)
+        return iterator  # type: ignore[no-any-return]
+
+    def _end_before(self, before: StreamState) -> None:
+        """Bring the dataset to the end of the pass before, as its own process has: it may count its epochs, or samples.
+
+        The samples after the state were delivered, or left out by ``drop_last``, in that pass.
+        """
+        try:
+            iterator = self._iterate_from(before)
+            num_samples = before.num_samples
+            if self._spec.drop_last and before.num_batches:
+                num_samples += before.num_samples // before.num_batches - 1
+            number, has_ended = before.at, False
+            while number <= num_samples and not has_ended:
+                self._begin_sample(number)
+                try:
+                    next(iterator)
+                except StopIteration:
+                    has_ended = True
+                except Exception:  # as when it was delivered
+                    logger.debug("a sample of the pass before has failed again", exc_info=True)
+                if self._loaded is not None:
+                    self._loaded.gave_first(self._dataset, ended=has_ended)
+                    self._loaded = None
+                number += 1
+            loaded = loaded_state(self._dataset)
+            if not has_ended and before.at == before.num_samples:
+                # The end of a pass is the beginning of the next one.
+                self._iterate_from(before)
+                note_loaded(self._dataset, None)
+            if loaded is not None:
+                loaded.keep_later_epochs()
+        except Exception as error:
+            logger.warning(
+                "stream %d of %s begins as in its first pass, as its state after the last one is of no use: %s: %s",
+                *(self._spec.worker_id, type(self._dataset).__name__, type(error).__name__, error),
+            )
 
     def _differs(self) -> None:
         """Refuse to resume in other samples; a stream whose worker was lost goes on with them."""
@@ -263,11 +329,14 @@ class StreamLoader(BatchLoader):
 
     def _owner_of_state(self, iterator: Any) -> str:
         """The name of what has a state from which the stream continues; empty if samples are taken again."""
-        owners = {"iterator": iterator, "dataset": self._dataset}
-        return next((name for name, owner in owners.items() if has_state(owner)), "")
+        if not has_state(iterator):
+            return "dataset" if has_state(self._dataset) else ""
+        return "both" if iterator is not self._dataset and has_state(self._dataset) else "iterator"
 
-    def _owner_named(self, iterator: Iterator[Any]) -> Any:
-        return iterator if self._owner == "iterator" else self._dataset
+    def _present_state(self, iterator: Any) -> Any:
+        if self._owner == "both":
+            return {"dataset": self._dataset.state_dict(), "iterator": iterator.state_dict()}
+        return (iterator if self._owner == "iterator" else self._dataset).state_dict()
 
     def _state(self) -> StreamState | None:
         if self._iterator is None:
@@ -275,10 +344,21 @@ class StreamLoader(BatchLoader):
         num_samples, num_batches = self._num_samples, self._num_batches
         if not (name := self._owner):
             return StreamState(num_samples, num_batches, ended=self._ended, digest=self._digest)
-        # The dataset may go on changing the same object.
-        freeze = copy.deepcopy if self._inline else functools.partial(freeze_reply, name=f"the state of the {name}")
-        state = freeze(self._owner_named(self._iterator).state_dict())
-        return StreamState(num_samples, num_batches, name, state, self._ended)
+        if self._ended:  # from which nothing goes on; the state before it is the way to the next pass
+            if self._kept is None:
+                return StreamState(num_samples, num_batches, ended=True)
+            state, at = self._kept
+            return StreamState(num_samples, num_batches, name, state, ended=True, at=at)
+        state = self._frozen(self._present_state(self._iterator))
+        self._kept = state, num_samples
+        return StreamState(num_samples, num_batches, name, state, at=num_samples)
+
+    def _frozen(self, state: Any) -> Any:
+        """A copy of a state: the dataset may go on changing the same object."""
+        if self._inline:
+            return copy.deepcopy(state)
+        names = "dataset and its iterator" if self._owner == "both" else self._owner
+        return freeze_reply(state, name=f"the state of the {names}")
 
     def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:
         # -1 stands for the time before the first sample.
@@ -286,7 +366,7 @@ class StreamLoader(BatchLoader):
         super()._begin_sample(number * self._spec.num_workers + self._spec.worker_id, purpose)
 
 
-def _load_state(name: str, owner: Any, saved: StreamState) -> None:
+def _load_state(name: str, owner: Any, state: Any) -> None:
     """Load the saved state of the ``"dataset"``, before the iterator is created, or of the ``"iterator"``.
 
     Raises:
@@ -296,4 +376,4 @@ def _load_state(name: str, owner: Any, saved: StreamState) -> None:
         raise ValueError(
             f"the {name} was saved by its state_dict(), but {type(owner).__name__} has no load_state_dict()"
         )
-    owner.load_state_dict(copy.deepcopy(saved.state))
+    owner.load_state_dict(copy.deepcopy(state))

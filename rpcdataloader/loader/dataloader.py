@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +25,7 @@ from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.sharing import Partition, of_rank
 from rpcdataloader.client.worker import DatasetRef
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.raw import RawBatch, pack
 from rpcdataloader.host.environment import Additions, set_variables
 from rpcdataloader.host.resources import available_cpus
@@ -36,6 +37,7 @@ from rpcdataloader.loader.passes import functions_of
 from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, has_local, warn_once
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
+from rpcdataloader.loader.states import streams_of
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools, TimedBatches, keep_out_of_graphs
 from rpcdataloader.loader.waits import Auto, Wants
@@ -259,11 +261,11 @@ class RPCDataloader(LoaderTools[_T_co]):
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator = self._pass
         if iterator is None or self._saved is not None or not iterator.reset(self._IterableDataset_len_called):
-            if saved is not None and saved["finished"] and not self.persistent_workers:
-                saved = None
+            ended = saved if saved is not None and saved["finished"] and not self.persistent_workers else None
+            saved = None if ended is not None else saved
             iterator = self._pass = None  # ends its workers, whose places are needed
             try:
-                iterator = self._begin(settings, saved)
+                iterator = self._begin(settings, saved, ended)
             except Exception as exc:
                 if (named := of_rank(exc, settings.partition)) is exc:
                     raise
@@ -341,7 +343,10 @@ class RPCDataloader(LoaderTools[_T_co]):
         here = ("_pass", "_wants", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace")
         return {**self.__dict__, **dict.fromkeys(here)}
 
-    def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:
+    def _begin(
+        self, settings: PassSettings, saved: Mapping[str, Any] | None, ended: Mapping[str, Any] | None
+    ) -> PassIterator:
+        """Begin a pass: the rest of ``saved``, or the one after ``ended``."""
         if self.pin_memory and self.pin_memory_device:
             warnings.warn(
                 "pin_memory_device is deprecated, the current accelerator will be used as the device,"
@@ -351,7 +356,12 @@ class RPCDataloader(LoaderTools[_T_co]):
         if isinstance(self._where, Inline):
             set_variables(settings.env)
             local = access_of(settings.dataset) if isinstance(settings.dataset, RPCDataset) else settings.dataset
-            return InlineIterator(settings, local, saved, self._IterableDataset_len_called)
+            streams: Sequence[StreamState] = () if ended is None else streams_of(ended["streams"])
+            is_elsewhere = ended is not None
+            if saved is ended is None and self._progress is not None and (last := self._progress[1]).finished:
+                streams, is_elsewhere = last.streams, last.is_elsewhere
+            length = self._IterableDataset_len_called
+            return InlineIterator(settings, local, saved, length, streams, is_elsewhere=is_elsewhere)
         with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):
             return self._begin_remote(settings, saved)
 

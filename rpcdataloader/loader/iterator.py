@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.autograd import profiler
@@ -22,7 +22,7 @@ from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import NOTED_WAIT, Probe, Recorder
 from rpcdataloader.diagnosis.verdict import diagnose
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
-from rpcdataloader.fetch.batch_loader import BatchLoader
+from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader.copying import DeviceCopies, make_carrier, pin
@@ -266,7 +266,9 @@ class RemoteIterator(PassIterator):
         if delivery.condemned is not None:
             answer = Answer(error=ConnectionLostError(delivery.condemned))
             if delivery.stream is not None:  # it ends here
-                answer.stream = self.progress.streams[delivery.stream]._replace(ended=True)
+                # Not where the next pass begins.
+                stream = self.progress.streams[delivery.stream]
+                answer.stream = stream._replace(owner="", state=None, at=0, ended=True)
         driver.advance(wants_input, began)
         now = time.monotonic()
         if answer.probe is not None or blocked >= self._noted:
@@ -386,7 +388,10 @@ class RemoteIterator(PassIterator):
         driver.tell()
         before = self.progress.base_seed, self.progress.epoch
         num_streams = len(driver.streams)
-        begun = begin_pass(self._settings, None, num_streams, before=before, makes_requests=True)
+        streams = self.progress.streams if self.progress.finished else ()
+        begun = begin_pass(
+            self._settings, None, num_streams, before=before, streams_before=streams, makes_requests=True
+        )
         # Only now: what has raised so far has left the last pass as it was.
         self._reported_length = reported_length
         self._held, self._ready = (), 0.0
@@ -400,6 +405,10 @@ class InlineIterator(PassIterator):
 
     A debugger stops in the dataset, which sees the same as in a worker: worker info, seeds by position.
 
+    Args:
+        streams_before: Streams at the end of the pass before.
+        is_elsewhere: True if that pass was another process's, which has brought its own dataset there.
+
     Attributes:
         recorder: Record of the waits, for the diagnosis.
     """
@@ -412,6 +421,9 @@ class InlineIterator(PassIterator):
         dataset: Any,
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
+        streams_before: Sequence[StreamState] = (),
+        *,
+        is_elsewhere: bool = False,
     ) -> None:
         super().__init__(settings, name_of(dataset), reported_length)
         self._pins = settings.pin_memory and pinned_allocator() is not None
@@ -422,12 +434,15 @@ class InlineIterator(PassIterator):
         self._tasks: list[Task] = []
         self._loaded: list[Answer] = []
         with undone_afterwards(saved):
-            self._pass = begin_pass(settings, saved)
+            self._pass = begin_pass(settings, saved, streams_before=streams_before)
             if self._pass.source.knows_states:
                 self._draw()
         kind = StreamLoader if settings.iterable else BatchLoader
         stream = self.progress.streams[0] if settings.iterable else None
         spec = dataclasses.replace(loader_spec(settings, self._pass, 0, 1, stream), **functions_of(settings))
+        if saved is None and not is_elsewhere:
+            spec = dataclasses.replace(spec, before=None)
+        self.progress.is_elsewhere = saved is not None and stream is not None and stream.ended
         self._loader = kind(dataset, spec, None, inline=True)
         self._loads = self._pass  # that the loader knows of
 
@@ -492,7 +507,9 @@ class InlineIterator(PassIterator):
         return self._pass.progress
 
     def reset(self, reported_length: int | None) -> bool:
-        begun = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        streams = self.progress.streams if self.progress.finished else ()
+        before = self.progress.base_seed, self.progress.epoch
+        begun = begin_pass(self._settings, before=before, streams_before=streams)
         # Without a call in between, at which a signal handler may raise.
         self._reported_length, self._pass = reported_length, begun
         self._tasks, self._loaded, self._held = [], [], ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from rpcdataloader.loader.states import (
     place_of,
     progress_of,
     restore_start,
+    streams_of,
 )
 from rpcdataloader.loader.tasks import Progress, TaskSource
 from rpcdataloader.loader.ways import end_pass, way_of
@@ -54,6 +55,7 @@ def begin_pass(
     num_streams: int = 1,
     *,
     before: tuple[int, int] | None = None,
+    streams_before: Sequence[StreamState] = (),
     makes_requests: bool = False,
 ) -> Pass:
     """Begin a pass: iterate over the sampler and draw the base seed, in torch's order.
@@ -62,13 +64,14 @@ def begin_pass(
         saved: Pass to resume, from :func:`to_state`; a finished pass is the one before, with persistent workers.
         num_streams: Number of streams of an iterable-style dataset, unless those of ``saved`` go on.
         before: Base seed and epoch of the pass before; persistent workers keep their base seed, as torch's do.
+        streams_before: Streams at the end of the pass before, unless that is ``saved``.
         makes_requests: True if the tasks go to workers.
 
     Raises:
         ValueError: The state does not fit this loader.
     """
     if saved is not None and saved["finished"]:  # to which loading it has brought the sampler
-        before, saved = (saved["base_seed"], saved["epoch"]), None
+        before, streams_before, saved = (saved["base_seed"], saved["epoch"]), streams_of(saved["streams"]), None
     way = way_of(settings)
     start = {**capture_start(settings), **way.capture_start()} if saved is None else restore_start(settings, saved)
     first, *ranks = way.origin
@@ -81,7 +84,8 @@ def begin_pass(
     if saved is None:
         assert before is not None
         streams = [StreamState()] * num_streams if settings.iterable else []
-        progress = Progress(before[0], before[1] + 1, start=start, streams=streams)
+        known = list(streams_before) if len(streams_before) == len(streams) else []
+        progress = Progress(before[0], before[1] + 1, start=start, streams=streams, before=known)
         # Other samplers may only know of the pass before until they have given a batch.
         if get_state is not None and is_ready is not None:
             progress.sampler = get_state()
@@ -128,6 +132,7 @@ def loader_spec(
     progress = begun.progress
     # Random numbers that the former ranks have not had; of samples, unless they belong to the position of all ranks.
     apart = progress.leg << _LEG_BITS
+    is_new = stream is not None and not stream.num_samples and not stream.ended
     return LoaderSpec(
         auto_collation=settings.auto_collation,
         iterable=settings.iterable,
@@ -142,6 +147,7 @@ def loader_spec(
         first_batch=apart,
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
+        before=progress.before[worker_id] if is_new and progress.before else None,
         skips=settings.skips,
         max_retries=settings.max_retries,
     )

@@ -7,6 +7,7 @@ is refused.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.host.state import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
-from rpcdataloader.loader.plain import from_plain, is_plain, to_plain
+from rpcdataloader.loader.plain import from_plain, to_plain
 from rpcdataloader.loader.sampler import Source, is_stateful, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress
@@ -42,16 +43,18 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         consumed = order["start"] + progress.num_samples * sampler.num_replicas
         order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
     sampler_state, first = progress.sampler, None
-    if sampler_state is None and progress.first is not None and is_plain(indices := to_plain(progress.first[0])):
-        # Before the first batch is delivered: the state after it, and that batch itself.
-        first, sampler_state = indices, progress.first[1]
+    if sampler_state is None and progress.first is not None:
+        # Before the first batch is delivered: the state after it, and that batch itself, unless it cannot be copied.
+        with contextlib.suppress(Exception):
+            first, sampler_state = to_plain(progress.first[0]), progress.first[1]
     return {
         "version": VERSION,
         **{name: getattr(progress, name) for name in _PLAIN},
         "sampler": _plain_states(sampler_state),
         "first": first,
         "ahead": {str(number): [*batch, _plain_states(state)] for number, (*batch, state) in progress.ahead.items()},
-        "streams": [[*counts, owner, to_plain(state), ended] for *counts, owner, state, ended, _ in progress.streams],
+        "streams": list(map(_plain_stream, progress.streams)),
+        "before": list(map(_plain_stream, progress.before)),
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
         "next": progress.upcoming.get(progress.num_batches),
         "in_step": progress.in_step and settings.in_order,
@@ -61,6 +64,18 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "generators": _generator_states(settings),
         "start": {**progress.start, "order": order},
     }
+
+
+def _plain_stream(stream: StreamState) -> list[Any]:
+    return [stream.num_samples, stream.num_batches, stream.owner, to_plain(stream.state), stream.ended, stream.at]
+
+
+def streams_of(saved: list[list[Any]]) -> list[StreamState]:
+    """The states of streams in a saved state, without digests."""
+    return [
+        StreamState(num_samples, num_batches, owner, from_plain(state), ended, at=at)
+        for num_samples, num_batches, owner, state, ended, at in saved
+    ]
 
 
 def _plain_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -255,10 +270,8 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
             for number, (size, digest, state) in saved["ahead"].items()
         },
         digest=None if saved["streams"] else saved.get("digest"),
-        streams=[
-            StreamState(num_samples, num_batches, owner, from_plain(state), ended, next(digests))
-            for num_samples, num_batches, owner, state, ended in saved["streams"]
-        ],
+        streams=[stream._replace(digest=next(digests)) for stream in streams_of(saved["streams"])],
+        before=streams_of(saved["before"]),
         in_step=saved["in_step"],
         start=start,
         upcoming={} if following is None else {saved["num_batches"]: following},

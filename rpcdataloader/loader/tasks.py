@@ -284,6 +284,8 @@ class Progress:
     digest: int | None = 0
     # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
+    before: list[StreamState] = field(default_factory=list)  # those at the end of the pass before, if it is known
+    is_elsewhere: bool = False  # True if the only stream has ended in another process, and is not read in this one
     turn: int = 0  # stream whose batch comes next
     num_settled: int = 0  # number of batches delivered in this process, without empty ones and ``returned``
     # Delivered batches that are not in these numbers yet. The consumer adds one as the last thing before it returns it,

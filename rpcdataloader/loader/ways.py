@@ -136,6 +136,8 @@ class Stateful(Replay):
         if "sampler" in state:
             if (sampler := self._sampler) is None:
                 raise ValueError("the state is of a sampler with load_state_dict, but here it has none")
+            if (before := loaded_state(sampler)) is not None:
+                before.undo(only_if_unchanged=True)
             saved, copied = from_plain(state["sampler"]), from_plain(state["sampler"])
             note_loaded(sampler, LoadedState(sampler, saved, lambda: sampler.load_state_dict(copied)))
 

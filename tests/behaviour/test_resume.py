@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
 import os
+import pickle
 import random
 import sys
 import threading
@@ -680,7 +682,7 @@ def test_interrupt_loses_no_samples_of_a_stream(at, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert batches + list(iterator) == expected
-    assert loader.state_dict()["streams"] == [[9, 3, "", None, False]]
+    assert loader.state_dict()["streams"] == [[9, 3, "", None, False, 0]]
 
 
 def test_state_stays_as_it_was_when_the_loader_goes_on():
@@ -826,6 +828,37 @@ def test_state_of_a_sampler_that_leads_to_another_batch_is_refused(where):
     del state["digest"]
     loader.load_state_dict(state)
     assert_same(list(loader)[:2], seen)
+
+
+class Named(Total):
+    """Gives objects as indices."""
+
+    def __iter__(self):
+        return (Index(number) for number in super().__iter__())
+
+
+@dataclasses.dataclass
+class Index:
+    number: int
+
+    def __index__(self):
+        return self.number
+
+
+def test_beginning_of_an_epoch_of_objects_as_indices_is_that_of_the_sampler():
+    def make():
+        return RPCDataloader(range(12), 3, sampler=Named(12), workers="inline")
+
+    loader = make()
+    epochs = [list(loader) for _epoch in range(2)]
+    loader = make()
+    list(loader)
+    batches = iter(loader)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    loader = make()
+    loader.load_state_dict(state)
+    assert_same(list(loader), epochs[1])
+    assert_same(list(batches), epochs[1])
 
 
 def test_loader_without_workers_has_no_state():

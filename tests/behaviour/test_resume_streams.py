@@ -16,6 +16,8 @@ from rpcdataloader import RPCDataloader
 from tests.support.streams import (
     Buffered,
     Lasting,
+    Own,
+    Paired,
     Parts,
     Placed,
     Seekable,
@@ -31,6 +33,8 @@ KINDS = {
     "without a state": Parts,
     "of another protocol": Told,
     "of the iterator": Seekable,
+    "of a dataset that is its iterator": Own,
+    "of dataset and iterator": Paired,
     "with a buffer": Buffered,
     "for the next iteration": Placed,
     "for the next iteration, with a count for each": Tallied,
@@ -76,6 +80,83 @@ def test_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_training(share
     epochs += [begun + numbers(loader), numbers(loader), numbers(loader)]
     assert epochs == expected
     assert all(sorted(epoch) == whole(num_streams) for epoch in epochs)
+
+
+class Chosen(Placed):
+    """The script chooses its epoch, which is in its state, too."""
+
+    def __iter__(self):
+        epoch = self.epoch
+        yield from super().__iter__()
+        self.epoch = epoch
+
+
+class ChosenByMethod(Chosen):
+    """By a method."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "persistent"),
+    [
+        # The batch size is exact for one of the streams.
+        *(
+            ("inline", kind, persistent)
+            for kind in [*KINDS, "chosen", "chosen by a method"]
+            for persistent in (True, False)
+        ),
+        *(
+            ("workers", kind, True)
+            for kind in ("of dataset and iterator", "for the next iteration", "for all iterations")
+        ),
+    ],
+)
+def test_epoch_after_an_ended_one_is_the_next_one_for_another_process(place, kind, persistent):
+    """Saved with the last batch, of which one stream has ended before; once its end is told; and as the next begins."""
+    make_dataset = {**KINDS, "chosen": Chosen, "chosen by a method": ChosenByMethod}[kind]
+    num_streams, batch_size = (1, 7) if place == "inline" else (2, 3)
+    options = {"persistent_workers": persistent, "collate_fn": with_pid}
+    options |= {"workers": "inline"} if place == "inline" else {"num_workers": 2}
+
+    def make():
+        dataset = make_dataset(SIZES[:num_streams])
+        return RPCDataloader(dataset, batch_size, **options)
+
+    def begin(loader, epoch):
+        if "chosen" in kind and place == "inline":
+            loader.dataset.epoch = epoch
+        return iter(loader)
+
+    def train(stop):
+        torch.manual_seed(3)
+        loader, epochs = make(), []
+        for epoch in range(3):
+            batches = begin(loader, epoch)
+            if (stop, epoch) == ("begun", 1):
+                loader, batches = elsewhere(loader, epoch)
+            epochs.append(numbers(batches) if stop != "last" or epoch else [])
+            if (stop, epoch) == ("last", 0):
+                for _batch in range(num_batches):
+                    epochs[0] += numbers([next(batches)])
+                loader, batches = elsewhere(loader, epoch)
+                epochs[0] += numbers(batches)
+            if (stop, epoch) == ("told", 0):
+                loader, _batches = elsewhere(loader, None)
+        return epochs
+
+    def elsewhere(loader, epoch):
+        state, generator = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+        loader = make()
+        loader.load_state_dict(state)
+        torch.set_rng_state(generator)
+        return loader, None if epoch is None else begin(loader, epoch)
+
+    num_batches = sum(-(-size // batch_size) for size in SIZES[:num_streams])
+    expected = train(None)
+    for stop in "last", "told", "begun":
+        assert train(stop) == expected, stop
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1])

@@ -149,6 +149,26 @@ class Lasting(Placed):
     holds_for_all = True
 
 
+class Running(Lasting):
+    """With a count of all samples, and its generator, from which each sample has a number."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.given, self.generator = 0, random.Random(3)
+
+    def make(self, number: int) -> Any:
+        self.given += 1
+        return super().make(number), self.given, self.generator.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"given": self.given, "generator": self.generator.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.given = state["given"]
+        self.generator.setstate(state["generator"])
+
+
 class Sharded(Parts):
     """Has a state of two parts, shard and row, whose loaded values hold for all iterations."""
 
@@ -208,6 +228,58 @@ class Wrapped(IterableDataset[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
+
+
+class Own(Parts):
+    """Its own iterator, which goes on where its state says, as its iteration begins."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.first = self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place, self.first = self.first, 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.place == self.sizes[stream_number()]:
+            raise StopIteration
+        self.place += 1
+        return self.make(self.place - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["place"]
+
+
+class Paired(Parts):
+    """Has a state, its epoch, and so has its iterator: its place in that."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.next_epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.next_epoch += 1
+        return _Pair(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.next_epoch - 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_epoch = state["epoch"]
+
+
+class _Pair(Cursor):
+    def __init__(self, parts: Paired) -> None:
+        super().__init__(parts)
+        size = parts.sizes[stream_number()]
+        self.order = random.Random(parts.next_epoch).sample(range(size), size)
+
+    def __next__(self) -> Any:
+        return self.parts.make(self.order[super().__next__() % 100])
 
 
 class Told(Parts):
