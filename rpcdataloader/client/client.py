@@ -25,6 +25,7 @@ from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.address import Address
@@ -315,7 +316,7 @@ def _forget_in_child() -> None:
         atexit.unregister(client.close)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(Part.CLIENT, in_child=_forget_in_child)
 
 
 class Reporter:

@@ -34,6 +34,7 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.sources import recorder
 from rpcdataloader.host.state import Change, catch_up, derive_seed, get_states, without_overwritten
@@ -507,4 +508,4 @@ def _forget_in_child() -> None:
     _shipped, _shipped_lock = weakref.WeakValueDictionary(), Lock()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(Part.DATASETS, in_child=_forget_in_child)

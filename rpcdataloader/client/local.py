@@ -31,6 +31,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import FATE_TIMEOUT, RemoteSession
 from rpcdataloader.client.worker import ClientSettings, FailedStartError, RemoteWorker, read_welcome
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.server.events import RETRY_PAUSE, Link, WorkerConnection
 from rpcdataloader.server.local import Inherited, run_local_session
@@ -417,6 +418,6 @@ def _forget_in_child() -> None:
     _theirs.clear()
 
 
-os.register_at_fork(
-    before=lambda: _forking.acquire(), after_in_parent=lambda: _forking.release(), after_in_child=_forget_in_child
+at_fork(
+    Part.SESSIONS, before=lambda: _forking.acquire(), in_parent=lambda: _forking.release(), in_child=_forget_in_child
 )

@@ -6,7 +6,6 @@ Runs in a worker, or in the trainer's own process for ``workers="inline"``.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -33,6 +32,7 @@ from rpcdataloader.fetch.samples import (
     whereabouts,
 )
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
@@ -322,7 +322,7 @@ def _forget_in_child() -> None:
     _inline_lock = Lock()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(Part.INLINE, in_child=_forget_in_child)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.output import Output
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
@@ -236,4 +237,4 @@ def _stop_forwarding() -> None:
 
 
 # A fork lacks the connection, and the thread that sends over it, which may hold its lock.
-os.register_at_fork(after_in_child=_stop_forwarding)
+at_fork(Part.LOGS, in_child=_stop_forwarding)

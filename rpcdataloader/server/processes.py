@@ -29,6 +29,8 @@ from typing import Any
 import numpy.random
 import torch
 
+from rpcdataloader.host.forks import Part, at_fork
+
 
 class Life(enum.Enum):
     """Stages of a process, which only advance."""
@@ -299,7 +301,7 @@ def _hear_again() -> None:
     _release_signals()
 
 
-os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_hear_again)
+at_fork(Part.SIGNALS, before=_hold_signals, in_parent=_release_signals, in_child=_hear_again)
 
 
 def _run_child(run: Callable[[], None], parent: int) -> None:

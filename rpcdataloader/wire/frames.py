@@ -30,8 +30,8 @@ _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
 MAGIC = b"RPDL"
 
-# First bytes of other protocols' answers to a client's first message. HTTP/0.9 has no status line.
-_OTHERS = (b"HTTP/", "an HTTP server"), (b"<", "an HTTP server"), (b"SSH-", "an SSH server")
+# In place of the magic, from other protocols' answers to a client's first message. HTTP/0.9 has no status line.
+_OTHERS = (b"HTTP", "an HTTP server"), (b"<", "an HTTP server"), (b"SSH-", "an SSH server")
 HEADER_SIZE = _HEADER.size
 MAC_SIZE = 16
 _NO_MAC = bytes(MAC_SIZE)

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.memory import F_GET_SEALS, F_SEAL_SHRINK, before_unmapping, create_memory, map_memory
@@ -462,4 +463,4 @@ def _after_fork_in_child() -> None:
     _borrowers.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+at_fork(Part.SHARED_MEMORY, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)

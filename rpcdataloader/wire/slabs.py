@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 import threading
 import warnings
@@ -20,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.shelf import MAX_KEPT_BYTES, Shelf, round_up
 
@@ -230,4 +230,4 @@ def _start_pools_empty() -> None:
 
 
 # A thread that the child lacks may hold the lock. The parent's leases end in the child's copy of the old deque.
-os.register_at_fork(after_in_child=_start_pools_empty)
+at_fork(Part.POOLS, in_child=_start_pools_empty)

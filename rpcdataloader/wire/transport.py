@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTimeoutError
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Event
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -377,7 +378,7 @@ def _close_in_child() -> None:
         transport.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+at_fork(Part.CONNECTIONS, in_child=_close_in_child)
 
 
 def peer_uid(sock: socket.socket) -> int:

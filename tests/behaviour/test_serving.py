@@ -101,10 +101,12 @@ def get(url, token=TOKEN):
 
 def metrics_of(url, token=TOKEN):
     """Values by series; nothing before the first look."""
-    with contextlib.suppress(urllib.error.HTTPError):
+    try:
         lines = [line for line in get(f"{url}metrics", token).splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-    return {}
+    except urllib.error.HTTPError as error:
+        error.close()
+        return {}
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
 def test_metrics_of_a_real_pool(serve):
@@ -131,8 +133,9 @@ def test_token_is_made_and_printed_with_the_address():
         assert len(token) >= 32
         wait_until(lambda: metrics_of(url, token), PROMPTLY)
         for other in "", TOKEN:
-            with pytest.raises(urllib.error.HTTPError, match="401"):
+            with pytest.raises(urllib.error.HTTPError, match="401") as error:
                 get(f"{url}metrics", other)
+            error.value.close()
 
 
 # --- in a browser

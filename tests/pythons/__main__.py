@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 OWN = "{}.{}".format(*sys.version_info)
-OLDEST_TORCH = {"3.13": "2.5.0"}  # and 2.4.0 for others
+OLDEST_TORCH = {"3.13": "2.5.0", "3.14": "2.9.0"}  # and 2.4.0 for others
 
 PACKAGES = ["cloudpickle", "hypothesis", "numpy", "pillow", "pytest", "pytest-timeout", "pyyaml"]
 UNIT = ["tests/unit", "tests/simulation"]

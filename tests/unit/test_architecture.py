@@ -108,6 +108,10 @@ def test_no_lock_that_ctrl_c_may_leave_locked():
     assert not [name for name, source in SOURCES.items() if plain.search(source) and not name.startswith(elsewhere)]
 
 
+def test_one_list_says_what_happens_at_forks():
+    assert [name for name, source in SOURCES.items() if "register_at_fork" in source] == ["rpcdataloader.host.forks"]
+
+
 def test_public_names_can_be_imported_and_no_others():
     assert set(rpcdataloader.__all__) <= set(dir(rpcdataloader))
     for name in rpcdataloader.__all__:

@@ -291,6 +291,16 @@ def test_message_that_cannot_be_read_is_an_error(offset, value, problem):
         feed(Decoder(refuse_to_allocate), data)
 
 
+@pytest.mark.parametrize("size", [20, 200])  # shorter and longer than a header
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [("HTTP/1.1 400 Bad Request", "HTTP"), ("<!DOCTYPE HTML>", "HTTP"), ("SSH-2.0-OpenSSH_9.2", "SSH")],
+)
+def test_server_of_another_protocol_is_named(answer, name, size):
+    with pytest.raises(RemoteProtocolError, match=f"an {name} server answers there"):
+        feed(Decoder(refuse_to_allocate), answer.encode().ljust(size)[:size])
+
+
 def test_end_of_stream_is_clean_only_between_messages():
     data = join(None, MessageType.CALL, 1, b"payload", [b"block"])
     assert Receiver(Source(b""), Decoder(heap_blocks)).receive() is None
