@@ -374,6 +374,7 @@ class _Adopted:
         self._on_demand: dict[str, _Sent] = {}
         self._main: types.ModuleType | None = None
         self._resolve: Callable[[Any], Any] | None = None  # of the present message
+        self._patches: dict[str, Any] = {}  # of the present message
 
     def adopt(self, pickled: bytes, resolve: Callable[[Any], Any] | None = None) -> None:
         """Put definitions into ``__main__``, which is a new module from the first ones on.
@@ -400,6 +401,11 @@ class _Adopted:
         finally:
             self._pending.clear()
             self._resolve = None
+
+    def change_modules(self) -> None:
+        """Make the changes that a message has brought, once it has imported what it needs."""
+        while self._patches:
+            patch(*self._patches.popitem())
 
     def own_main(self) -> None:
         """Put definitions into the present ``__main__``, as this process has run the script, or is a fork of it."""
@@ -453,7 +459,7 @@ class _Adopted:
         for each, token in tokens:
             if self.tokens.get(each) != token:
                 if is_patch(each):
-                    patch(each, values[each])
+                    self._patches[each] = values[each]
                 else:
                     main_globals()[each] = values[each]
                 self.tokens[each] = token

@@ -161,6 +161,16 @@ class Rows:
         return options.size, len(table), level
 """
 
+DERIVED = """
+from settings import Rows, options
+
+size = options.size
+
+class Derived(Rows):
+    def __getitem__(self, index):
+        return size, *super().__getitem__(index)
+"""
+
 
 @pytest.mark.parametrize("made", ["settings.Rows()", "RPCDataset(address, settings.Rows)"])
 def test_what_a_script_changes_in_its_own_modules_reaches_workers(passes, made):
@@ -177,6 +187,20 @@ assert [*loader] == [[(2, 1, 1)] * 2] * 2
 settings.table["b"] = 2
 set_up(3)
 assert [*loader] == [[(2, 2, 3)] * 2] * 2
+""")
+
+
+def test_what_a_module_has_computed_from_another_stays_as_the_script_changes_that(passes):
+    passes(f"""
+import pathlib
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+(folder / "settings.py").write_text({SETTINGS!r})
+(folder / "derived.py").write_text({DERIVED!r})
+import derived
+
+derived.options.size = 2
+assert [*load(derived.Derived())] == [[(1, 2, 1, 1)] * 2] * 2
 """)
 
 
