@@ -478,10 +478,11 @@ def ship(instance: object, name: str) -> RemoteDataset:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
     pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True, with_patches=True)
-    # Its class may be another one than that of an equal instance before: defined again, or reloaded.
+    # Its class may be another one than that of an equal instance before: defined again, or reloaded. So may a function
+    # that it has.
     recorder.look()
     defined = sorted(pickled.names & pickled.definitions.keys())
-    named = [(name, pickled.definitions[name].object_of(name)) for name in defined]
+    named = [(name, pickled.definitions[name].identity_of(name)) for name in defined]
     found = digest_memory([*pickled.blocks, memoryview(repr((named, recorder.num_reloaded)).encode())])
     with _shipped_lock:
         remote = _shipped.get(found)

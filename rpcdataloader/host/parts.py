@@ -44,10 +44,15 @@ def find_parts(whole: Any, *, with_all: bool = False) -> dict[int, tuple[Any, An
     while waiting and len(found) < _MAX_OBJECTS:
         owner, path = waiting.popleft()
         for step, part in _steps(owner, with_all):
-            if id(part) not in found and not isinstance(part, _WITHOUT_PARTS):
+            if id(part) not in found and not isinstance(part, _WITHOUT_PARTS) and not _has_name(part):
                 found[id(part)] = part, (*path, step)
                 waiting.append((part, (*path, step)))
     return found
+
+
+def _has_name(part: Any) -> bool:
+    """Whether this is a function that a worker finds by its name."""
+    return isinstance(part, types.FunctionType) and "<locals>" not in part.__qualname__
 
 
 def _steps(owner: Any, with_all: bool) -> Iterable[tuple[tuple[int, Any], Any]]:

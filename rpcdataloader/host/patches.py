@@ -283,13 +283,11 @@ def is_content(name: str) -> bool:
 
 def patch(name: str, value: Any) -> None:
     """Change a module as the script has done, once it is imported here; without effect where it is missing."""
-    module = name.partition(":")[0]
-    if module in sys.modules and module not in _later.importing:
-        _apply(name, value)
-        return
-    if _later not in sys.meta_path:
+    _later.values[name] = value
+    if not _later.is_importing:
+        _later.change_imported()
+    if _later.values and _later not in sys.meta_path:
         sys.meta_path.insert(0, _later)
-    _later.values.setdefault(module, {})[name] = value
 
 
 def _apply(name: str, value: Any) -> None:
@@ -304,29 +302,40 @@ def _apply(name: str, value: Any) -> None:
 class _Later(importlib.abc.MetaPathFinder):
     """Changes modules as they are imported: those that no worker needs are not imported for that.
 
+    A module that imports others gets them unchanged, as the script has first imported all of them: what it computes
+    from them is what the script has.
+
     Attributes:
-        values: What :func:`patch` has got, by module.
-        importing: Modules that are being imported.
+        values: What :func:`patch` has got, by name, until its module is imported.
+        is_importing: True within an import.
     """
 
     def __init__(self) -> None:
-        self.values: dict[str, dict[str, Any]] = {}
-        self.importing: set[str] = set()
+        self.values: dict[str, Any] = {}
+        self.is_importing = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """The spec that others find, with a loader that makes the changes."""
-        if name not in self.values or name in self.importing:
+        if self.is_importing or not self.values:
             return None
         for finder in [*sys.meta_path]:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+            find = getattr(finder, "find_spec", None)
+            spec = None if find is None or finder is self else find(name, path, target)
             if spec is not None:
-                if spec.loader is not None:
+                if hasattr(spec.loader, "exec_module"):
                     spec.loader = _Loader(spec.loader)
                 return spec
         return None
 
+    def change_imported(self) -> None:
+        """Change the modules that are imported."""
+        for name in [name for name in self.values if name.partition(":")[0] in sys.modules]:
+            _apply(name, self.values.pop(name))
+
 
 class _Loader(importlib.abc.Loader):
+    """Makes the changes once another loader has run the module, which then is that loader's."""
+
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
@@ -334,15 +343,14 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        name = module.__spec__.name
         module.__spec__.loader = module.__loader__ = self._loader
-        _later.importing.add(name)
+        was_importing, _later.is_importing = _later.is_importing, True
         try:
             self._loader.exec_module(module)
         finally:
-            _later.importing.discard(name)
-        for each, value in _later.values.pop(name, {}).items():
-            _apply(each, value)
+            _later.is_importing = was_importing
+        if not was_importing:
+            _later.change_imported()
 
 
 _later = _Later()

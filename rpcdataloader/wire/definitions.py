@@ -63,9 +63,11 @@ class Definition:
     on_demand: tuple[str, ...] | None = None  # names that it uses, if it is rebuilt when asked for; None for at once
     contained: tuple[str, ...] = ()  # those that are parts of it
 
-    def object_of(self, name: str) -> int:
-        """The number of the object that ``name`` means."""
-        return next(number for (each, _token), number in zip(self.tokens, self.objects, strict=True) if each == name)
+    def identity_of(self, name: str) -> Any:
+        """What tells the object that ``name`` means from another one at the receiver, where a class stays the same."""
+        tokens = zip(self.tokens, self.objects, strict=True)
+        token, number = next((token, number) for (each, token), number in tokens if each == name)
+        return number if isinstance(main_globals().get(name), type) else token
 
 
 #: Makes an error of a name, what uses it, its value, and the error in pickling that.
@@ -225,7 +227,7 @@ class _Script:
         return number + 1
 
     def _definition(self, group: list[str], parts: Mapping[str, _Part], view: _View) -> Definition:
-        tokens = tuple((name, parts[name].token) for name in group)
+        tokens = tuple((name, _token_with_content(name, parts, view.namespace)) for name in group)
         if (last := self._last.get(group[0])) is not None and last.tokens == tokens:
             return last
         pickled = parts[group[0]].pickled if len(group) == 1 else view.pickle(group)[0]
@@ -286,6 +288,17 @@ def _reachable(name: str, parts: Mapping[str, _Part]) -> set[str]:
             found.add(other)
             waiting.append(other)
     return found
+
+
+def _token_with_content(name: str, parts: Mapping[str, _Part], namespace: Mapping[str, Any]) -> bytes:
+    """What tells a global from the one before, and from one that contains others.
+
+    A receiver binds a global that has changed to another object, so it needs those anew that contain it. Classes stay.
+    """
+    contained = [other for other in _reachable(name, parts) - {name} if not isinstance(namespace[other], type)]
+    if not contained or isinstance(namespace[name], type):
+        return parts[name].token
+    return digest_of(b"".join(parts[other].token for other in [name, *sorted(contained)]))
 
 
 script = _Script()
@@ -374,6 +387,7 @@ class _Adopted:
         self._on_demand: dict[str, _Sent] = {}
         self._main: types.ModuleType | None = None
         self._resolve: Callable[[Any], Any] | None = None  # of the present message
+        self._patches: dict[str, Any] = {}  # of the present message
 
     def adopt(self, pickled: bytes, resolve: Callable[[Any], Any] | None = None) -> None:
         """Put definitions into ``__main__``, which is a new module from the first ones on.
@@ -400,6 +414,11 @@ class _Adopted:
         finally:
             self._pending.clear()
             self._resolve = None
+
+    def change_modules(self) -> None:
+        """Make the changes that a message has brought, once it has imported what it needs."""
+        while self._patches:
+            patch(*self._patches.popitem())
 
     def own_main(self) -> None:
         """Put definitions into the present ``__main__``, as this process has run the script, or is a fork of it."""
@@ -453,7 +472,7 @@ class _Adopted:
         for each, token in tokens:
             if self.tokens.get(each) != token:
                 if is_patch(each):
-                    patch(each, values[each])
+                    self._patches[each] = values[each]
                 else:
                     main_globals()[each] = values[each]
                 self.tokens[each] = token

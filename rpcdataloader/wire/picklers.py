@@ -440,9 +440,11 @@ class DefinitionPickler(RequestPickler):
 
     def _refer(self, obj: Any) -> Any:
         """What stands for an object that belongs to another global, or is held elsewhere."""
-        name = self._owners.get(id(obj))
-        if name is not None and type(obj) is not types.CellType and self._may_name(name):
+        name, kind = self._owners.get(id(obj)), type(obj)
+        if name is not None and kind is not types.CellType and self._may_name(name):
             return name
+        if name is not None and kind in (types.CellType, types.FunctionType):
+            return None  # what is held elsewhere has these from here
         return None if self._reference_of is None else self._reference_of(obj)
 
     def _may_name(self, name: str) -> bool:

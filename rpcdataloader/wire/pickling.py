@@ -334,7 +334,11 @@ def loads(
         unpickler.tensors, unpickler.blocks, unpickler.resolve = tensors, blocks, persistent_load
         if adopt_main:
             unpickler.adopt = functools.partial(definitions.adopted.adopt, resolve=persistent_load)
-        return unpickler.load()
+        try:
+            return unpickler.load()
+        finally:
+            if adopt_main:
+                definitions.adopted.change_modules()
     except RPCError:
         raise
     except UnresolvedError as unresolved:

@@ -83,6 +83,79 @@ assert list(batches) == [[0, 1], [2, 3]]
 """)
 
 
+def test_changes_reach_functions_that_the_dataset_of_a_loader_holds(passes):
+    passes("""
+class Each(Numbers):
+    def __init__(self, *functions):
+        self.functions = functions
+
+    def __getitem__(self, index):
+        return [function(index) for function in self.functions]
+
+def counting(function):
+    calls = {"extra": 0}
+    def call(index):
+        return function(index) + calls["extra"]
+    call.calls = calls
+    return call
+
+scale = 1
+
+def scaled(index):
+    return index * scale
+
+counted = counting(scaled)
+
+def make_local():
+    added = [0]
+    return lambda index: index + added[0] + scale, added
+
+local, added = make_local()
+loader = load(Each(scaled, counted, local), collate_fn=list, batch_size=4)
+assert [*loader] == [[[index, index, index + 1] for index in range(4)]]
+scale, counted.calls["extra"], added[0] = 2, 10, 100
+assert [*loader] == [[[2 * index, 2 * index + 10, index + 102] for index in range(4)]]
+scaled.__code__ = (lambda index: -index).__code__
+scale = 3
+assert [*loader][0][3][2] == 106
+""")
+
+
+def test_globals_that_contain_others_follow_what_changes_in_these(passes):
+    passes("""
+class Holder:
+    def __init__(self, table):
+        self.table = table
+
+table = {"a": 1}
+holder, listed, both = Holder(table), [table], (table, [table])
+
+class Reading(Numbers):
+    def __getitem__(self, index):
+        return holder.table["a"], listed[0]["a"], both[1][0]["a"], holder.table is table is both[0]
+
+def negate(index):
+    return -index
+
+def twice(function):
+    return lambda index: 2 * function(index)
+
+doubled = twice(negate)
+
+class Calling(Numbers):
+    def __getitem__(self, index):
+        return doubled(index)
+
+reading, calling = load(Reading()), load(Calling())
+assert [*reading] == [[(1, 1, 1, True)] * 2] * 2
+assert [*calling] == [[0, -2], [-4, -6]]
+table["a"] = 5
+negate.__code__ = (lambda index: index).__code__
+assert [*reading] == [[(5, 5, 5, True)] * 2] * 2
+assert [*calling] == [[0, 2], [4, 6]]
+""")
+
+
 def test_persistent_workers_keep_what_they_have(passes):
     passes("""
 scale = 1
@@ -161,6 +234,16 @@ class Rows:
         return options.size, len(table), level
 """
 
+DERIVED = """
+from settings import Rows, options
+
+size = options.size
+
+class Derived(Rows):
+    def __getitem__(self, index):
+        return size, *super().__getitem__(index)
+"""
+
 
 @pytest.mark.parametrize("made", ["settings.Rows()", "RPCDataset(address, settings.Rows)"])
 def test_what_a_script_changes_in_its_own_modules_reaches_workers(passes, made):
@@ -177,6 +260,20 @@ assert [*loader] == [[(2, 1, 1)] * 2] * 2
 settings.table["b"] = 2
 set_up(3)
 assert [*loader] == [[(2, 2, 3)] * 2] * 2
+""")
+
+
+def test_what_a_module_has_computed_from_another_stays_as_the_script_changes_that(passes):
+    passes(f"""
+import pathlib
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+(folder / "settings.py").write_text({SETTINGS!r})
+(folder / "derived.py").write_text({DERIVED!r})
+import derived
+
+derived.options.size = 2
+assert [*load(derived.Derived())] == [[(1, 2, 1, 1)] * 2] * 2
 """)
 
 
