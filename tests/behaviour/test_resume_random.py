@@ -268,7 +268,7 @@ def _rows():
         yield pytest.param(range(first, first + 100), marks=marks)
 
 
-@pytest.mark.parametrize("numbers", _rows(), ids=str)
+@pytest.mark.parametrize("numbers", list(_rows()), ids=str)
 def test_stopped_job_gives_the_batches_of_one_without_a_stop(wide_servers, numbers):
     for number in numbers:
         check(number, wide_servers[number % 2].address)
