@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 
-# Least time of a part. Its message, its answer and the joining take 0.2 to 1 ms.
-LEAST_SECONDS = 5e-3
+# Least time of a part. Its message, its answer and the joining take 0.2 to 1 ms. The training process handles those of
+# all workers, one after the other, so the least time grows with their number.
+LEAST_SECONDS, LEAST_PER_WORKER = 5e-3, 5e-4
 
 # Batches per worker from when nothing is under way, after which all are whole: a loop that is faster than the workers
 # would always find too few. With 8 workers at 80 % of their capacity, enough are ready after 2 to 3.
@@ -34,5 +35,6 @@ def choose_size(num_samples: int, num_workers: int, seconds: float | None) -> in
         num_workers: Workers that make it together.
         seconds: Time that one worker takes for the batch; None if unknown.
     """
-    least = 1 if seconds is None else math.ceil(num_samples * LEAST_SECONDS / seconds)
+    least_seconds = max(LEAST_SECONDS, LEAST_PER_WORKER * num_workers)
+    least = 1 if seconds is None else math.ceil(num_samples * least_seconds / seconds)
     return min(num_samples, max(least, -(-num_samples // num_workers)))

@@ -103,6 +103,8 @@ def test_parts_are_as_large_as_is_worth_a_message():
     assert choose_size(64, 8, 4 * LEAST_SECONDS) == 16
     assert choose_size(64, 8, LEAST_SECONDS) == 64
     assert choose_size(10_000, 16, 100.0) == 625
+    assert choose_size(64, 64, 1.28) == 2  # or 64 workers would ask for 3,200 parts per second
+    assert choose_size(64, 256, 1.28) == 7
     assert choose_size(3, 8, 1.0) == 1
     assert [choose_workers(8, ahead) for ahead in (0, 3, 4, 7, 8, 100)] == [8, 8, 4, 4, 1, 1]
 
