@@ -17,7 +17,7 @@ from rpcdataloader.fetch.batch_loader import BatchLoader, LoaderSpec
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.joining import join
 from rpcdataloader.wire.pickling import dumps_reply, loads
-from rpcdataloader.wire.slabs import Block, PageablePool
+from rpcdataloader.wire.slabs import Block, PageablePool, PinnedAllocator
 from rpcdataloader.wire.tensors import MAX_SLAB_BYTES, MIN_BLOCK_BYTES, Movable, plan
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Batched
@@ -137,6 +137,8 @@ def test_joined_batch_is_that_of_one_worker(kind, cuts):
     samples = [JOINED[kind](number) for number in range(NUM)]
     expected = make(samples, 0, NUM, is_part=False)
     assert_same(join(make_parts(samples, cuts), PageablePool()), expected)
+    pinned = PinnedAllocator(lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+    assert_same(join(make_parts(samples, cuts), pinned), expected)
     movable = Movable()
     assert_same(join(make_parts(samples, cuts), PageablePool(), movable), expected)
     large = sum(each.nbytes >= MIN_BLOCK_BYTES for each in movable._tensors)
