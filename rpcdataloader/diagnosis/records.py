@@ -126,6 +126,7 @@ class Start:
     opened: float = 0.0  # time at which it had the dataset, and had called ``worker_init_fn``
     init: float = 0.0  # seconds of the latter
     first: float = 0.0  # time of the first delivery
+    num_workers: int = 1  # that have made the first batch together
     # Seconds spent so far on pickling the dataset, sending it, and building it on the nodes.
     dataset: Callable[[], float] = float
     is_instance: bool = False  # True if the dataset was pickled; False if a class or function builds it

@@ -161,6 +161,7 @@ def _diagnose_whole(records: Records, figures: Figures | None = None) -> Diagnos
         "demand_rate": ratio(totals.batches, total - waited, math.inf),
         "batches": float(totals.batches),
         "first_wait_seconds": first,
+        "first_workers": float(start.num_workers),
         **{f"start_{name}_seconds": seconds for name, seconds in parts.items()},
     }
     part = max(parts, key=parts.__getitem__)

@@ -107,6 +107,8 @@ def say(bound: str, part: str, values: Mapping[str, Value], more: tuple[int, int
     texts = {"less": less, "next": less.split(",")[0]}
     if bound == "start":
         texts["doing"], texts["advice"] = _START[part]
+        if part == "batch" and float(values["first_workers"]) > 1:
+            texts["doing"] += f", by {values['first_workers']:.0f} workers together"
         texts["advice"] = _STAYS if values["stays"] else texts["advice"]
     elif bound == "workers":
         texts["advice"] = _advise(values, more)

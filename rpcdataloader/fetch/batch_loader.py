@@ -19,11 +19,12 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.collate import Rows, TensorCollator, registered
+from rpcdataloader.fetch.collate import Rows, TensorCollator, kind_of, registered
 from rpcdataloader.fetch.raw import FailedSample
 from rpcdataloader.fetch.samples import (
     ALL,
     DONE,
+    WHOLE,
     Skipped,
     describe_indices,
     loads_batches,
@@ -100,9 +101,9 @@ class LoaderSpec:
         )
 
 
-# A worker's answer: seconds to fetch and to collate; the batch; what it lacks; and the state of the stream after it,
-# which is None at its end. Plain tuples: a class costs a microsecond on either side.
-Loaded = tuple[tuple[float, float], Any, Skipped | None, StreamState | None]
+# A worker's answer: seconds to fetch and to collate, None if it did not try; the batch; what it lacks; and the state of
+# the stream after it, which is None at its end. Plain tuples: a class costs a microsecond on either side.
+Loaded = tuple[tuple[float, float] | None, Any, Skipped | None, StreamState | None]
 
 
 class BatchLoader:
@@ -168,30 +169,36 @@ class BatchLoader:
     def go_on(self) -> None:
         """Go on where a stream was left, before the first batch, whose time may be limited."""
 
-    def load(self, indices: Any, position: int, batch_number: int) -> Loaded:
-        """Load one batch.
+    def load(self, indices: Any, position: int, batch_number: int, part: int = WHOLE) -> Loaded:
+        """Load one batch, or a part of one, which others load the rest of.
+
+        In place of a part's batch come the kind of its samples and what they are collated to; None if parts of this
+        batch cannot be joined, or if collating them raises an exception: the whole batch then raises its own.
 
         Args:
             indices: List of indices or, without automatic collation, one index.
             position: Position of the first sample in this epoch of this rank's loader, from 0.
             batch_number: Number of the batch of this rank's loader in this epoch, from 0.
+            part: ``WHOLE``, or which part it is.
 
         Raises:
             Exception: An exception of the dataset or the collate function; a ``RuntimeError`` for ``StopIteration``.
         """
         if self._inline:
             with _trainer_restored():
-                return self._load(indices, position, batch_number)
+                return self._load(indices, position, batch_number, part)
         # Without a context manager, which would cost as much as collating a few numbers.
         try:
-            return self._load(indices, position, batch_number)
+            return self._load(indices, position, batch_number, part)
         finally:
             seeding.end_sample()
 
-    def _load(self, indices: Any, position: int, batch_number: int) -> Loaded:
+    def _load(self, indices: Any, position: int, batch_number: int, part: int) -> Loaded:
         torch_worker._worker_info = self._worker_info
         if default_collate_fn_map.get(torch.Tensor) is not self._collate_tensors:
             self._collate_tensors.install()
+        if part and not self._makes_parts:
+            return None, None, None, None
         start = time.perf_counter()
         whereabouts.batch[0] = batch_number + 1
         samples = self._fetch(indices, position, batch_number)
@@ -202,7 +209,8 @@ class BatchLoader:
         lacks, batch = self._skipped(samples), None
         try:
             if lacks is None or not lacks.is_whole:
-                batch = self._collate_samples(samples, batch_number)
+                collate = self._collate_part if part else self._collate_samples
+                batch = collate(samples, batch_number)
         except BaseException as error:
             self._name(error, f"collating {self._describe(indices, batch_number)}")
             raise
@@ -233,12 +241,35 @@ class BatchLoader:
         except StopIteration as stop:
             raise stopped("collate_fn") from stop
 
+    @property
+    def _makes_parts(self) -> bool:
+        """Whether parts of a batch may be joined: samples are fetched one by one, and collated by torch's function."""
+        return self._collate is default_collate and not registered() and not self._loads_at_once(self._getitems)
+
+    def _collate_part(self, samples: Any, batch_number: int) -> Any:
+        """Collate the samples of a part; returns None if it cannot be joined with others."""
+        try:
+            kinds = set(map(kind_of, samples))
+            if len(kinds) == 1 and self._makes_parts:
+                return kinds.pop(), self._collate_samples(samples, batch_number)
+        except Exception:
+            logger.debug("batch %d is made as a whole", batch_number, exc_info=True)
+        return None
+
+    @property
+    def _getitems(self) -> Any:
+        """The dataset's method for several samples; None without one. Asked the way torch asks."""
+        return (getattr(self._dataset, "__getitems__", None) or None) if self._spec.auto_collation else None
+
+    def _loads_at_once(self, getitems: Any) -> bool:
+        """Whether the dataset loads whole batches."""
+        return getitems is not None and (self._gives_batches or loads_batches(getitems))
+
     def _fetch(self, indices: Any, position: int, batch_number: int) -> Any:
         self._missing = []
         dataset, auto_collation = self._dataset, self._spec.auto_collation
-        # Asked the way torch asks.
-        getitems = (getattr(dataset, "__getitems__", None) or None) if auto_collation else None
-        at_once = getitems is not None and (self._gives_batches or loads_batches(getitems))
+        getitems = self._getitems
+        at_once = self._loads_at_once(getitems)
         is_one_call = at_once or not auto_collation
         steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
         rows = None if is_one_call or not isinstance(indices, Sized) else self._begin_rows(len(indices))

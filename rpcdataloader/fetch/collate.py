@@ -6,11 +6,13 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.tensors import is_dense
 
 # Least size of batches that are collated into recycled memory: smaller ones are copied into a slab for sending anyway,
 # and malloc reuses their memory without page faults.
@@ -28,6 +30,31 @@ def registered() -> dict[Any, Any]:
         if getattr(function, "__module__", None) != collate_tensor_fn.__module__
         and not isinstance(function, TensorCollator)
     }
+
+
+def kind_of(sample: Any) -> Any:
+    """What decides how torch's default collate treats a sample: batches of samples of one kind can be joined.
+
+    Raises:
+        TypeError: Batches of such samples cannot be joined, or perhaps not.
+    """
+    kind = type(sample)
+    if kind in (int, float, bool, str, bytes) or issubclass(kind, (np.number, np.bool_)):
+        return kind.__name__
+    if kind is torch.Tensor and is_dense(sample):
+        return kind.__name__, str(sample.dtype), tuple(sample.shape)
+    if kind in (np.ndarray, np.memmap):
+        return "array", sample.dtype.str, sample.shape
+    if kind is dict and all(type(key) in (int, str) for key in sample):
+        return kind.__name__, *((key, kind_of(value)) for key, value in sample.items())
+    if kind in (tuple, list) or is_named_tuple(kind):
+        return f"{kind.__module__}.{kind.__qualname__}", *map(kind_of, sample)
+    raise TypeError(f"batches of {kind.__name__} are not joined")
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether this is the class of named tuples, and no subclass of one."""
+    return kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
 
 
 class Rows:

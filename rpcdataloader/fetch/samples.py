@@ -24,6 +24,9 @@ from rpcdataloader.wire.exceptions import dumps_exception, summarize
 ALL = -1
 DONE = -2
 
+# What a request is for: all samples of a batch, or a part. Of the parts of a batch, the first one counts as a batch.
+WHOLE, FIRST_PART, OTHER_PART = range(3)
+
 # The last batch that was begun, from 1; the position of the sample in the epoch or, for a stream, in the stream; and a
 # function to call when all samples of the present batch are here, or None.
 whereabouts = SimpleNamespace(batch=[0], sample=[0], fetched=None)
@@ -96,6 +99,9 @@ class Skipped(NamedTuple):
     text: str  # the missing samples, and the first exception
     error: bytes  # last exception, see ``loads_exception``; empty if only the stream has ended
     is_whole: bool  # nothing of the batch is left
+    # Of which the text of a batch in parts is made: the names of the first missing samples, and the first exception.
+    names: tuple[str, ...] = ()
+    reason: str = ""
 
 
 def skipped(
@@ -109,14 +115,26 @@ def skipped(
         stream: Number of the stream; None for a map-style dataset.
         ends: True if the stream has ended right after an exception.
     """
-    parts, error = [], b""
+    parts, error, reason = [], b"", ""
+    names: tuple[str, ...] = ()
     if missing:
         where = "indices" if stream is None else f"in stream {stream}:"
-        names = [str(index) for index, _error in missing[:MAX_SHOWN]] + ["..."] * (len(missing) > MAX_SHOWN)
-        samples = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
-        parts.append(f"{samples} ({where} {', '.join(names)}): {summarize(missing[0][1])}")
+        names, reason = tuple(str(index) for index, _error in missing[:MAX_SHOWN]), summarize(missing[0][1])
+        parts.append(_describe_missing(len(missing), where, names, reason))
         # It may be of any type. Like a raised one it always arrives, as itself or in words.
         error = dumps_exception(missing[-1][1], f"process {os.getpid()} on {socket.gethostname()}")
     if ends:
         parts.append(f"stream {stream} has ended right after an exception, as a generator does that raises")
-    return Skipped(len(missing), "; ".join(parts), error, is_whole)
+    return Skipped(len(missing), "; ".join(parts), error, is_whole, names, reason)
+
+
+def _describe_missing(number: int, where: str, names: Sequence[str], reason: str) -> str:
+    samples = "1 sample" if number == 1 else f"{number} samples"
+    return f"{samples} ({where} {', '.join([*names[:MAX_SHOWN], *['...'] * (number > MAX_SHOWN)])}): {reason}"
+
+
+def join_skipped(lacking: Sequence[Skipped], *, is_whole: bool) -> Skipped:
+    """Describe what the parts of a batch lack together."""
+    number, names = sum(each.num_samples for each in lacking), [name for each in lacking for name in each.names]
+    text = _describe_missing(number, "indices", names, lacking[0].reason)
+    return Skipped(number, text, lacking[-1].error, is_whole)

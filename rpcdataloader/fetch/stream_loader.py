@@ -16,7 +16,7 @@ from typing import Any
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, StreamState
 from rpcdataloader.fetch.loaded import LoadedState, is_same_state, loaded_state, note_loaded
 from rpcdataloader.fetch.raw import Keeper, pack
-from rpcdataloader.fetch.samples import Skipped, skipped, stopped, whereabouts
+from rpcdataloader.fetch.samples import WHOLE, Skipped, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE, end_sample
 from rpcdataloader.host.state import has_state
 from rpcdataloader.wire.digests import digest
@@ -60,11 +60,11 @@ class StreamLoader(BatchLoader):
         self._can_replay = self._spec.stream is not None and bool(self._spec.stream.owner)
         self._failed_state: Exception | None = None  # why such a state was of no use
 
-    def load(self, indices: Any, position: int, batch_number: int) -> Loaded:
+    def load(self, indices: Any, position: int, batch_number: int, part: int = WHOLE) -> Loaded:
         """Load one batch, as any; an exception, which takes the place of a batch, has the state after it."""
         num_batches = self._num_batches
         try:
-            loaded = super().load(indices, position, batch_number)
+            loaded = super().load(indices, position, batch_number, part)
         except BaseException as error:
             if self._is_interrupt(error):
                 self._num_batches = num_batches

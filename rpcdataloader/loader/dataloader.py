@@ -92,9 +92,9 @@ class RPCDataloader(LoaderTools[_T_co]):
             is an error, raised when the batch's turn comes.
         reconnect_timeout: Seconds to wait for a worker after the loss of all, as when all nodes restart; 0 to raise at
             once.
-        task_timeout: Seconds that a worker may take for a batch. After that the worker is ended, and the batch goes to
-            another worker; after ``max_retries`` in a row it is an error, with the stack of the last worker. None for
-            no limit: a straggler still gets a backup task on a second worker.
+        task_timeout: Seconds that a worker may take for a batch, or for its part of one. After that the worker is
+            ended, and the batch goes to another worker; after ``max_retries`` in a row it is an error, with the stack
+            of the last worker. None for no limit: a straggler still gets a backup task on a second worker.
         retry_on: Exceptions of the dataset that may pass, such as ``OSError``: the worker retries the sample after a
             back-off, up to ``max_retries`` times, with the same random numbers. Only for map-style datasets, as streams
             cannot repeat samples. ``StopIteration`` is a ``RuntimeError`` here.

@@ -31,7 +31,7 @@ from rpcdataloader.loader.copying import Carrier
 from rpcdataloader.loader.executor import Executor, Opening
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.sampler import Source
-from rpcdataloader.loader.seat import Intake, Seat
+from rpcdataloader.loader.seat import Answer, Intake, Seat
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task
 from rpcdataloader.loader.waits import Wants, tell
@@ -185,6 +185,22 @@ class Driver:
         if todo is not None:
             self.carry_out(todo)
 
+    def joined(self, batch: Entry, begun: Pass, answer: Answer | None) -> None:
+        """Report that the parts of a batch are joined; None if they do not fit together."""
+
+        def note(engine: Engine[Node], _now: float) -> None:
+            # Meanwhile another epoch may have begun, or the parts of another batch have not fitted.
+            if begun is not self.begun or not batch.has_all_parts:
+                return
+            if answer is not None:
+                engine.joined(batch.number, size_bytes=answer.size_bytes, answer=answer)
+                return
+            engine.unfit()
+            if self.wants is not None:
+                self.wants.may_split = False
+
+        self.feed(note)
+
     def fail(self, error: BaseException) -> None:
         """End the pass with an error."""
         with self.condition:
@@ -225,7 +241,7 @@ class Driver:
                     if wants_input:
                         if not self._drawn:
                             table.end_of_input()
-                        elif table.add_task(self._drawn[0]) is not None:
+                        elif table.add_task(drawn := self._drawn[0], drawn.num_samples, drawn.is_last) is not None:
                             self._drawn.clear()
                         # Otherwise a stream that has ended meanwhile has left less room.
                         wants_input = table.wants_input and self.may_draw()
@@ -467,7 +483,7 @@ class Driver:
         with self.condition:
             late = [
                 # Not the engine's task: another worker may have answered it, and it may be delivered.
-                (seat.worker, sent.task)
+                (seat.worker, sent.task.whole or sent.task)
                 for end in ends
                 if (seat := self.seats.get(end.worker)) is not None
                 and (sent := seat.sent.get(end.number)) is not None

@@ -33,7 +33,7 @@ from rpcdataloader.loader.placement import Placement, plan_options, prepare
 from rpcdataloader.loader.seat import Answer, Intake
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
-from rpcdataloader.loader.tasks import Progress, Returned, Task, describe
+from rpcdataloader.loader.tasks import Progress, Returned, Task, describe, make_part
 from rpcdataloader.loader.waits import Wants, tell, to_status
 from rpcdataloader.plan.actions import ReportWait
 from rpcdataloader.plan.engine import Engine
@@ -191,6 +191,7 @@ class RemoteIterator(PassIterator):
                 placement.others,
                 describe=describe,
                 turn=begun.progress.turn,
+                split=make_part if settings.may_split and (wants is None or wants.may_split) else None,
             )
             dataset.settle()
             executor = Executor(settings, dataset, placement, here)
@@ -297,6 +298,8 @@ class RemoteIterator(PassIterator):
             blocked: Seconds of it asleep.
         """
         driver, recorder = self.driver, self.driver.recorder
+        if not recorder.batches:
+            recorder.start.num_workers = answer.num_workers
         if blocked >= self._noted and (is_busy := driver.intake.is_device_busy) is not None and is_busy():
             waited = blocked = 0.0  # hidden by the device's work
         ready, self._ready = self._ready if blocked else 0.0, 0.0

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import BatchSampler
+
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.sampler import draw_base_seed
@@ -111,6 +113,7 @@ def begin_pass(
         leave_out={number: digest for number, (_num_samples, digest, _state) in progress.ahead.items()},
         get_state=get_state,
         makes_requests=makes_requests,
+        num_expected=_length_of(settings.sampler) if settings.may_split else None,
         is_ready=is_ready,
         watch=None if nothing_left else way.watch,
         drawn=[] if progress.first is None else [progress.first[0]],
@@ -123,6 +126,14 @@ def begin_pass(
             source.check_next(following)
     resumed = () if saved is None else tuple(progress.streams)
     return Pass(source, progress, first, (ranks[0], ranks[1]), resumed)
+
+
+def _length_of(sampler: Any) -> int | None:
+    """The number of batches of torch's own batch sampler; None for others, whose length may take long."""
+    try:
+        return len(sampler) if type(sampler) is BatchSampler else None
+    except Exception:  # of the user's sampler or dataset, which need no length
+        return None
 
 
 def loader_spec(

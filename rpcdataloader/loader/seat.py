@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,14 +17,16 @@ from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.fetch.batch_loader import StreamState
-from rpcdataloader.fetch.samples import Skipped, stopped
+from rpcdataloader.fetch.samples import Skipped, join_skipped, stopped
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader.copying import Carrier, DeviceCopies, find_busy_gpu, make_carrier, pin
+from rpcdataloader.loader.joining import join
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe_end
 from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
+from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.exceptions import take_state
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import STAGES_BYTES, Stages
@@ -54,6 +56,7 @@ class Answer:
     movable: Movable | None = None
     copies: DeviceCopies | None = None
     worker: int = -1
+    num_workers: int = 1  # that have made the batch
     probe: Probe | None = None
 
 
@@ -102,9 +105,39 @@ class Intake:
             return Answer(size_bytes=answer.size_bytes, error=exc, stream=answer.stream or take_state(exc))
         return answer
 
+    def join(self, answers: Sequence[Answer]) -> Answer | None:
+        """Join the answers to the parts of a batch, in their order; None if it has to be made as a whole."""
+        last = answers[-1]
+        joined = Answer(worker=last.worker, num_workers=len({each.worker for each in answers}), probe=last.probe)
+        joined.size_bytes = sum(each.size_bytes for each in answers)
+        # As for a whole batch, the first sample that raises decides.
+        joined.error = next((each.error for each in answers if each.error is not None), None)
+        if joined.error is not None:
+            return joined
+        if joined.probe is not None:
+            joined.probe.size_bytes = joined.size_bytes
+        if lacking := [each.lacks for each in answers if each.lacks is not None]:
+            joined.where = next(each.where for each in answers if each.lacks is not None)
+            joined.lacks = join_skipped(lacking, is_whole=all(map(_is_empty, answers)))
+        parts = [each.result for each in answers if not _is_empty(each)]
+        joined.movable = None if self.carrier is None else Movable()
+        try:
+            if parts:
+                result = join(parts, self.allocator, joined.movable)
+                joined.result = pin(result) if self._pins else result
+        except Exception:
+            logger.debug("the parts of a batch do not fit together", exc_info=True)
+            return None
+        return joined
+
     def check(self, reply: Message) -> Any:
         """Return the result of a reply that has no batch, or raise its exception."""
         return result_of(reply, self.allocator)
+
+
+def _is_empty(answer: Answer) -> bool:
+    """Whether all samples were skipped."""
+    return answer.lacks is not None and answer.lacks.is_whole
 
 
 @dataclass(slots=True)
@@ -112,7 +145,7 @@ class Sent:
     """A copy of a task that was sent to a worker."""
 
     task: Task
-    number: int
+    number: float
     begun: Pass
     request_id: int = 0  # id on its connection; 0 while it is being sent
     probe: Probe | None = None
@@ -149,7 +182,7 @@ class Seat(WorkerOwner):
     def __init__(self, driver: Driver, number: int) -> None:
         self.number = number
         self.worker: RemoteWorker  # set once it was requested
-        self.sent: dict[int, Sent] = {}
+        self.sent: dict[float, Sent] = {}
         # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks keep their order.
         self._queue: deque[Sent] = deque()  # to send
         self._is_at_work = False  # since it has answered the first request of this epoch
@@ -228,7 +261,8 @@ class Seat(WorkerOwner):
             # Only now: numbers restart in another epoch.
             self.sent.pop(sent.number, None)
             now = driver.now()
-            self._tell_engine(sent, answer, now)
+            batch = self._tell_engine(sent, answer, now)
+            answers = [] if batch is None else [part.answer for part in batch.parts]
             if (carrier := self._intake.carrier) is not None:
                 driver.send_ahead(carrier)
             todo = driver.act(now)
@@ -236,15 +270,19 @@ class Seat(WorkerOwner):
                 driver.wake()
         if todo is not None:
             driver.carry_out(todo)
+        if batch is not None:
+            driver.joined(batch, sent.begun, self._intake.join(answers))
 
-    def _tell_engine(self, sent: Sent, answer: Answer, now: float) -> None:
+    def _tell_engine(self, sent: Sent, answer: Answer, now: float) -> Entry | None:
+        """Report an answer; returns the batch of which it is the last part."""
         driver, engine = self._driver, self._driver.engine
         worker, number, settings = self.number, sent.number, self._driver.settings
         seconds = None
         if (timings := answer.timings) is not None:
             seconds = sum(timings)
             answer.worker = worker
-            if answer.stream is not None or not settings.iterable:  # not the end of a stream
+            # Not the end of a stream, and not a part of a batch.
+            if answer.stream is not None or not (settings.iterable or sent.task.whole):
                 driver.recorder.tasks[worker].append(seconds)
             if answer.arrived:
                 driver.recorder.received(answer.arrived, answer.received)
@@ -253,12 +291,14 @@ class Seat(WorkerOwner):
                 answer.probe = sent.probe
         if answer.error is None and settings.iterable and answer.stream is None:
             engine.stream_ended(worker, number, now)
-            return
+            return None
         task = engine.answered(
             worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
         )
         if task is not None and task.stream is not None and answer.stream is not None:
             driver.streams[task.stream] = answer.stream
+        # With the condition: two threads may have the last two parts.
+        return task.whole if task is not None and task.whole is not None and task.whole.has_all_parts else None
 
     @_ends_pass
     def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  the only one
@@ -274,8 +314,10 @@ class Seat(WorkerOwner):
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
         task = None
         if (exited := worker.exited) is not None and self._is_at_work:  # at a task of this epoch
-            unanswered = {sent.task.number: sent for sent in list(self.sent.values())}
-            if (sent := unanswered.get(exited.batch)) is not None:
+            unanswered = [sent for sent in list(self.sent.values()) if sent.task.number == exited.batch]
+            # Of two parts of a batch that with the sample, or the first one.
+            at_sample = (sent for sent in unanswered if 0 <= exited.sample - sent.task.position < sent.task.num_samples)
+            if (sent := next(at_sample, next(iter(unanswered), None))) is not None:
                 error = ConnectionLostError(f"{error} {describe_end(sent.task, exited.sample)}")
                 task = sent.number
         loss = Loss(

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, default_collate
 
 from rpcdataloader.client.discovery import Inline
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.fetch.collate import registered
 from rpcdataloader.fetch.raw import Transformed
 from rpcdataloader.host.environment import Module
 from rpcdataloader.host.resources import default_in_flight_bytes
@@ -121,6 +122,11 @@ class PassSettings:
     def skips(self) -> bool:
         """Whether to leave out samples whose dataset raises an exception."""
         return self.on_error == "skip"
+
+    @property
+    def may_split(self) -> bool:
+        """Whether several workers may make a batch together: if nobody can tell, as with torch's own functions."""
+        return self.auto_collation and not self.iterable and self.collate_fn is default_collate and not registered()
 
     @property
     def samplers(self) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.raw import FailedSample, RawIndices
-from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, is_batch
+from rpcdataloader.fetch.samples import ALL, DONE, FIRST_PART, OTHER_PART, Skipped, describe_indices, is_batch
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
@@ -56,6 +56,8 @@ class Task:
     request: Encoded = None  # type: ignore[assignment]  # to a worker
     # Waits for the stack of the last worker that exceeded the time limit.
     stack: Callable[[], str] | None = None
+    is_last: bool = False  # True if it is probably the last batch
+    whole: Task | None = None  # the batch that this is a part of
     probe: Probe | None = None  # times of its way so far, if measured; each copy that is sent gets its own
 
 
@@ -73,6 +75,7 @@ class TaskSource:
     # Function that gives the sampler's state after each batch; None without a state.
     get_state: Callable[[], Any] | None = None
     makes_requests: bool = False
+    num_expected: int | None = None  # number of batches of the sampler, by its length
     # Function that tells whether the sampler gives indices without waiting for a stream; None if it always does.
     is_ready: Callable[[], bool] | None = None
     # Function to call before the first batch is drawn; its result is called after it, with whether there is none, and
@@ -127,6 +130,7 @@ class TaskSource:
             # Now, without a call in between: what has raised leaves no gap.
             self.position += num_samples
             self.number += 1
+            task.is_last = self.number == self.num_expected
             self.drawn = []
             if is_wanted:
                 if self.progress is not None and task.digest is not None:
@@ -213,9 +217,21 @@ def kept(indices: Any) -> Any:
     return indices.detach().clone() if isinstance(indices, torch.Tensor) else indices
 
 
+def make_part(task: Task, first: int, num_samples: int) -> Task | None:
+    """A part of a batch: this number of samples; None if its indices are others than plain integers in a list."""
+    if type(task.indices) is not list or set(map(type, task.indices)) != {int}:
+        return None
+    indices = task.indices[first : first + num_samples]
+    part = Task(indices, task.number, task.position + first, num_samples, whole=task, probe=task.probe)
+    part.request = load_request(part)
+    return part
+
+
 def load_request(task: Task) -> Encoded:
     """Return the content of a request for a batch; of its blocks, which are those of raw samples, it has no digest."""
-    content = (task.indices, task.position, task.number)
+    content: tuple[Any, ...] = task.indices, task.position, task.number
+    if task.whole is not None:
+        content += (FIRST_PART if task.position == task.whole.position else OTHER_PART,)
     large: list[pickle.PickleBuffer] = []
     first = next(iter(task.indices), None) if isinstance(task.indices, (list, tuple)) else task.indices
     # torch would pickle all the memory that a tensor is a view of, and Python call the constructor of an exception.

@@ -97,10 +97,14 @@ class Wants:
     Args:
         num_workers: Number of workers that the user has chosen; with ``Auto()``, the loader uses what it wants.
         least: Least number to want.
+
+    Attributes:
+        may_split: False once parts of a batch of this loader did not fit together.
     """
 
     def __init__(self, num_workers: int, least: int) -> None:
         self.num_workers = num_workers
+        self.may_split = True
         self._demand = Demand(int(least))
         self._since, self._batches = -math.inf, 0  # of the last decision
 

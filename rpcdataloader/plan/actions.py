@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 
 class Load(NamedTuple):
-    """Send a task to a worker, by the number under which it was added."""
+    """Send a task to a worker, by the number under which it was added; that of a part lies between two of these."""
 
     worker: int
-    number: int
+    number: float
     payload: Any
 
 
@@ -21,7 +21,7 @@ class Cancel(NamedTuple):
     """Tell a worker that a task is no longer needed. It answers all the same."""
 
     worker: int
-    number: int
+    number: float
 
 
 class Open(NamedTuple):
@@ -42,7 +42,7 @@ class End(NamedTuple):
     """End a worker that exceeds the task's time limit, and keep its stack for the error."""
 
     worker: int
-    number: int
+    number: float
 
 
 class Restart(NamedTuple):

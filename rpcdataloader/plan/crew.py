@@ -74,7 +74,7 @@ class Loss:
     came: bool = True  # True if it had started; False if it was unreachable
     was_refused: bool = False  # True if the node had no room for it
     has_retired: bool = False  # True if it has served its share of tasks, and may be replaced
-    task: int | None = None  # number of its last task, from its own record; None if unknown
+    task: float | None = None  # number of its last task, from its own record; None if unknown
 
 
 class Crew(Generic[N]):

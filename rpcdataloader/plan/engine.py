@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, PlanOptions, ReportWait, Restart
 from rpcdataloader.plan.crew import Crew, Loss, Member, listed
-from rpcdataloader.plan.table import Entry, Table
+from rpcdataloader.plan.table import Entry, Split, Table
 
 N = TypeVar("N", bound=Hashable)
 
@@ -39,6 +39,7 @@ class Engine(Generic[N]):
     Args:
         describe: Function that names a task in error messages.
         turn: Stream whose batch comes first.
+        split: Function that makes parts of a batch, see :class:`~rpcdataloader.plan.table.Table`; None for none.
 
     Attributes:
         failure: Reason why the pass cannot go on; None while it can.
@@ -54,23 +55,25 @@ class Engine(Generic[N]):
         *,
         describe: Callable[[Any], str] = str,
         turn: int = 0,
+        split: Split | None = None,
     ) -> None:
         self.failure: BaseException | None = None
         self._options = options
         self._describe = describe
+        self._split = split
         self._out: list[Action] = []
         self.crew = Crew(options, homes, others, self._out)
         self._leaving: list[Member[N]] = []  # workers to close once they have answered their requests
         self._interrupted = ""  # task of the last lost worker
         self._waiting_since: float | None = None  # start of the consumer's wait for the next delivery
         self._report_at = math.inf
-        self._begin(0.0, turn)
+        self._begin(0.0, None, turn)
 
-    def _begin(self, batch_size_bytes: float, turn: int) -> None:
+    def _begin(self, batch_size_bytes: float, batch_seconds: float | None, turn: int) -> None:
         options = self._options
         if not options.is_iterable:
             options = replace(options, num_workers=max(1, self.crew.num_wanted))
-        self.table = Table(options, batch_size_bytes, turn)
+        self.table = Table(options, batch_size_bytes, turn, batch_seconds=batch_seconds, split=self._split)
 
     # The consumer
 
@@ -98,7 +101,7 @@ class Engine(Generic[N]):
 
     def begin_epoch(self, now: float, turn: int = 0) -> None:
         """Begin another epoch with the same workers; undelivered tasks of the last one are dropped."""
-        self._begin(self.table.batch_size_bytes, turn)
+        self._begin(self.table.batch_size_bytes, self.table.batch_seconds, turn)
         self._waiting_since = None
         self.crew.reopen()
         for worker in self.crew:
@@ -115,12 +118,13 @@ class Engine(Generic[N]):
     # Answers
 
     def answered(
-        self, worker: int, number: int, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
+        self, worker: int, number: float, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
     ) -> Entry | None:
-        """Note that a worker answered a task with a batch, or with an exception.
+        """Note that a worker answered a task with a batch, a part of one, or an exception.
 
         Returns:
-            The task, if ``answer`` will be delivered; otherwise None, and the caller forgets it.
+            The task, if ``answer`` will be delivered; otherwise None, and the caller forgets it. If it is a part, and
+            its batch has all of them, the caller joins them and calls :meth:`joined` or :meth:`unfit`.
         """
         self.crew.num_deaths = 0
         task = self.table.replied(
@@ -130,7 +134,16 @@ class Engine(Generic[N]):
             self._out += [Cancel(loser.id, number) for loser in task.holders]
         return task
 
-    def stream_ended(self, worker: int, number: int, now: float) -> None:
+    def joined(self, number: float, *, size_bytes: int, answer: Any) -> None:
+        """Note that the answers of a batch's parts were joined to one."""
+        self.table.joined(number, size_bytes, answer)
+
+    def unfit(self) -> None:
+        """Note that the parts of a batch do not fit together: from now on, all batches are made as a whole."""
+        self._split = None
+        self.table.unfit()
+
+    def stream_ended(self, worker: int, number: float, now: float) -> None:
         """Note a worker's answer that its stream ended before this task."""
         self.crew.num_deaths = 0
         self.table.ended(worker, number, now)
@@ -221,15 +234,14 @@ class Engine(Generic[N]):
 
     def _leave(self, worker: int, death: Loss | None = None) -> bool:
         """Give the tasks of a lost worker to others; returns whether its present task is to blame."""
-        number = self.table.running(worker, None if death is None else death.task)
-        self._interrupted = "" if number is None else self._describe(self.table.tasks[number].payload)
+        task = self.table.running(worker, None if death is None else death.task)
+        self._interrupted = "" if task is None else self._describe(task.payload)
         self.table.worker_left(worker)
-        if number is None or death is None:
+        if task is None or death is None:
             return False
-        if self.table.blame(number, str(death.error)):
-            task = self.table.tasks[number]
-            ends = f"has ended {len(task.killed)} workers in a row: {'; '.join(task.killed)}"
-            task.condemned = f"{self._interrupted} {ends}"
+        if (condemned := self.table.blame(task, str(death.error))) is not None:
+            ends = f"has ended {len(condemned.killed)} workers in a row: {'; '.join(condemned.killed)}"
+            condemned.condemned = f"{self._describe(condemned.payload)} {ends}"
         return True
 
     # Nodes
@@ -254,8 +266,11 @@ class Engine(Generic[N]):
         if self.crew.is_changed:
             self.crew.fill_places(now)
             self.table.resize(max(1, self.crew.num_wanted))
-        actions = self._out + self.table.assign(now)
+        loads = self.table.assign(now)
+        cancels: list[Action] = [Cancel(*copy) for copy in self.table.superfluous]
+        actions = self._out + cancels + loads
         self._out.clear()
+        self.table.superfluous.clear()
         return actions
 
     def tick(self, now: float) -> None:
@@ -285,7 +300,7 @@ class Engine(Generic[N]):
     def summary(self, now: float) -> str:
         """The state of the pass in a line: tasks, workers, nodes, and the next deadline."""
         tasks = Counter(
-            "answered" if task.size_bytes is not None else "at workers" if task.holders else "waiting"
+            "answered" if task.size_bytes is not None else "at workers" if task.holders or task.parts else "waiting"
             for task in self.table.tasks.values()
         )
         due = self.due(now)

@@ -4,6 +4,8 @@ Two measures are kept apart. The *task time* is a worker's own working time, wit
 which worker is faster. The time of answers *as seen from here*, travelling included, tells which are unusual: where a
 network is full, all answers take long, and none is a straggler.
 
+All times are those of a whole batch: a part of one counts as if the worker had made the batch at that speed.
+
 A task goes to the worker that is expected to finish it first: workers without measurements come before all others, and
 that with the fewest tasks in flight before these. A worker whose running task is overdue comes last.
 """
@@ -96,7 +98,8 @@ class WorkerPace:
     host: Hashable  # host of the worker; None if unknown
     common: Pace
     since: float  # time at which the first task in flight began or, without one, the worker fell idle
-    in_flight: dict[int, None] = field(default_factory=dict)  # task numbers as an ordered set; the first one runs
+    # Numbers of its tasks, the first of which runs, and the share of a batch that each is: 1, or less for a part.
+    in_flight: dict[float, float] = field(default_factory=dict)
     draining: bool = False
     has_begun: bool = False
     task_seconds: float | None = None  # average of recent answers; None before the first one
@@ -104,31 +107,35 @@ class WorkerPace:
     finish: float = _CLOCK_SECONDS
     _num_averaged: int = 0  # answers in the average
 
-    def sent(self, number: int, now: float) -> None:
-        """Note that the worker was given a task."""
+    def sent(self, number: float, now: float, share: float = 1.0) -> None:
+        """Note that the worker was given a task: this share of a batch."""
         if not self.in_flight:
             if self._num_averaged > 1 and self.stale_at() <= now:
                 self._num_averaged = 1
             self.since = now
-        self.in_flight[number] = None
-        self.finish = (len(self.in_flight) + 1) * (self.task_seconds or _CLOCK_SECONDS)
+        self.in_flight[number] = share
+        self._note_finish()
 
-    def answered(self, number: int, task_seconds: float | None, now: float) -> bool:
+    def answered(self, number: float, task_seconds: float | None, now: float) -> bool:
         """Note that the worker answered a task; ``task_seconds`` is None if that says nothing about its speed.
 
         Returns:
             True if it was the running task; False for one that was cancelled behind it.
         """
         was_running = next(iter(self.in_flight)) == number
-        del self.in_flight[number]
+        share = self.in_flight.pop(number)
         if task_seconds is not None:
+            task_seconds /= share
             self.task_seconds = _smooth(self.task_seconds if self._num_averaged > 1 else None, task_seconds)
             self._num_averaged += 1
-            self.common.answered(task_seconds, now - self.since if was_running else None)
+            self.common.answered(task_seconds, (now - self.since) / share if was_running else None)
         if was_running:
             self.since = now
-        self.finish = (len(self.in_flight) + 1) * (self.task_seconds or _CLOCK_SECONDS)
+        self._note_finish()
         return was_running
+
+    def _note_finish(self) -> None:
+        self.finish = (sum(self.in_flight.values()) + 1) * (self.task_seconds or _CLOCK_SECONDS)
 
     def overdue_at(self) -> float:
         """Time at which the running task is overdue; infinite without a task or without measurements."""

@@ -27,7 +27,7 @@ from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError, SerializationError
 from rpcdataloader.fetch.remote import close_loader, load, share_batches
-from rpcdataloader.fetch.samples import keep_whereabouts
+from rpcdataloader.fetch.samples import OTHER_PART, keep_whereabouts
 from rpcdataloader.host.parts import follow
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Drain, GaveUp, Link, Row, Stacks, WantsStacks, WorkerConnection
@@ -377,6 +377,7 @@ class Worker:
         try:
             content = loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True)
             call = Call(load, content, {}) if is_task else Call(*content)
+            is_counted = not is_task or len(content) < 4 or content[3] != OTHER_PART
         except BaseException as exc:
             self._reply_error(request_id, exc)
             return
@@ -384,13 +385,14 @@ class Worker:
         if measured:
             self._meter.begin(idle / 1e9)
         del message, content
-        self._execute(request_id, call, measured, self._row.tasks if is_task else self._row.calls)
-        if is_task:
+        counter = self._row.tasks if is_task else self._row.calls
+        self._execute(request_id, call, measured, counter if is_counted else None)
+        if is_task and is_counted:
             self._num_tasks += 1
             if self._num_tasks == self._context.settings.max_tasks_per_worker and self._life is Life.SERVING:
                 self._begin_drain(Life.RETIRING)
 
-    def _execute(self, request_id: int, call: Call, measured: bool, counter: memoryview) -> None:
+    def _execute(self, request_id: int, call: Call, measured: bool, counter: memoryview | None) -> None:
         # The idle time is noted when nothing more is there, which costs less than after each request.
         row = self._row
         row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, self._num_calls
@@ -418,7 +420,8 @@ class Worker:
         if measured:
             encoded.payload += self._meter.end()
         # Before the client has the answer, so that it finds it counted.
-        counter[0] += 1
+        if counter is not None:
+            counter[0] += 1
         self._send_reply(MessageType.REPLY, request_id, encoded, Flag.MEASURED if measured else 0)
 
     def _resolve(self, reference: Reference) -> Any:

@@ -173,6 +173,30 @@ def span_of(tensor: torch.Tensor) -> tuple[Layout, Any]:
     return layout, _array(tensor, size_bytes)
 
 
+def plan(shapes: Sequence[tuple[torch.dtype, Sequence[int]]]) -> tuple[Index, list[int]]:
+    """The index of contiguous tensors that are still to be filled, as of a message, and the sizes of its blocks."""
+    layouts: list[Layout] = []
+    large: list[tuple[int, int]] = []
+    slabs: list[list[Run]] = []
+    ends: list[int] = []  # of the slabs
+    sizes: list[int] = []
+    for number, (dtype, shape) in enumerate(shapes):
+        strides = tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        layout, size_bytes, _ = _measure(dtype, torch.Size(shape), strides)
+        layouts.append(layout)
+        if size_bytes >= MIN_BLOCK_BYTES:
+            large.append((number, number))
+            sizes.append(size_bytes)
+            continue
+        offset = -(-ends[-1] // _ALIGNMENT) * _ALIGNMENT if ends else 0
+        if not ends or offset + size_bytes > MAX_SLAB_BYTES:
+            slabs.append([])
+            ends.append(offset := 0)
+        slabs[-1].append((offset, size_bytes, number, [number]))
+        ends[-1] = offset + size_bytes
+    return Index(len(shapes), layouts, large, slabs), sizes + ends
+
+
 def place(memory: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Make a tensor of that layout on the storage of its block."""
     dtype, shape, strides = layout

@@ -27,19 +27,28 @@ _SHORTEST = 1e-6  # shorter times of tasks count as this
 
 @dataclass(slots=True)
 class Task:
-    """A task that is not delivered."""
+    """A task that is not delivered, or a part of one."""
 
     payload: Any
     stream: int | None
+    num_samples: int = 1
     holders: list[int] = field(default_factory=list)  # workers with a copy
     is_answered: bool = False
     is_condemned: bool = False
     size: int = 0
     deaths: int = 0
+    batch: int | None = None  # the number of the batch that it is a part of
+    parts: list[float] = field(default_factory=list)  # numbers of its parts
+    num_cut: int = 0  # samples of these
 
     @property
     def waits(self) -> bool:
         return not (self.holders or self.is_answered)
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether it waits, or what is left of it, for one more part."""
+        return self.num_cut < self.num_samples if self.parts else self.waits
 
 
 @dataclass(slots=True)
@@ -58,9 +67,10 @@ class Member:
     sent_away: bool = False
     closed: bool = False
     is_over: bool = False  # True if it drains since an earlier epoch, and has no part in this one
-    in_flight: dict[int, None] = field(default_factory=dict)  # tasks in the order in which they were sent
+    # Tasks in the order in which they were sent, and the share of a batch that each is.
+    in_flight: dict[float, float] = field(default_factory=dict)
     since: float = 0.0  # when the first of them began
-    ended: int | None = None  # the task for which its end was asked for
+    ended: float | None = None  # the task for which its end was asked for
 
     @property
     def is_usable(self) -> bool:
@@ -115,12 +125,17 @@ class Judge:
         self.num_wanted = len(homes)
         self.most: int | None = None  # workers that the loop wants
         self.estimate = 0.0
+        self.splits, self.has_measured = True, False
         self.begin_table(turn)
 
     def begin_table(self, turn: int) -> None:
         """Nothing is added yet."""
         options = self.options
         self.tasks: dict[int, Task] = {}
+        self.parts: dict[float, Task] = {}
+        self.num_answers = 0
+        self.ramp_end = 0
+        self.nears_end = False
         self.waiting_since: float | None = None  # the consumer
         self.reported_at = -math.inf
         self.num_added = 0
@@ -130,7 +145,7 @@ class Judge:
         self.window = self.wanted_window = max(1, self.num_wanted) * options.prefetch_factor
         self.num_seen = self.num_measured = 0
         self.max_seen = self.max_seconds = 0.0
-        self.to_cancel: set[tuple[int, int]] = set()  # copies that nobody waits for any more
+        self.to_cancel: set[tuple[int, float]] = set()  # copies that nobody waits for any more
         self.turn: deque[int] = deque()
         self.owners: dict[int, int] = {}
         if self.is_iterable:
@@ -145,7 +160,7 @@ class Judge:
             return len(self.tasks) < len(self.turn) * self.options.prefetch_factor
         return not self.has_input_ended and len(self.tasks) < self.window
 
-    def added(self, number: int, payload: Any) -> int | None:
+    def added(self, number: int, payload: Any, num_samples: int) -> int | None:
         """A task was added; returns its stream."""
         assert number == self.num_added, f"task {number} was added as number {self.num_added}"
         stream = None
@@ -157,7 +172,7 @@ class Judge:
             self.turn.append(stream)
             self.num_of_stream[stream] += 1
         self.num_added += 1
-        self.tasks[number] = Task(payload, stream)
+        self.tasks[number] = Task(payload, stream, num_samples)
         return stream
 
     def deliverable(self) -> int | None:
@@ -173,7 +188,7 @@ class Judge:
         condemned = delivery.condemned
         assert number == self.deliverable(), f"task {number} is delivered, and {self.deliverable()} should be"
         self.waiting_since, self.reported_at = None, -math.inf
-        task = self.tasks.pop(number)
+        task = self.tasks.pop(int(number))
         if not self.options.in_order:
             self.answered_order.popleft()
         assert (condemned is not None) == task.is_condemned, f"task {number} is delivered as {condemned}"
@@ -211,23 +226,54 @@ class Judge:
 
     # Answers
 
-    def holds(self, worker: int, number: int) -> bool:
+    def find(self, number: float) -> Task | None:
+        """A batch that is not delivered, or a part of one."""
+        return self.parts.get(number) or self.tasks.get(int(number) if number == int(number) else -1)
+
+    def holds(self, worker: int, number: float) -> bool:
         member = self.members.get(worker)
         return member is not None and number in member.in_flight
 
-    def answered(self, worker: int, number: int, size_bytes: int, task_seconds: float | None, now: float) -> bool:
+    def answered(self, worker: int, number: float, size_bytes: int, task_seconds: float | None, now: float) -> bool:
         """A worker answers; returns whether the engine has to take it."""
         self.num_deaths = 0
         if not self.holds(worker, number):
             return False
         self._drop_copy(worker, number, task_seconds, now)
-        task = self.tasks.get(number)
+        task = self.find(number)
         if task is None or task.is_answered:
             return False
         self.to_cancel.update((other, number) for other in task.holders)
+        if task.batch is not None:
+            task.is_answered = True
+            return True
+        self._note_batch(int(number), task, size_bytes)
+        return True
+
+    def joined(self, number: int, *, size_bytes: int, answer: Any) -> None:
+        """The parts of a batch were joined."""
+        task = self.tasks[number]
+        assert task.num_cut == task.num_samples, f"task {number} is joined, and has {task.num_cut} samples"
+        assert all(self.parts[part].is_answered for part in task.parts), f"task {number} is joined too early"
+        self._drop_parts(task)
+        self._note_batch(number, task, size_bytes)
+
+    def unfit(self) -> None:
+        """The parts of a batch do not fit together."""
+        self.splits = False
+        for task in self.tasks.values():
+            self._drop_parts(task)
+
+    def _drop_parts(self, task: Task) -> None:
+        for number in task.parts:
+            part = self.parts.pop(number)
+            if not part.is_answered:
+                self.to_cancel.update((holder, number) for holder in part.holders)
+        task.parts, task.num_cut = [], 0
+
+    def _note_batch(self, number: int, task: Task, size_bytes: int) -> None:
         self.estimate = max(float(size_bytes), self.estimate + (size_bytes - self.estimate) / 16)
         self._note_answer(number, task, size_bytes)
-        return True
 
     def stream_ended(self, worker: int, number: int, now: float) -> None:
         """A worker answers that its stream has ended."""
@@ -313,7 +359,7 @@ class Judge:
         running = next(iter(member.in_flight), -1)
         if loss.task in member.in_flight and not self.is_iterable:
             running = loss.task
-        task = self.tasks.get(running)
+        task = self.find(running)
         is_blamed = died and member.joined and member.at_work and task is not None and not task.is_answered
         if was_in_table:
             self._leave(number, member)
@@ -346,19 +392,26 @@ class Judge:
     def _leave(self, number: int, member: Member) -> None:
         if self.is_iterable:
             del self.owners[member.place]
-        for lost in self.tasks.keys() & member.in_flight:
-            self.tasks[lost].holders.remove(number)
+        for lost in member.in_flight:
+            if (task := self.find(lost)) is not None:
+                task.holders.remove(number)
         member.in_flight.clear()
 
-    def _blame(self, number: int) -> None:
-        task = self.tasks[number]
+    def _blame(self, number: float) -> None:
+        task = self.find(number)
+        assert task is not None
         task.deaths += 1
+        if task.batch is not None and not task.holders:  # the batch is made again
+            number, deaths = task.batch, task.deaths
+            task = self.tasks[number]
+            task.deaths += deaths
+            self._drop_parts(task)
         if task.deaths < self.options.max_retries or task.holders:
             return
         task.is_condemned = True
         if task.stream is not None:
-            self._drop_from(task.stream, number + 1)
-        self._note_answer(number, task, 0)
+            self._drop_from(task.stream, int(number) + 1)
+        self._note_answer(int(number), task, 0)
 
     def _vacate(self, number: int, member: Member) -> None:
         place = self.places[member.place]
@@ -523,6 +576,7 @@ class Judge:
         )
         assert action.seconds >= REPORT_AFTER - _TINY, f"{action}: it is too early"
         assert now >= self.reported_at + REPORT_AGAIN - _TINY, f"{action}: it was told at {self.reported_at}"
+        task = next((part for part in map(self.parts.get, task.parts) if part and not part.is_answered), task)
         assert action.payload is task.payload, f"{action}: task {number} is waited for"
         assert action.worker == (task.holders[0] if task.holders else None), f"{action}: it is at {task.holders}"
         self.reported_at = now
@@ -537,7 +591,13 @@ class Judge:
     def _see_load(self, action: actions.Load, now: float) -> None:
         worker, number, payload = action
         member = self.members.get(worker)
-        task = self.tasks.get(number)
+        self._note_ramp(number)
+        lowest = self._lowest
+        if self.find(number) is None and (batch := self.tasks.get(int(number))) is not None:
+            assert lowest == int(number), f"{action}: task {lowest} waits for longer"
+            self._see_cut(action, batch)
+            lowest = number
+        task = self.find(number)
         assert member is not None and member.joined, f"{action}: the worker is gone, or not there yet"
         assert task is not None and not task.is_answered, f"{action}: the task is answered, or delivered"
         assert payload is task.payload, f"{action}: the task is {task.payload}"
@@ -549,11 +609,46 @@ class Judge:
         if task.holders:
             self._see_backup(action, task, now)
         else:
-            self._see_first(action, task, member)
+            self._see_first(action, task, member, lowest)
         if not member.in_flight:
             member.since = now
-        member.in_flight[number] = None
+        whole = task if task.batch is None else self.tasks[task.batch]
+        others = [number for number in whole.parts if worker in self.parts[number].holders]
+        assert task.holders or not others, f"{action}: the worker has {others}, and others may come for it"
+        member.in_flight[number] = task.num_samples / whole.num_samples
         task.holders.append(worker)
+
+    def _note_ramp(self, number: float) -> None:
+        """Batches are made in parts from when nothing is under way until there were so many."""
+        if not self._num_copies:
+            self.ramp_end = int(number) + 3 * self._num_usual
+
+    @property
+    def _num_usual(self) -> int:
+        """The workers that the window is for."""
+        return self.wanted_window // self.options.prefetch_factor
+
+    def _see_cut(self, action: actions.Load, batch: Task) -> None:
+        """A batch is made in parts: one more of them."""
+        number, part = action.number, action.payload
+        first, size = part.position - batch.payload.position, part.num_samples
+        assert self.splits and not self.is_iterable, f"{action}: parts of a batch did not fit together"
+        assert part.whole is batch.payload, f"{action}: it is of batch {part.whole}"
+        assert first == batch.num_cut, f"{action}: it is not the part from {batch.num_cut} on"
+        assert 0 < size < batch.num_samples >= first + size, f"{action}: it has too many samples"
+        assert not (batch.deaths or batch.holders or batch.is_answered), f"{action}: it is to be a whole"
+        if not batch.parts:
+            ahead = sum(bool(task.holders or task.parts or task.is_answered) for task in self.tasks.values())
+            num_ready = sum(task.is_answered for task in self.tasks.values())
+            is_end = self.nears_end and max(len(self.tasks) - ahead, num_ready) < self._num_usual
+            assert is_end or ahead < self._num_usual, f"{action}: {ahead} batches are ready or under way"
+            assert is_end or int(number) < self.ramp_end, f"{action}: that is the steady state"
+            needed = self.answered_bytes + (self._num_copies + 2) * self.estimate
+            limit = self.options.max_in_flight_bytes
+            assert needed <= limit, f"{action}: parts and batch are too much for {limit} bytes"
+        self.parts[number] = Task(part, None, size, batch=int(number))
+        batch.parts.append(number)
+        batch.num_cut += size
 
     def _see_backup(self, action: actions.Load, task: Task, now: float) -> None:
         assert not self.is_iterable and len(task.holders) <= 1, f"{action}: workers {task.holders} have a copy already"
@@ -571,18 +666,24 @@ class Judge:
     def _awaited(self) -> Task | None:
         """The task that the consumer waits for, if it is under way."""
         if self.options.in_order:
-            task = next(iter(self.tasks.values()), None)
+            task = self._piece(next(iter(self.tasks.values()), None))
             return None if task is None or task.is_answered or not task.holders else task
         lowest = self._lowest
         if self.answered_order or self.wants_input() or (lowest is not None and self._may_send(lowest)):
             return None  # others come
-        return next((task for task in self.tasks.values() if task.holders), None)
+        task = self._piece(next((task for task in self.tasks.values() if task.holders or task.parts), None))
+        return task if task is not None and task.holders else None
 
-    def _see_first(self, action: actions.Load, task: Task, member: Member) -> None:
+    def _piece(self, task: Task | None) -> Task | None:
+        """The part of a batch that is waited for, if it is in parts and has one."""
+        parts = () if task is None else (self.parts[number] for number in task.parts)
+        return next((part for part in parts if not part.is_answered), task)
+
+    def _see_first(self, action: actions.Load, task: Task, member: Member, lowest: float | None) -> None:
         number = action.number
         assert len(member.in_flight) < self.options.prefetch_factor or self.is_iterable, f"{action}: the worker is full"
         assert self._may_send(number), f"{action}: it is too much for {self.options.max_in_flight_bytes} bytes"
-        assert self.is_iterable or self._lowest == number, f"{action}: task {self._lowest} waits for longer"
+        assert self.is_iterable or lowest == number, f"{action}: task {lowest} waits for longer"
 
     def _see_cancel(self, action: actions.Cancel, now: float) -> None:
         assert self.holds(action.worker, action.number), f"{action}: the worker does not have it"
@@ -652,12 +753,21 @@ class Judge:
         usable = {number: member for number, member in self.members.items() if member.is_usable}
         roomy = [number for number, member in usable.items() if len(member.in_flight) < self.options.prefetch_factor]
         number = self._lowest if roomy else None
-        if number is not None and self._may_send(number):
-            assert self.num_measured and self._num_copies, f"task {number} waits, and {roomy[:9]} have room"
+        if number is not None and self._may_send(number) and not self._may_hold(number, roomy):
+            is_any_at_work = any(member.in_flight for member in self.members.values())
+            assert self.num_measured and is_any_at_work, f"task {number} waits, and {roomy[:9]} have room"
             assert self._may_keep(now), f"task {number} is kept, {roomy[:9]} have room, others are overdue"
         idle = {number for number in roomy if not usable[number].in_flight}
         if idle and self.num_seen >= 8 and not self._has_backup:
             self._check_backup(idle, now)
+
+    def _may_hold(self, number: float, roomy: list[int]) -> bool:
+        """Whether a task may wait though workers have room: for the first answer, or as they have parts of it."""
+        batch = self.tasks[int(number)]
+        if not batch.parts:
+            return not (self.num_answers or self.has_measured) and any(part.holders for part in self.parts.values())
+        busy = {worker for part in batch.parts for worker in self.parts[part].holders}
+        return bool(batch.parts) and busy.issuperset(roomy)
 
     def _may_keep(self, now: float) -> bool:
         """Whether a task may be kept for a worker that has no room yet: one that cannot be overdue."""
@@ -822,46 +932,59 @@ class Judge:
         return any((other.place, other.node) == (place, node) for other in members)
 
     @property
-    def _lowest(self) -> int | None:
+    def _lowest(self) -> float | None:
         """The first task that no worker has."""
-        return next((number for number, task in self.tasks.items() if task.waits), None)
+        for number, task in self.tasks.items():
+            if task.has_rest:
+                return number
+            for part in task.parts:
+                if self.parts[part].waits:
+                    return part
+        return None
 
     @property
     def _num_copies(self) -> int:
-        return sum(len(member.in_flight) for member in self.members.values())
+        """Unanswered copies of batches; one in parts counts twice."""
+        copies = sum(share == 1 for member in self.members.values() for share in member.in_flight.values())
+        return copies + 2 * sum(bool(task.parts) for task in self.tasks.values())
 
     @property
     def _has_backup(self) -> bool:
-        return any(len(task.holders) > 1 for task in self.tasks.values())
+        return any(len(task.holders) > 1 for task in (*self.tasks.values(), *self.parts.values()))
 
-    def _may_send(self, number: int) -> bool:
+    def _may_send(self, number: float) -> bool:
+        if number in self.parts or self.tasks[int(number)].parts:
+            return True
         if self.options.in_order:
             if number == next(iter(self.tasks)):
                 return True
         elif self.is_iterable:
             if not self._num_copies and not self.answered_order:
                 return True
-        elif all(task.waits for task in self.tasks.values()):
+        elif all(task.waits for task in self.tasks.values()) and not any(each.holders for each in self.parts.values()):
             return True
         return self.answered_bytes + (self._num_copies + 1) * self.estimate <= self.options.max_in_flight_bytes
 
-    def _drop_copy(self, worker: int, number: int, seconds: float | None, now: float) -> None:
+    def _drop_copy(self, worker: int, number: float, seconds: float | None, now: float) -> None:
         """A worker has answered, and has one task less."""
         member = self.members[worker]
         was_running = next(iter(member.in_flight)) == number
+        share = member.in_flight[number]
+        self.num_answers += 1
         if seconds is not None:
             self.num_measured += 1
-            self.max_seconds = max(self.max_seconds, seconds)
+            self.has_measured = True
+            self.max_seconds = max(self.max_seconds, seconds / share)
             if was_running:
                 self.num_seen += 1
-                self.max_seen = max(self.max_seen, now - member.since)
+                self.max_seen = max(self.max_seen, (now - member.since) / share)
         if was_running:
             member.since = now
             member.ended = None
         del member.in_flight[number]
         self.is_changed = self.is_changed or member.sent_away
-        if number in self.tasks:
-            self.tasks[number].holders.remove(worker)
+        if (task := self.find(number)) is not None:
+            task.holders.remove(worker)
 
     def _note_answer(self, number: int, task: Task, size: int) -> None:
         task.is_answered = True

@@ -8,7 +8,7 @@ from typing import Any
 from rpcdataloader.plan.actions import Action, End, PlanOptions
 from rpcdataloader.plan.crew import Crew
 from rpcdataloader.plan.engine import Engine
-from rpcdataloader.plan.table import Entry, Table
+from rpcdataloader.plan.table import Entry, Split, Table
 from tests.simulation.judge import Judge
 
 
@@ -28,15 +28,21 @@ class JudgedEngine(Engine[str]):
     at_end: Callable[[End], None]  # takes each decision to end a worker
 
     def __init__(
-        self, judge: Judge, options: PlanOptions, homes: Sequence[str], others: Sequence[str], turn: int
+        self,
+        judge: Judge,
+        options: PlanOptions,
+        homes: Sequence[str],
+        others: Sequence[str],
+        turn: int,
+        split: Split | None = None,
     ) -> None:
         self.judge = judge
         self._ticks = False
-        super().__init__(options, homes, others, turn=turn)
+        super().__init__(options, homes, others, turn=turn, split=split)
         self.crew = JudgedCrew(judge, options, homes, others, self._out)
 
-    def _begin(self, batch_size_bytes: float, turn: int) -> None:
-        super()._begin(batch_size_bytes, turn)
+    def _begin(self, *before: Any) -> None:
+        super()._begin(*before)
         table: Any = self.table
         table.judge = self.judge
         table.__class__ = JudgedTable
@@ -82,7 +88,7 @@ class JudgedEngine(Engine[str]):
 
     # Answers
 
-    def answered(self, worker: int, number: int, *, answer: Any = None, **told: Any) -> Entry | None:
+    def answered(self, worker: int, number: float, *, answer: Any = None, **told: Any) -> Entry | None:
         expected = self.judge.answered(worker, number, **told)
         task = super().answered(worker, number, answer=answer, **told)
         assert (task is not None) == expected, f"the answer of worker {worker} to task {number} counts: {not expected}"
@@ -100,7 +106,7 @@ class JudgedEngine(Engine[str]):
 
 
 _tell(JudgedEngine, "begin_epoch", "stream_ended", "worker_ready", "worker_at_work", "worker_draining", "worker_lost")
-_tell(JudgedEngine, "remove_nodes")
+_tell(JudgedEngine, "remove_nodes", "joined", "unfit")
 
 
 class JudgedCrew(Crew[str]):
@@ -122,12 +128,13 @@ _tell(JudgedCrew, "use", "node_up", "node_failed", "open_failed", "add_nodes", "
 class JudgedTable(Table):
     judge: Judge
 
-    def add_task(self, payload: Any) -> int | None:
+    def add_task(self, payload: Any, num_samples: int = 1, is_last: bool = False) -> int | None:
         if not self.judge.wants_input():
-            return super().add_task(payload)
-        number = super().add_task(payload)
+            return super().add_task(payload, num_samples, is_last)
+        number = super().add_task(payload, num_samples, is_last)
+        self.judge.nears_end = is_last
         assert number is not None, f"{len(self.judge.tasks)} tasks are not delivered, and there is no room for another"
-        stream = self.judge.added(number, payload)
+        stream = self.judge.added(number, payload, num_samples)
         assert self.tasks[number].stream == stream, f"task {number} is not given to stream {stream}"
         return number
 

@@ -34,8 +34,8 @@ DIED = ConnectionLostError("it was killed by its batch")
 ERROR = ValueError("it does not work")
 UNREACHABLE = ConnectionLostError("it cannot be reached")
 
-NUM_PLACES = 3  # samples of a batch
-BETWEEN = NUM_PLACES + 1  # no place of a sample
+MOST_SAMPLES = 7  # of a batch
+BETWEEN = -2  # no place of a sample
 END_LIMIT = 2.5  # seconds after which a worker that was ended is closed, whatever its session says
 
 BATCH, EXCEPTION, LAST, CANCELLED, FAILED = range(5)
@@ -59,6 +59,18 @@ class Start(NamedTuple):
     epoch: Any
     place: int  # stream; -1 for the same one
     position: int  # in the stream
+
+
+def num_samples(payload: Any) -> int:
+    """The samples of a batch: some have one alone."""
+    return 1 + hash(payload) % MOST_SAMPLES
+
+
+def make_part(task: Task, first: int, size: int) -> Task | None:
+    """A part of a batch; some cannot have any."""
+    if task.number % 10 == 9:
+        return None
+    return Task(None, task.number, first, size, whole=task, request=encoded((task.number, first, size)))
 
 
 def encoded(payload: Any) -> Encoded:
@@ -121,6 +133,13 @@ class SimulatedDriver(Driver):
         else:
             super().carry_out(todo)
 
+    def joined(self, batch: Entry, begun: Any, answer: Answer | None) -> None:
+        cluster = self.executor.cluster
+        if cluster.random.random() < cluster.noise.thread:
+            cluster.after(cluster.random.random() ** 2 * cluster.scenario.seconds, super().joined, batch, begun, answer)
+        else:
+            super().joined(batch, begun, answer)
+
     def _draw(self, _began: float) -> None:
         self.executor.draw(self._drawn)
 
@@ -153,7 +172,7 @@ class Pass:
         self.is_beginning = False
         self.judge = Judge(options, homes, others, turn)
         self.judge.expects_more = cluster.scenario.expects_more
-        self.engine = JudgedEngine(self.judge, options, homes, others, turn)
+        self.engine = JudgedEngine(self.judge, options, homes, others, turn, make_part)
         self.engine.at_end = self.at_end
         settings: Any = SimpleNamespace(
             iterable=options.is_iterable,
@@ -319,6 +338,23 @@ class Pass:
         if reply.kind == FAILED:
             raise ERROR
 
+    def join(self, answers: Sequence[Answer]) -> Answer | None:
+        """The batch of its parts: the exception of one, or all samples in their order; some do not fit."""
+        results = [answer.result for answer in answers]
+        assert all(kind in (BATCH, EXCEPTION) for kind, _result in results), f"{results} is joined"
+        batches = {result[0] for _kind, result in results}
+        assert len(batches) == 1, f"parts of {batches} are joined"
+        at, batch = 0, batches.pop()
+        for _kind, (_batch, first, size) in results:
+            assert first == at, f"{results} is joined"
+            at += size
+        assert at == num_samples(batch), f"{results} is joined"
+        if self.cluster.random.random() < 0.02:
+            return None
+        if any(kind == EXCEPTION for kind, _result in results):
+            return Answer((EXCEPTION, batch), error=ERROR)
+        return Answer((BATCH, batch), size_bytes=self.rank.size(batch))
+
     def decode(self, reply: Reply) -> Answer:
         kind, result = reply.kind, reply.result
         if self.lengths and kind == LAST:
@@ -405,13 +441,14 @@ class Pass:
             worker.place = payload.place if is_first else worker.place
             cluster.after(0.0 if is_first else cluster.latency(), self.started, worker, complete)
             return
-        (batch,) = payload
+        batch, first, size = payload
         if request_id in worker.cancelled:
             worker.cancelled.discard(request_id)
             cluster.after(0.0, self.done, worker, complete, Reply(CANCELLED, batch, 0.0))
             return
         kind = FAILED if worker.has_failed else BATCH
-        result: Any = batch
+        is_part = not self.lengths and size < num_samples(batch)
+        result: Any = payload if is_part else batch
         if self.lengths and not worker.has_failed:
             stream = worker.place
             result = stream, worker.position
@@ -419,14 +456,16 @@ class Pass:
                 kind = LAST
             else:
                 worker.position += 1
-        seconds = self.rank.seconds()
+        seconds = self.rank.seconds() * (size / num_samples(batch))
         if cluster.random.random() < cluster.noise.slow:
             seconds *= 2.0 + 20.0 * cluster.random.random()
-        worker.at = batch, int(cluster.random.random() * NUM_PLACES)
-        if kind == BATCH and result in cluster.deadly:
-            cluster.after(cluster.deadly[result] * seconds, cluster.die, worker, DIED)
+        worker.at = batch, first + int(cluster.random.random() * size)
+        # One sample of a batch kills, or raises.
+        found = result if self.lengths else batch if first <= batch % num_samples(batch) < first + size else None
+        if kind == BATCH and found in cluster.deadly:
+            cluster.after(cluster.deadly[found] * seconds, cluster.die, worker, DIED)
             return
-        if kind == BATCH and result in cluster.bad:
+        if kind == BATCH and found in cluster.bad:
             kind = EXCEPTION
         cluster.after(seconds, self.done, worker, complete, Reply(kind, result, seconds))
 
@@ -506,7 +545,10 @@ class Pass:
             return
         payload = self.num_drawn if self.lengths else self.payloads[self.num_drawn]
         self.num_drawn += 1
-        drawn.append(Task(None, payload, 0, NUM_PLACES, request=encoded((payload,))))
+        size = num_samples(payload)
+        # A sampler may be shorter than its length.
+        is_last = not self.lengths and self.num_drawn + (payload % 5 == 0) >= len(self.payloads)
+        drawn.append(Task(None, payload, 0, size, request=encoded((payload, 0, size)), is_last=is_last))
 
     def take(self, delivery: Entry) -> None:
         """The consumer gets what comes next."""

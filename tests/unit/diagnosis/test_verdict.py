@@ -33,6 +33,7 @@ PASSES = {
     "start build": {"first_wait": 3.2, "start": {"ready": 0.1, "opened": 3.1}},
     "start init": {"first_wait": 3.2, "start": {"ready": 0.1, "opened": 3.1, "init": 2.9}},
     "start batch": {"first_wait": 3.2, "is_persistent": True, "start": {"ready": 0.1, "opened": 0.2}},
+    "start batch, in parts": {"first_wait": 3.2, "start": {"ready": 0.1, "opened": 0.2, "num_workers": 4}},
     "workers": SLOW_WORKERS,
     "workers, of which some get no samples": {**SLOW_WORKERS, "is_stream": True, "workers": FIVE, "idle": {4}},
     "workers, up to the link": {**SLOW_WORKERS, "receive": 0.0032, "receive_cpu": 0.0001},
@@ -76,6 +77,10 @@ SENTENCES = {
     "workers, that sleep on full nodes": (
         "4 workers: 5 % on a CPU (5 fetch), 95 % not on a CPU, 0 % waiting for a CPU; CPUs of their nodes 4 of 4 busy."
         " Add 5 workers on the same CPUs (4 to 7)."
+    ),
+    "start batch, in parts": (
+        "3.2 s passed before the first batch, 3.02 s of it on loading the first batch, by 4 workers together: it weighs"
+        " less in a longer pass, or with samples that load faster."
     ),
     "setting prefetch_factor": (
         "Each batch takes 80 ms, 4 may be in flight, and 12 are needed: set prefetch_factor=3 (now 1)."

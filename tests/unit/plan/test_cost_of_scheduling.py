@@ -17,7 +17,7 @@ def run(num_workers, num_tasks, **options) -> None:
     table = Table(PlanOptions(num_workers, **options))
     for worker in range(num_workers):
         table.worker_joined(worker, 0.0, place=worker if is_iterable else 0)
-    in_flight: deque[tuple[int, int]] = deque()
+    in_flight: deque[tuple[int, float]] = deque()
     num_delivered = 0
     for turn in range(num_tasks):
         now = turn / num_workers

@@ -1,0 +1,60 @@
+"""Parts of a batch, each collated by a worker, joined to what torch's default collate makes of all of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rpcdataloader.fetch.collate import is_named_tuple
+from rpcdataloader.wire.slabs import Allocator, PinnedAllocator
+from rpcdataloader.wire.tensors import Movable, is_dense, plan, rebuild
+
+
+def join(parts: Sequence[tuple[Any, Any]], allocator: Allocator, movable: Movable | None = None) -> Any:
+    """Return the batch.
+
+    Args:
+        parts: Kind of the samples of each part, and what they were collated to.
+        allocator: Memory for the tensors of the batch.
+        movable: An empty one, to move the tensors afterwards; None if they stay.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+    _check(all(kind == parts[0][0] for kind, _batch in parts))
+    batches = [batch for _kind, batch in parts]
+    columns: list[list[torch.Tensor]] = []
+    _join(batches, columns.append)
+    shapes = [(column[0].dtype, (sum(map(len, column)), *column[0].shape[1:])) for column in columns]
+    index, sizes = plan(shapes)
+    memory = [allocator.allocate(size_bytes).tensor for size_bytes in sizes]
+    is_pinned = isinstance(allocator, PinnedAllocator)
+    tensors = rebuild(index, memory, in_place=is_pinned) if movable is None else movable.rebuild(index, memory)
+    for tensor, column in zip(tensors, columns, strict=True):
+        torch.cat(column, out=tensor)
+    following = iter(tensors)
+    return _join(batches, lambda _column: next(following))
+
+
+def _join(batches: list[Any], join_tensors: Callable[[list[torch.Tensor]], Any]) -> Any:
+    first, kind = batches[0], type(batches[0])
+    _check(all(type(batch) is kind for batch in batches))
+    if kind is torch.Tensor:
+        _check(all(is_dense(each) and each.is_contiguous() for each in batches))
+        _check(all((each.dtype, each.shape[1:]) == (first.dtype, first.shape[1:]) for each in batches))
+        return join_tensors(batches)
+    if kind is dict:
+        _check(all(list(batch) == list(first) for batch in batches))
+        return {key: _join([batch[key] for batch in batches], join_tensors) for key in first}
+    _check(kind in (list, tuple) or is_named_tuple(kind))
+    if first and type(first[0]) in (str, bytes):
+        return kind(each for batch in batches for each in batch)
+    fields = [_join(list(field), join_tensors) for field in zip(*batches, strict=True)]
+    return fields if kind is list else kind(*fields)
+
+
+def _check(fits: bool) -> None:
+    if not fits:
+        raise ValueError("the parts of a batch do not fit together")
