@@ -26,8 +26,9 @@ from rpcdataloader.loader.tasks import Progress
 
 logger = logging.getLogger("rpcdataloader.loader")
 
-# Version 1 had neither ranks nor samplers; version 2 had no state before the first batch of a sampler with a state.
-VERSION = 3
+# Version 1 had neither ranks nor samplers; version 2 had no state before the first batch of a sampler with a state;
+# version 3 had no streams of the pass before, and no states of samplers inside.
+VERSION = 4
 
 # Fields of a progress that a state has as they are.
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "leg", "num_skipped", "finished")

@@ -78,8 +78,8 @@ class TaskSource:
     num_expected: int | None = None  # number of batches of the sampler, by its length
     # Function that tells whether the sampler gives indices without waiting for a stream; None if it always does.
     is_ready: Callable[[], bool] | None = None
-    # Function to call before the first batch is drawn; its result is called after it, with whether there is none, and
-    # returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
+    # Function to call before the first batch is drawn. Its result is called afterwards, with True at the sampler's end;
+    # it returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
     watch: Callable[[], Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None] | None = None
     drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
     _kept_error: Exception | None = None  # of the sampler, in place of the next batch
@@ -177,7 +177,7 @@ class TaskSource:
         """Check the digest of the next batch, which is drawn.
 
         Raises:
-            ValueError: It is another one, or there is none.
+            ValueError: It is another one, or the sampler has ended.
         """
         if not self.drawn or (self._can_be_digested() and digest(self.drawn[0]) != expected):
             raise ValueError(OTHER_NEXT)
