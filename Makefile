@@ -9,11 +9,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-pythons test-engines simulate simulate-bugs mutants chaos slurm study bench bench-check figures lint docs dist clean
+.PHONY: help demo test instruments test-pythons test-engines simulate simulate-bugs mutants chaos slurm study bench bench-check figures lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
 	@echo "make test   run the tests, without the slow ones and the benchmarks"
+	@echo "make instruments  run the slow tests that compare many ways, pipelines and stops with their models"
 	@echo "make test-pythons  run unit tests, and some others, on each Python that is here"
 	@echo "make test-engines  run the tests on Ray and Dask, which are installed into an environment of their own"
 	@echo "make simulate  try to break the decisions of a pass, in simulated clusters: make simulate SECONDS=600"
@@ -35,6 +36,10 @@ demo: .venv-demo/ready
 
 test: .venv/ready
 	$(PYTEST) --timeout 120
+
+# Hundreds of rows, which take minutes together.
+instruments: .venv/ready
+	$(PYTEST) -m instruments --timeout 900 -o faulthandler_timeout=900 tests/behaviour
 
 # Others than that of .venv run what needs no torch: make test-pythons PYTHONS="3.12 --torch newest"
 PYTHONS :=

@@ -26,6 +26,7 @@ WAYS = {
 
 #: Those that every run tries.
 QUICK = {"node server"}
+SLOW = pytest.mark.slow, pytest.mark.instruments
 
 # Parts of an RPCDataset are not objects of the script.
 _NOT_BUILT = {
@@ -58,11 +59,12 @@ def forked(zygote):
 
 
 @pytest.mark.slow
+@pytest.mark.instruments
 def test_idioms_do_not_meet_in_the_worker_that_they_share(zygote, forked):
     assert differences(run(zygote, "apart:fork"), forked) == {}
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in QUICK else SLOW) for way in WAYS])
 def test_idioms_of_scripts_are_as_in_forked_workers(zygote, shared_server, forked, way):
     found = run(zygote, WAYS[way].format(shared_server.address))
     assert len(found) >= 40
@@ -76,6 +78,7 @@ def test_idioms_of_scripts_are_so_inline_too_until_epochs_change_what_they_find(
 
 
 @pytest.mark.slow
+@pytest.mark.instruments
 def test_where_torchs_forked_and_spawned_workers_agree_idioms_are_listed(forked):
     """A spawned worker knows nothing of what a script has done since, nor that two of its objects are one."""
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}

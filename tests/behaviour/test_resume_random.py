@@ -248,11 +248,15 @@ def check(number, address):
         raise
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [range(20), *(pytest.param(range(first, first + 100), marks=pytest.mark.slow) for first in range(20, 1020, 100))],
-    ids=str,
-)
+def _rows():
+    yield range(20)
+    for first in range(20, 1020, 100):
+        is_seldom_run = first >= 520  # the others take their part of the minutes that `make instruments` has
+        marks = [pytest.mark.slow] if is_seldom_run else [pytest.mark.slow, pytest.mark.instruments]
+        yield pytest.param(range(first, first + 100), marks=marks)
+
+
+@pytest.mark.parametrize("numbers", list(_rows()), ids=str)
 def test_stopped_job_gives_the_batches_of_one_without_a_stop(wide_servers, numbers):
     for number in numbers:
         check(number, wide_servers[number % 2].address)

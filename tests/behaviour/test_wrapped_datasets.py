@@ -251,7 +251,8 @@ class Row(NamedTuple):
 
 def rows_of(bases: Any, wrappers: Any) -> list[Any]:
     rows = [Row(base, *names) for base in bases for names in itertools.product(wrappers, ["", *wrappers])]
-    return [pytest.param(row, marks=[] if row.is_quick else [pytest.mark.slow], id=str(row)) for row in rows]
+    slow = pytest.mark.slow, pytest.mark.instruments
+    return [pytest.param(row, marks=() if row.is_quick else slow, id=str(row)) for row in rows]
 
 
 MAP_STYLE, STREAMS = rows_of(BASES, WRAPPERS), rows_of(["stream"], STREAM_WRAPPERS)
