@@ -39,7 +39,7 @@ test: .venv/ready
 
 # Hundreds of rows, which take minutes together.
 instruments: .venv/ready
-	$(PYTEST) -m instruments --timeout 300 -o faulthandler_timeout=300 tests/behaviour
+	$(PYTEST) -m instruments --timeout 900 -o faulthandler_timeout=900 tests/behaviour
 
 # Others than that of .venv run what needs no torch: make test-pythons PYTHONS="3.12 --torch newest"
 PYTHONS :=
