@@ -127,14 +127,14 @@ class TaskSource:
             except SerializationError:
                 self.drawn = []
                 raise
+            if is_wanted and self.progress is not None and task.digest is not None:
+                self.progress.note_upcoming(task.number, task.digest)
             # Now, without a call in between: what has raised leaves no gap.
             self.position += num_samples
             self.number += 1
             task.is_last = self.number == self.num_expected
             self.drawn = []
             if is_wanted:
-                if self.progress is not None and task.digest is not None:
-                    self.progress.note_upcoming(task.number, task.digest)
                 return task
             if self.leave_out[task.number] not in (None, task.digest):
                 raise ValueError(OTHER_ORDER)
