@@ -551,7 +551,7 @@ MIXED = (torch.float32, torch.float64, torch.float64, torch.float16, torch.float
 WITH_WORKERS = ("local", "workers", "RPCDataset")
 SENT = ("local", "workers")
 
-ROWS: dict[str, Row] = {
+_rows: dict[str, Row] = {
     # Batches
     "defaults": row(drive=two_epochs),
     "batch size 3": row(batch_size=3),
@@ -726,16 +726,20 @@ for _name, _samples in {
     "of other types of arrays": [np.full(2, number, kind) for number, kind in enumerate((np.float32, np.float64) * 2)],
     "of types that do not fit": [torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.ones(1, dtype=torch.bool)],
 }.items():  # fmt: skip
-    ROWS[f"samples {_name}"] = row(functools.partial(list, _samples), batch_size=2, torch=(2,))
+    _rows[f"samples {_name}"] = row(functools.partial(list, _samples), batch_size=2, torch=(2,))
 
 # Ways to use a loader, whose workers stay or not.
 USES = {"left early": early_break, "two iterators": beside, "after the end": after_the_end}
 
 for _persistent, _name in itertools.product((False, True), [*USES, "dropped"]):
-    ROWS[f"{_name}, persistent_workers={_persistent}"] = row(
+    _rows[f"{_name}, persistent_workers={_persistent}"] = row(
         drive={**USES, "dropped": dropped}[_name], batch_size=3, shuffle=True, persistent_workers=_persistent,
         torch=(2,), ours=WITH_WORKERS if _name == "dropped" else Row.ours,
     )  # fmt: skip
+
+# Another object: what a module changes in place is sent to node servers with each pass of these tests.
+ROWS = {**_rows}
+del _rows
 
 # Each worker has a stream of its own, so all of these depend on the number of workers.
 STREAMS: dict[str, Row] = {
