@@ -194,6 +194,8 @@ class Driver:
                 return
             if answer is not None:
                 engine.joined(batch.number, size_bytes=answer.size_bytes, answer=answer)
+                if self._carrier is not None:
+                    self.send_ahead(self._carrier)
                 return
             engine.unfit()
             if self.wants is not None:
