@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from rpcdataloader.host.sources import recorder
+from rpcdataloader.host.sources import Source, recorder
 
 # Modules by which a worker lives.
 _OWN = (
@@ -59,9 +59,10 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
     Of what it has changed in place, the name ends with ``[...]``.
     """
     found: dict[str, Any] = {}
-    modules = {name: sys.modules[name] for name in recorder.look() if name in sys.modules}
+    sources = recorder.look()
+    modules = {name: sys.modules[name] for name in sources if name in sys.modules}
     contents = _Contents(modules)
-    for names, changes in _sources(namespace, modules):
+    for names, changes in _changes_by_namespace(namespace, modules, sources):
         for chain in changes.assigned:
             if chain[0] not in names:  # it is a local one
                 continue
@@ -166,8 +167,8 @@ def _place_of(owner: Any) -> str | None:
     return None if is_own else place
 
 
-def _sources(
-    namespace: Mapping[str, Any], modules: Mapping[str, types.ModuleType]
+def _changes_by_namespace(
+    namespace: Mapping[str, Any], modules: Mapping[str, types.ModuleType], sources: Mapping[str, Source]
 ) -> Iterator[tuple[Mapping[str, Any], _Changes]]:
     """What the script and its own modules change, with the names that each of them has."""
     cells = namespace.get("_ih")  # of a notebook, all that has run
@@ -180,7 +181,7 @@ def _sources(
     elif sys.argv[:1] == ["-c"] and "-c" in sys.orig_argv:
         yield namespace, _changes(sys.orig_argv[sys.orig_argv.index("-c") + 1])
     left = _MAX_SOURCE_BYTES
-    for name, source in recorder.look().items():
+    for name, source in sources.items():
         if name in modules and (left := left - len(source.content)) >= 0:
             yield vars(modules[name]), _changes_of_module(source.path, source.content)
 
