@@ -203,8 +203,14 @@ def _go_to(addresses: Iterable[Address], module: str | None, report: Report) -> 
                 report(level, name, f"{address}: {text}")
     for address, way in ways.items():
         if all(step.level != "FAILED" for step in way.result()):
+            try:
+                rate = measure_link(address)  # one after the other, as all end here
+            except Failure as failure:
+                name, text = failure.args
+                report("FAILED", name, f"{address}: {text}")
+                continue
             found.append(str(address))
-            slowest = min(slowest, rate := measure_link(address))  # one after the other, as all end here
+            slowest = min(slowest, rate)
             report("ok", "link", f"{address}: {rate / 1e6:,.0f} MB/s to one worker, or {rate * 8e-9:,.2g} Gbit/s")
     return found, slowest
 

@@ -181,7 +181,7 @@ def _look_at_session(address: Address, module: str | None) -> Iterator[Step]:
 
 
 def make_bytes(size: int) -> torch.Tensor:
-    """A tensor of so many bytes, none of which is a page of zeros."""
+    """A tensor of ``size`` bytes in memory of its own, not the kernel's page of zeros."""
     return torch.ones(size, dtype=torch.uint8)
 
 

@@ -125,7 +125,7 @@ class PassSettings:
 
     @property
     def may_split(self) -> bool:
-        """Whether several workers may make a batch together: if nobody can tell, as with torch's own functions."""
+        """Whether several workers may make a batch together: only torch's own functions collate it."""
         return self.auto_collation and not self.iterable and self.collate_fn is default_collate and not registered()
 
     @property

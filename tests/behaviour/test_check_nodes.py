@@ -252,6 +252,21 @@ def test_folder_that_is_not_there(check, shared_server, monkeypatch):
     assert any(level == "note" and "/home/me/training is not there" in text for level, _name, text in found)
 
 
+def test_node_that_is_lost_while_its_link_is_measured(check, shared_server, second_server, monkeypatch):
+    call = way._call
+
+    def answer(address, name, function, *given):
+        if name == "link" and str(address) == second_server.address:
+            raise way.Failure(name, "ConnectionLostError: it has ended")
+        return call(address, name, function, *given)
+
+    monkeypatch.setattr(way, "_call", answer)
+    status, found = check(f"{second_server.address},{shared_server.address}")
+    assert status == 1
+    links = [(level, text.partition(": ")[0]) for level, name, text in found if name == "link"]
+    assert links == [("FAILED", second_server.address), ("ok", shared_server.address)]
+
+
 def test_path_that_is_not_there(check, shared_server):
     name, text = failure(check(shared_server.address, "checked_nodes:Missing")[1])
     assert (name, "FileNotFoundError" in text) == ("builds", True)
