@@ -424,7 +424,7 @@ def test_batches_are_copied_if_that_is_refused(device, workers, error, caplog):
     for _ in range(2):
         assert [first_bytes(batch) for batch in load_to_device(workers)] == [expected(number) for number in range(12)]
     assert len(device.copied) == 24
-    assert len(device.pinned.blocks) >= 24  # with parts of the first batches
+    assert 24 <= len(device.pinned.blocks) <= 36  # with parts of the first batches
     assert [error.__name__ in line for line in caplog.messages if "pinned memory" in line] == [True]
 
 
