@@ -67,6 +67,7 @@ class Recorder:
         self._lock = Lock()
         # Guarded by the lock: by name, the module's spec, which is another one after a reload, and its source.
         self._known: dict[str, tuple[Any, Source | None]] = {}
+        self._others: dict[str, Any] = {}  # modules that have no source of the script's, most of them
         self.num_reloaded = 0
 
     def look(self) -> dict[str, Source]:
@@ -74,7 +75,10 @@ class Recorder:
         with self._lock:
             prefixes, left = None, _MAX_BYTES
             found: dict[str, Source] = {}
+            others = self._others
             for name, module in list(sys.modules.items()):
+                if others.get(name) is module:
+                    continue
                 spec = getattr(module, "__spec__", None)
                 if spec is None:
                     continue
@@ -84,7 +88,9 @@ class Recorder:
                     source = _read(name, spec, prefixes)
                     self.num_reloaded += before is not None
                     self._known[name] = spec, source
-                if source is not None and (left := left - len(source.content)) >= 0:
+                if source is None:
+                    others[name] = module
+                elif (left := left - len(source.content)) >= 0:
                     found[name] = source
             return found
 
