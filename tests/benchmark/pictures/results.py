@@ -82,21 +82,24 @@ def make_numbers(losses: dict[str, Any]) -> str:
     ranks, workers = resumed["ranks"], resumed["workers"]
     startup = {row["loader"]: number(row["first ms"]) or 0.0 for row in read_table("startup") if row["workers"] == "32"}
     firsts = [number(row["of the second pass s"]) or 0.0 for row in read_table("parts")[:3]]
-    ours, fork, spawn = (startup[name] / 1000 for name in ("ours, RPCDataset", "torch, fork", "torch, spawn"))
+    loaders = ("ours, RPCDataset", "ours, this machine, fork", "torch, fork", "torch, spawn")
+    ours, here, fork, spawn = (startup[name] / 1000 for name in loaders)
     return f"""\
 | | |
 |---:|---|
 | **{_range("float32-tcp")}** | as many float32 image batches per second as torch's local `DataLoader`, over TCP, \
 with the same 2 workers |
 | **{_range("float32-local")}** | as many of these on one machine, where workers and training share memory |
+| **{_range("jpeg-local")}** | as many decoded and cropped JPEGs on one machine; {load()["jpeg-malloc"]:.2f} x where \
+torch gets [our settings of malloc](docs/compared.md#performance) |
 | **{_range("busy")}** | as many as the [original RPCDataloader](docs/compared.md#which-one-to-use) 0.2.1, while the \
 training loop computes |
 | **{killed["lost"] + killed["changed"]} of {killed["batches"]:,}** | batches lost or changed when a node with \
 {killed["killed"]} of {killed["workers"]} workers is killed |
 | **{resumed["once"]:,} of {resumed["samples"]:,}** | samples seen once when {ranks[0]} ranks with {workers[0]} \
 workers stop in mid-epoch and {ranks[1]} ranks with {workers[1]} workers continue it |
-| **{ours:.2f} s** | to the first batch of an `RPCDataset` that lists a million paths, with 32 workers; torch: \
-{fork:.2f} s with fork, {spawn:.0f} s with spawn |
+| **{ours:.2f} s** | to the first batch of an `RPCDataset` that lists a million paths, with 32 workers, and \
+{here:.2f} s of the dataset itself on one machine; torch: {fork:.2f} s with fork, {spawn:.0f} s with spawn |
 | **{firsts[2]:.2f} s** | to the first batch of a second pass, of 64 samples that take 50 ms each, with 16 workers; \
 torch: {firsts[0]:.1f} s |
 """
