@@ -128,6 +128,7 @@ class Table:
         # Those that are not draining: with room for a task, and full ones of which something is known.
         self._roomy: dict[int, WorkerPace] = {}
         self._full: dict[int, WorkerPace] = {}
+        self._gathers = not options.is_iterable  # until as many workers as are wanted have been there
         self._least_finish = math.inf  # not above the earliest expected finish of the full ones
         self._pace = Pace(self.window)
         self._kept_until = math.inf  # time until which a task is kept for a full worker, though another has room
@@ -253,6 +254,7 @@ class Table:
             place: Place of the worker: the stream that it serves.
         """
         record = self._workers[worker] = self._roomy[worker] = WorkerPace(worker, host, self._pace, since=now)
+        self._gathers &= len(self._workers) < self._num_workers
         if self._has_streams:
             self._owners[place] = record
 
@@ -390,6 +392,10 @@ class Table:
         roomy: Collection[WorkerPace] = self._roomy.values()
         if batch.parts:
             roomy = [worker for worker in roomy if not any(worker in part.holders for part in batch.parts)]
+        self._gathers &= len(self._workers) < self._num_workers
+        if self._gathers:
+            # As with torch, each worker gets a first task before any gets a second one: tasks may wait for each other.
+            roomy = [worker for worker in roomy if worker.task_seconds is not None or not worker.in_flight]
         if not roomy:
             return None
         best = min(roomy, key=FINISH)

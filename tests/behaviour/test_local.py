@@ -176,6 +176,28 @@ class Told(Dataset):
 of_module = 0
 
 
+class Together(Dataset):
+    """Samples that wait until as many workers are at one each."""
+
+    def __init__(self, size):
+        self.barrier = multiprocessing.Barrier(size)
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.barrier.wait(20 * TIMEOUT_SCALE)
+        return os.getpid()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_samples_may_wait_until_each_worker_is_at_one():
+    for _ in range(3):
+        workers = list(RPCDataloader(Together(4), num_workers=4))
+        assert len(set(map(int, workers))) == 4
+
+
 def test_next_pass_sees_what_the_script_has_changed_since_the_last(monkeypatch):
     dataset = Told()
     loader = RPCDataloader(dataset, batch_size=None, num_workers=2)

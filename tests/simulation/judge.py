@@ -66,6 +66,7 @@ class Member:
     draining: bool = False
     sent_away: bool = False
     closed: bool = False
+    is_measured: bool = False  # True if it has told the time of a task of this epoch
     is_over: bool = False  # True if it drains since an earlier epoch, and has no part in this one
     # Tasks in the order in which they were sent, and the share of a batch that each is.
     in_flight: dict[float, float] = field(default_factory=dict)
@@ -134,6 +135,9 @@ class Judge:
         self.tasks: dict[int, Task] = {}
         self.parts: dict[float, Task] = {}
         self.num_answers = 0
+        self.gathers = not self.is_iterable  # until as many workers as are wanted have been there
+        for member in self.members.values():
+            member.is_measured = False
         self.ramp_end = 0
         self.nears_end = False
         self.waiting_since: float | None = None  # the consumer
@@ -762,7 +766,15 @@ class Judge:
             self._check_backup(idle, now)
 
     def _may_hold(self, number: float, roomy: list[int]) -> bool:
-        """Whether a task may wait though workers have room: for the first answer, or as they have parts of it."""
+        """Whether a task may wait though workers have room.
+
+        For the first answer, as they have parts of it, or as their first task runs while others are yet to come.
+        """
+        self.gathers &= sum(member.joined for member in self.members.values()) < self._num_usual
+        if self.gathers:
+            roomy = [each for each in roomy if self.members[each].is_measured or not self.members[each].in_flight]
+            if not roomy:
+                return True
         batch = self.tasks[int(number)]
         if not batch.parts:
             return not (self.num_answers or self.has_measured) and any(part.holders for part in self.parts.values())
@@ -972,6 +984,7 @@ class Judge:
         share = member.in_flight[number]
         self.num_answers += 1
         if seconds is not None:
+            member.is_measured = True
             self.num_measured += 1
             self.has_measured = True
             self.max_seconds = max(self.max_seconds, seconds / share)

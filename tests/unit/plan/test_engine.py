@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.plan.actions import End, PlanOptions, Say, Seek
+from rpcdataloader.plan.actions import End, Load, PlanOptions, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 
@@ -49,6 +49,25 @@ def test_time_of_a_task_begins_after_the_worker_has():
     assert End(1, 0) not in engine.act(6.9)
     engine.tick(7.0)
     assert End(1, 0) in engine.act(7.0)
+
+
+def test_each_worker_gets_a_first_task_before_any_gets_a_second():
+    engine = start(["a", "b", "b"])
+    for number in range(6):
+        engine.table.add_task(f"task {number}")
+    engine.act(0.0)
+
+    def loads(now):
+        return [(action.worker, action.number) for action in engine.act(now) if isinstance(action, Load)]
+
+    engine.worker_ready(1, 0.0)
+    assert loads(0.0) == [(1, 0)]
+    engine.worker_ready(2, 1.0)
+    assert loads(1.0) == [(2, 1)]
+    engine.answered(2, 1, size_bytes=1, task_seconds=1.0, now=2.0)
+    assert loads(2.0) == [(2, 2), (2, 3)], "it has had one, and others may never come"
+    engine.worker_ready(3, 3.0)
+    assert (3, 4) in loads(3.0)
 
 
 def test_a_node_that_another_server_answers_for_is_told_once_for_each_reason():
