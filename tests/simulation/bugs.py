@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import rpcdataloader
 
-SECONDS = 180.0  # at most, for each bug: most take one
+SECONDS = 600.0  # at most, for each bug: most take one, a few some dozens, one 100
 
 
 # By module of the package: the name of a mistake that somebody could make, a text and what it is replaced with, and
