@@ -164,6 +164,7 @@ class Table:
         if not self._has_streams:
             self._wanted_window = num_workers * self._prefetch_factor
             self.window = max(self.window, self._wanted_window)
+            self._gathers &= len(self._workers) < num_workers
 
     @property
     def _num_workers(self) -> int:
@@ -369,7 +370,7 @@ class Table:
         while at < len(self._waiting) and self._may_send(number := self._waiting[at]):
             task = self.tasks.get(number) or self._parts[number]
             record = self._owners.get(task.stream) if self._has_streams else self._choose(now, task.whole or task)
-            given = None if record is None else self._cut(task)
+            given = None if record is None else self._cut(task, record)
             if record is not None and given is not None:
                 if given is task or task.num_cut == task.num_samples:
                     del self._waiting[at]
@@ -392,7 +393,6 @@ class Table:
         roomy: Collection[WorkerPace] = self._roomy.values()
         if batch.parts:
             roomy = [worker for worker in roomy if not any(worker in part.holders for part in batch.parts)]
-        self._gathers &= len(self._workers) < self._num_workers
         if self._gathers:
             # As with torch, each worker gets a first task before any gets a second one: tasks may wait for each other.
             roomy = [worker for worker in roomy if worker.task_seconds is not None or not worker.in_flight]
@@ -446,7 +446,7 @@ class Table:
 
     # Parts
 
-    def _cut(self, task: Entry) -> Entry | None:
+    def _cut(self, task: Entry, record: WorkerPace) -> Entry | None:
         """What a worker gets of a waiting task: all of it, or its next part; None if nothing for now."""
         if self._split is None or task.whole is not None:
             return task
@@ -455,8 +455,8 @@ class Table:
         if task.number >= self._ramp_end and not (self._nears_end or task.parts):
             return task  # the steady state
         is_unknown = self.batch_seconds is None and not self._has_answer
-        if is_unknown and not task.parts and any(part.holders for part in self._parts.values()):
-            return None  # the first answer tells how large parts have to be
+        if is_unknown and record.in_flight and not task.parts and any(part.holders for part in self._parts.values()):
+            return None  # the first answer tells how large parts have to be; idle workers do not wait for it
         size = self._size_of_part(task)
         if size == task.num_samples or (payload := self._split(task.payload, task.num_cut, size)) is None:
             return task

@@ -177,25 +177,29 @@ of_module = 0
 
 
 class Together(Dataset):
-    """Samples that wait until as many workers are at one each."""
+    """Samples of which the first one of each worker waits until all workers are at theirs."""
 
-    def __init__(self, size):
-        self.barrier = multiprocessing.Barrier(size)
+    def __init__(self, size, num_workers):
+        self.barrier = multiprocessing.Barrier(num_workers)
         self.size = size
+        self.has_met = False
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
-        self.barrier.wait(20 * TIMEOUT_SCALE)
+        if not self.has_met:
+            self.barrier.wait(20 * TIMEOUT_SCALE)
+            self.has_met = True
         return os.getpid()
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_samples_may_wait_until_each_worker_is_at_one():
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_first_samples_of_all_workers_may_wait_for_each_other(batch_size):
     for _ in range(3):
-        workers = list(RPCDataloader(Together(4), num_workers=4))
-        assert len(set(map(int, workers))) == 4
+        batches = list(RPCDataloader(Together(4 * batch_size, 4), batch_size, num_workers=4))
+        assert len(set(torch.cat(batches).tolist())) == 4
 
 
 def test_next_pass_sees_what_the_script_has_changed_since_the_last(monkeypatch):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import rpcdataloader
 
-SECONDS = 600.0  # at most, for each bug: most take one, a few some dozens, one 100
+SECONDS = 180.0  # at most, for each bug: most take one
 
 
 # By module of the package: the name of a mistake that somebody could make, a text and what it is replaced with, and
@@ -97,6 +97,9 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "task = self.find(number)\n        if task is None:",
             "task = self.tasks.get(number)\n        if task is None:",
         ),
+        ("a worker gets a second task before others have one", "if self._gathers:", "if False:"),
+        ("idle workers wait for the first answer", "if is_unknown and record.in_flight and", "if is_unknown and"),
+        ("workers that never come keep others from second tasks", "worker.task_seconds is not None or ", ""),
         (
             "all waits for the first answer, though no part is under way",
             "any(part.holders for part in self._parts.values()):\n            return None",

@@ -226,6 +226,7 @@ class Judge:
             member.ended = None
             if member.joined and not member.sent_away:
                 self._join(number, member)
+        self._note_gathered()
         self.is_changed = True
 
     # Answers
@@ -296,6 +297,7 @@ class Judge:
         if member.node not in self.full:
             self.short.discard(member.node)
         member.joined = True
+        self._note_gathered()
         member.late_at = math.inf
         self.silent.discard(member.node)
         place = self.places[member.place]
@@ -546,6 +548,7 @@ class Judge:
         if not self.is_iterable:
             self.wanted_window = max(1, self.num_wanted) * self.options.prefetch_factor
             self.window = max(self.window, self.wanted_window)
+            self._note_gathered()
 
     # What is to be done
 
@@ -622,6 +625,11 @@ class Judge:
         member.in_flight[number] = task.num_samples / whole.num_samples
         task.holders.append(worker)
 
+    def _note_gathered(self) -> None:
+        """Workers get second tasks once as many as are wanted have been there together."""
+        num_joined = sum(member.joined and not member.is_over for member in self.members.values())
+        self.gathers &= num_joined < self._num_usual
+
     def _note_ramp(self, number: float) -> None:
         """Batches are made in parts from when nothing is under way until there were so many."""
         if not self._num_copies:
@@ -688,6 +696,8 @@ class Judge:
         assert len(member.in_flight) < self.options.prefetch_factor or self.is_iterable, f"{action}: the worker is full"
         assert self._may_send(number), f"{action}: it is too much for {self.options.max_in_flight_bytes} bytes"
         assert self.is_iterable or lowest == number, f"{action}: task {lowest} waits for longer"
+        is_second = member.in_flight and not member.is_measured
+        assert not (self.gathers and is_second), f"{action}: it is not the worker's first, and others have none yet"
 
     def _see_cancel(self, action: actions.Cancel, now: float) -> None:
         assert self.holds(action.worker, action.number), f"{action}: the worker does not have it"
@@ -770,14 +780,16 @@ class Judge:
 
         For the first answer, as they have parts of it, or as their first task runs while others are yet to come.
         """
-        self.gathers &= sum(member.joined for member in self.members.values()) < self._num_usual
         if self.gathers:
             roomy = [each for each in roomy if self.members[each].is_measured or not self.members[each].in_flight]
             if not roomy:
                 return True
         batch = self.tasks[int(number)]
         if not batch.parts:
-            return not (self.num_answers or self.has_measured) and any(part.holders for part in self.parts.values())
+            is_unknown = not (self.num_answers or self.has_measured) and any(
+                part.holders for part in self.parts.values()
+            )
+            return is_unknown and all(self.members[each].in_flight for each in roomy)
         busy = {worker for part in batch.parts for worker in self.parts[part].holders}
         return bool(batch.parts) and busy.issuperset(roomy)
 
