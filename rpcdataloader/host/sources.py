@@ -65,9 +65,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # Guarded by the lock: by name, the module's spec, which is another one after a reload, and its source.
-        self._known: dict[str, tuple[Any, Source | None]] = {}
-        self._others: dict[str, Any] = {}  # modules that have no source of the script's, most of them
+        # Guarded by the lock, by name: of the script's own modules, the spec, which is another one after a reload, and
+        # the source, None if it cannot be read; all other modules.
+        self._own: dict[str, tuple[Any, Source | None]] = {}
+        self._others: dict[str, Any] = {}
         self.num_reloaded = 0
 
     def look(self) -> dict[str, Source]:
@@ -82,26 +83,32 @@ class Recorder:
                 spec = getattr(module, "__spec__", None)
                 if spec is None:
                     continue
-                before, source = self._known.get(name, (None, None))
+                before, source = self._own.get(name, (None, None))
                 if before is not spec:
                     prefixes = prefixes or installed_prefixes()
-                    source = _read(name, spec, prefixes)
+                    path = _path_of(name, spec, prefixes)
+                    if path is None:
+                        others[name] = module
+                        continue
+                    source = _read(path)
                     self.num_reloaded += before is not None
-                    self._known[name] = spec, source
-                if source is None:
-                    others[name] = module
-                elif (left := left - len(source.content)) >= 0:
+                    self._own[name] = spec, source
+                if source is not None and (left := left - len(source.content)) >= 0:
                     found[name] = source
             return found
 
 
-def _read(name: str, spec: Any, prefixes: tuple[str, ...]) -> Source | None:
+def _path_of(name: str, spec: Any, prefixes: tuple[str, ...]) -> str | None:
+    """Where the source of a module of the script is; None of another module."""
     if name in ("__main__", "__mp_main__") or name.partition(".")[0] == __name__.partition(".")[0]:
         return None
     if not isinstance(getattr(spec, "loader", None), importlib.machinery.SourceFileLoader) or not spec.origin:
         return None
-    if is_under(path := os.path.abspath(spec.origin), prefixes):
-        return None
+    path = os.path.abspath(spec.origin)
+    return None if is_under(path, prefixes) else path
+
+
+def _read(path: str) -> Source | None:
     try:
         with open(path, "rb") as file:
             return Source(path, file.read())
@@ -138,7 +145,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = None if source is None else importlib.machinery.PathFinder.find_spec(name, path)
         if source is None or spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None
-        own = _read(name, spec, ())
+        origin = _path_of(name, spec, ())
+        own = None if origin is None else _read(origin)
         if own is None or own.content == source.content:
             return spec
         if own.path != source.path:
