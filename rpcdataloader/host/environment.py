@@ -1,4 +1,4 @@
-"""The part of a client's process that its sessions take over: paths, rank, variables, and modules.
+"""The part of a client's process that its sessions take over: paths, settings, rank, variables, and modules.
 
 What changes later, such as an entry of ``sys.path``, reaches sessions before the next pass.
 
@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed
 
+from rpcdataloader.host.process import ProcessSettings
 from rpcdataloader.host.sources import Source, installed_prefixes, is_under, take_over
 from rpcdataloader.host.trust import find_flaw, identify
 
@@ -55,11 +56,12 @@ class Environment:
     directory: str  # working directory; empty if it was deleted
     identities: Mapping[str, str] = field(default_factory=dict)  # of what leads to these paths; see ``trust``
     sources: Mapping[str, Source] = field(default_factory=dict)  # of its own modules, by name
+    settings: ProcessSettings = field(default_factory=ProcessSettings.current)
 
 
-def place() -> tuple[str, ...]:
+def place() -> tuple[object, ...]:
     """What :func:`collect` depends on, but for the sources; cheap."""
-    return _current_directory(), *sys.path
+    return ProcessSettings.current(), _current_directory(), *sys.path
 
 
 def collect(sources: Mapping[str, Source]) -> Environment:
@@ -95,12 +97,13 @@ def set_up(environment: Environment | None, additions: Additions, rank: int, wor
 
 
 def install(environment: Environment) -> None:
-    """Take over the client's paths.
+    """Take over the client's settings and paths.
 
     Its paths that exist here and that are safe come first in ``sys.path``. Its directory, too, must be safe to become
     the working directory: programs read code and configuration from there.
     """
     global _lack
+    environment.settings.apply()
     flaws: dict[str, str | None] = {}
     for path in filter(None, [*environment.import_path, environment.directory]):
         with contextlib.suppress(OSError):  # it is missing

@@ -1,8 +1,8 @@
 """Functions and classes by value: what :mod:`copyreg` would need to take them apart, and the way back.
 
-Both sides have the module ``__main__``: a function of the script is bound to the receiver's, and refers to its globals
-by name. A class that the receiver has stays the same object. Of it, only those attributes are set that have changed at
-the sender, so what a process has changed itself stays.
+Both sides have the module ``__main__``, and those that can be imported: a function is bound to the receiver's module,
+and refers to its globals by name. A class that the receiver has stays the same object. Of it, only those attributes are
+set that have changed at the sender, so what a process has changed itself stays.
 
 For enumerations, and classes of other metaclasses of libraries, cloudpickle knows the way.
 """
@@ -16,6 +16,7 @@ import dis
 import enum
 import functools
 import hashlib
+import importlib
 import itertools
 import logging
 import sys
@@ -55,6 +56,31 @@ def is_of_main(obj: Any) -> bool:
 # Functions
 
 
+def module_of(function: types.FunctionType) -> str | None:
+    """The module whose globals a function uses, if another process finds it by name; the script is ``__main__``."""
+    namespace = function.__globals__
+    if namespace is main_globals():
+        return "__main__"
+    name = namespace.get("__name__")  # a decorator may have replaced that of the function
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None or vars(module) is not namespace or not cloudpickle._should_pickle_by_reference(module):
+        return None
+    spec = getattr(module, "__spec__", None)
+    return name if spec is not None and spec.origin and _origin_of(module.__name__) == spec.origin else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin_of(name: str) -> str | None:
+    """Where an import of this module would find it; not where the module is that has this name now."""
+    parent = name.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    for finder in [*sys.meta_path]:
+        with contextlib.suppress(Exception):  # of a finder of others
+            if (spec := finder.find_spec(name, path)) is not None:
+                return spec.origin
+    return None
+
+
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
     """Names that code may look up among its globals, in the functions and classes that it defines included."""
@@ -70,8 +96,8 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
-def reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
-    """Take apart a function of the script."""
+def reduce_function(function: types.FunctionType, module: str) -> tuple[Any, ...]:
+    """Take apart a function; ``module`` is that of :func:`module_of`."""
     namespace, cells = function.__globals__, function.__closure__ or ()
     used = [namespace[name] for name in names_in(function.__code__) if name in namespace]
     for cell in cells:
@@ -88,12 +114,16 @@ def reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
         "__annotations__": function.__annotations__,
     }
     content = state, dict(function.__dict__), modules
-    return make_function, (function.__code__, function.__name__, tuple(cells)), content, None, None, fill_function
+    parts = function.__code__, function.__name__, tuple(cells), module
+    return make_function, parts, content, None, None, fill_function
 
 
-def make_function(code: types.CodeType, name: str, cells: tuple[types.CellType, ...]) -> types.FunctionType:
-    """A function of the script whose globals are those of this process's ``__main__``."""
-    return types.FunctionType(code, main_globals(), name, None, cells)
+def make_function(
+    code: types.CodeType, name: str, cells: tuple[types.CellType, ...], module: str
+) -> types.FunctionType:
+    """A function whose globals are those of a module of this process."""
+    namespace = main_globals() if module == "__main__" else vars(importlib.import_module(module))
+    return types.FunctionType(code, namespace, name, None, cells)
 
 
 def fill_function(function: types.FunctionType, content: tuple[dict[str, Any], dict[str, Any], Any]) -> None:
@@ -107,9 +137,9 @@ def fill_function(function: types.FunctionType, content: tuple[dict[str, Any], d
 def content_of(function: types.FunctionType) -> tuple[Any, ...]:
     """What may change in a function: its code and defaults, its attributes, and the variables of its closure.
 
-    Globals that are not the script's, as of code that ``exec`` runs, are sent with it, and count, too.
+    Globals that are no module's, as of code that ``exec`` runs, are sent with it, and count, too.
     """
-    namespace = {} if function.__globals__ is main_globals() else function.__globals__
+    namespace = {} if module_of(function) is not None else function.__globals__
     used = {name: namespace[name] for name in names_in(function.__code__) if name in namespace}
     variables = []
     for cell in function.__closure__ or ():

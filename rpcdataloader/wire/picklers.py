@@ -36,6 +36,7 @@ from rpcdataloader.wire.by_value import (
     digest_of,
     is_of_main,
     main_globals,
+    module_of,
     names_in,
     reduce_cached,
     reduce_cached_property,
@@ -245,7 +246,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduction = super().reducer_override(obj)
         if reduction is NotImplemented:  # by name
             self.modules.add(str(obj.__module__))
-        elif isinstance(obj, type) and len(reduction) == 6:
+        elif len(reduction) == 6:
             return self._reduce_by_value(obj)
         return reduction
 
@@ -260,8 +261,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_by_value(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType:
-            # Others were made by ``exec``, with globals of their own.
-            return reduce_function(obj) if obj.__globals__ is main_globals() else super().reducer_override(obj)
+            if (module := module_of(obj)) is None:  # made by ``exec``, with globals of its own
+                return super().reducer_override(obj)
+            if module != "__main__":
+                self.modules.add(module)
+            return reduce_function(obj, module)
         if isinstance(obj, type):
             return reduce_class(obj, self._digest)
         if type(obj) is CachedFunction and obj.__module__ in MAIN_NAMES:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import itertools
 import os
+import socket
 import sys
 
 import pytest
+import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset
 
@@ -109,3 +113,115 @@ def test_module_of_another_folder_is_that_of_the_node_which_says_so(serve, edite
     address = serve("--num-workers", "1", "--preload", edited.name, before=before).address
     assert batches(RPCDataloader(module.Scaled(), 3, workers=address)) == [0, 7, 14]
     assert f"module {edited.name} of {elsewhere}" in caplog.text
+
+
+ASKS_FOR_ARGUMENTS = """
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--scale", type=int)
+factor = parser.parse_args().scale
+
+
+class Scaled:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index * factor
+"""
+
+
+def test_module_that_parses_the_arguments_of_the_script_does_so_in_workers(serve, edited, monkeypatch):
+    edited.path.write_text(ASKS_FOR_ARGUMENTS)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--scale", "3"])
+    assert loaded(edited.load().Scaled(), serve("--num-workers", "2").address) == ([0, 3, 6], [0, 3, 6])
+
+
+class Settings:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _index):
+        with contextlib.closing(socket.socket()) as made:
+            return torch.ones(1).dtype, made.gettimeout(), sys.getrecursionlimit(), sys.argv
+
+
+def test_settings_of_the_process_reach_workers_of_sessions_that_are_there(serve, monkeypatch):
+    loader = RPCDataloader(
+        Settings(), None, collate_fn=tuple, workers=serve("--num-workers", "1").address, num_workers=1
+    )
+    dtype, timeout, limit = torch.get_default_dtype(), socket.getdefaulttimeout(), sys.getrecursionlimit()
+    try:
+        for number, kind in enumerate((torch.float32, torch.float64)):
+            torch.set_default_dtype(kind)
+            socket.setdefaulttimeout(0.001 + number)
+            sys.setrecursionlimit(2000 + number)
+            monkeypatch.setattr(sys, "argv", ["train.py", str(number)])
+            assert list(loader) == [(kind, 0.001 + number, 2000 + number, ["train.py", str(number)])]
+    finally:
+        torch.set_default_dtype(dtype)
+        socket.setdefaulttimeout(timeout)
+        sys.setrecursionlimit(limit)
+
+
+MAKES_FUNCTIONS = """
+SCALE = 1
+_seen = []
+
+
+def make_init(value):
+    def init(_worker):
+        global SCALE
+        SCALE = value
+        _seen.append(value)
+
+    return init
+
+
+def make_transform():
+    def transform(index):
+        return index * SCALE, scale(), list(_seen)
+
+    return transform
+
+
+def make_scaled():
+    return lambda index: index * SCALE
+
+
+def scale():
+    return SCALE
+
+
+def make_dataset(transform):
+    class Local:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return transform(index), SCALE
+
+    return Local()
+"""
+
+
+def test_local_functions_of_a_module_share_its_globals_as_in_a_fork(serve, edited):
+    edited.path.write_text(MAKES_FUNCTIONS)
+    module = edited.load()
+    options = {"batch_size": None, "collate_fn": tuple, "worker_init_fn": module.make_init(7), "num_workers": 1}
+    for workers in None, serve("--num-workers", "1").address:
+        loader = RPCDataloader(module.make_dataset(module.make_transform()), workers=workers, **options)
+        assert list(loader) == [((0, 7, [7]), 7), ((7, 7, [7]), 7)]
+
+
+def test_local_functions_of_a_module_that_nodes_cannot_find_bring_what_they_need(serve, tmp_path, monkeypatch):
+    path = tmp_path / "hidden" / "nowhere.py"
+    path.parent.mkdir()
+    path.write_text(MAKES_FUNCTIONS)
+    spec = importlib.util.spec_from_file_location("nowhere", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "nowhere", module)
+    spec.loader.exec_module(module)
+    workers = serve("--num-workers", "1").address
+    assert list(RPCDataloader(range(2), None, workers=workers, collate_fn=module.make_scaled())) == [0, 1]
