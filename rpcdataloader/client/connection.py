@@ -146,8 +146,10 @@ class Connection:
             return self._known.inherit()
 
     def _put(self, *messages: Outgoing, now: bool = False) -> None:
-        with contextlib.suppress(RPCError):  # the receiver sees the same error and reports it
+        try:
             self._outbox.put(*messages, now=now)
+        except RPCError:
+            return  # the receiver sees the same error and reports it
 
     def cancel(self, number: int) -> None:
         """Withdraw a request, which is dropped, or ask the server not to begin it, or not to send its result.

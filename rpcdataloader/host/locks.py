@@ -8,6 +8,7 @@ locks here are taken by that, and released by a function that is written in C.
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ else:
 class Lock(RLock):  # type: ignore[misc]  # which is final in typeshed alone
     """A reentrant lock that Ctrl-C never leaves locked; for ``with`` blocks."""
 
-    taken = property(operator.methodcaller("acquire"))
+    if sys.version_info >= (3, 14):
+        taken = property(operator.methodcaller("acquire"))
 
-    def __enter__(self) -> Any:  # type: ignore[override]  # there, typeshed has `acquire` itself
-        return self.taken
+        def __enter__(self) -> Any:  # type: ignore[override]  # there, typeshed has `acquire` itself
+            return self.taken
 
 
 class Condition(threading.Condition):
@@ -33,13 +35,16 @@ class Condition(threading.Condition):
         self.lock = Lock()
         super().__init__(self.lock)
 
-    taken = property(operator.attrgetter("lock.taken"))
-
-    def __enter__(self) -> Any:
-        return self.taken
-
     # As of the lock: each call of a function of Python begins with a place for signal handlers.
     __exit__ = property(operator.attrgetter("lock.__exit__"))
+    if sys.version_info >= (3, 14):
+        taken = property(operator.attrgetter("lock.taken"))
+
+        def __enter__(self) -> Any:
+            return self.taken
+
+    else:
+        __enter__ = property(operator.attrgetter("lock.__enter__"))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait as ``threading.Condition`` does; for a thread that has locked this once."""

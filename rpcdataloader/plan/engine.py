@@ -267,10 +267,11 @@ class Engine(Generic[N]):
             self.crew.fill_places(now)
             self.table.resize(max(1, self.crew.num_wanted))
         loads = self.table.assign(now)
-        cancels: list[Action] = [Cancel(*copy) for copy in self.table.superfluous]
-        actions = self._out + cancels + loads
+        if self.table.superfluous:
+            self._out += [Cancel(*copy) for copy in self.table.superfluous]
+            self.table.superfluous.clear()
+        actions = self._out + loads
         self._out.clear()
-        self.table.superfluous.clear()
         return actions
 
     def tick(self, now: float) -> None:

@@ -71,7 +71,8 @@ class Outgoing(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """The size of payload and blocks together."""
-        return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
+        size = len(self.payload)
+        return size + sum(buffer.nbytes for buffer in self.buffers) if self.buffers else size
 
 
 class Receiver:
