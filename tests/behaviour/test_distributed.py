@@ -96,7 +96,11 @@ def test_groups_share_samples_and_nodes_and_ranks_of_a_group_get_the_same_batche
     shared_server, second_server, log, as_rank
 ):
     servers, found = (shared_server, second_server), []
+    idle = [set(server.processes()) for server in servers]
     for rank in range(4):
+        # Those before it have left: a node that is still full would be passed over.
+        close_client()
+        wait_until(lambda: all(set(each.processes()) <= idle[number] for number, each in enumerate(servers)))
         as_rank(rank, 4)
         group, before = (rank // 2, 2), len(notes(log))
         # What a rank has drawn before must not matter.
