@@ -33,6 +33,7 @@ from rpcdataloader.client.worker import ClientSettings, FailedStartError, Remote
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
 from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
+from rpcdataloader.host.signals import signals_held, signals_let_through
 from rpcdataloader.server.events import RETRY_PAUSE, Link, WorkerConnection
 from rpcdataloader.server.local import Inherited, run_local_session
 from rpcdataloader.server.processes import describe_exit, end_session, open_pidfd
@@ -78,7 +79,8 @@ class LocalNode(Node):
         self.is_closed = False
 
     def session(self) -> RemoteSession:
-        session = super().session()
+        with signals_held():  # nobody would end a process that is not noted yet
+            session = super().session()
         if self.is_closed:  # perhaps meanwhile: a fork takes a while, and `close` waits for none
             session.close()
         return session
@@ -210,6 +212,8 @@ class LocalSession(RemoteSession):
         except FailedStartError as exc:
             raise exc.error from exc.error.__cause__
         except ConnectError as exc:
+            if self.connection.has_ended:  # it is not wanted any more
+                raise
             self._process.kill()
             text = (
                 f"process {self._pid}, which this process has forked to load data, has not answered within "
@@ -359,12 +363,15 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
             daemon=True,
         )
         try:
-            with _starting, forks_read_nothing(), _without_needless_warning():
+            with _starting, forks_read_nothing(), _without_needless_warning(), _waits(context):
                 process.start()
         except BaseException as exc:
             with _forking:
                 for end in (transport, ours, life):
                     end.close()
+            if process.pid is not None:  # Ctrl-C
+                process.kill()
+                process.join(END_TIMEOUT)
             if isinstance(exc, (ConnectionError, EOFError)) and context.get_start_method() == "forkserver":
                 # From Python 3.14 on, the fork server runs the script to begin, and may end by that.
                 raise LocalProtocolError(
@@ -379,6 +386,11 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
             for each in theirs:
                 each.close()
     return process, transport, ours, life
+
+
+def _waits(context: BaseContext) -> contextlib.AbstractContextManager[None]:
+    """Other processes than a fork are sent what they are born with, and take it once they have imported."""
+    return contextlib.nullcontext() if context.get_start_method() == "fork" else signals_let_through()
 
 
 @contextlib.contextmanager

@@ -82,6 +82,7 @@ class TaskSource:
     # it returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
     watch: Callable[[], Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None] | None = None
     drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
+    _is_over: bool = False  # True once the sampler is at its end; one that is its own iterator may begin again
     _kept_error: Exception | None = None  # of the sampler, in place of the next batch
     _error: str = ""  # name of the exception that has ended the sampler
 
@@ -148,7 +149,7 @@ class TaskSource:
 
     def look_ahead(self) -> None:
         """Draw the next batch, or note the end."""
-        if self.drawn:
+        if self.drawn or self._is_over:
             return
         if (error := self._kept_error) is not None:
             self._kept_error = None
@@ -161,6 +162,7 @@ class TaskSource:
                 (self.samples, self.get_state), self.drawn = again, []
                 self.drawn.extend(map(next, (self.samples,)))
             self.watch = None
+            self._is_over = not self.drawn
         except BaseException as exc:
             # A generator that raises gives nothing more, as at its end. A signal handler may also raise after it.
             has_ended = inspect.isgenerator(self.samples) and self.samples.gi_frame is None

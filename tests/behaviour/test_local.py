@@ -315,6 +315,79 @@ def test_signals_to_the_whole_group_end_no_worker(zygote):
     assert (ended.status, ended.output.splitlines()[1:], ended.errors) == (0, ["99"], "")
 
 
+CTRL_C_WHILE_BEGINNING = """
+import contextlib, gc, os, signal, sys, threading, time
+from multiprocessing import process
+from rpcdataloader import RPCDataloader
+
+moment, method = sys.argv[1:]
+is_armed = False
+
+def strike():
+    global is_armed
+    if is_armed:
+        is_armed = False
+        os.kill(os.getpid(), signal.SIGINT)
+
+def strike_after(owner, name):
+    function = getattr(owner, name)
+    def changed(*args, **options):
+        result = function(*args, **options)
+        if threading.current_thread() is threading.main_thread():
+            strike()
+        return result
+    setattr(owner, name, changed)
+
+def main():
+    global is_armed
+    loader = RPCDataloader(range(8), num_workers=1, multiprocessing_context=method)
+    list(loader)  # the fork server is there
+    if moment in ("before", "after_in_parent"):
+        os.register_at_fork(**{moment: strike})
+    else:
+        strike_after(*{"process": (process.BaseProcess, "start"), "thread": (threading.Thread, "start")}[moment])
+    num = 0
+    for _ in range(5):
+        is_armed = True
+        try:
+            iter(loader)
+        except KeyboardInterrupt:
+            num += 1
+    print(num, len(list(loader)), flush=True)
+    gc.collect()
+    while things_left():
+        time.sleep(0.01)
+
+def things_left():
+    children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+    found = children[2:]  # the fork server and its helper stay
+    found += [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdl-recv")]
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += [name for name in [os.readlink(f"/proc/self/fd/{number}")] if name.startswith("socket:")]
+    return found
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "method"),
+    [
+        *((moment, "fork") for moment in ("before", "after_in_parent", "process", "thread")),
+        *((moment, "forkserver") for moment in ("process", "thread")),
+    ],
+)
+def test_ctrl_c_while_a_process_begins_comes_out_and_leaves_nothing(tmp_path, moment, method):
+    path = tmp_path / "train.py"
+    path.write_text(CTRL_C_WHILE_BEGINNING)
+    ended = subprocess.run(
+        [sys.executable, path, moment, method], capture_output=True, text=True, timeout=30 * TIMEOUT_SCALE
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "5 8\n", "")
+
+
 def test_fork_that_does_not_answer_is_ended_and_another_way_is_told(zygote):
     """As where another thread of the trainer held a lock at the moment of the fork."""
     script = """
