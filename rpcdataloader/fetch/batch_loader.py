@@ -169,6 +169,9 @@ class BatchLoader:
     def go_on(self) -> None:
         """Go on where a stream was left, before the first batch, whose time may be limited."""
 
+    def leave(self) -> None:
+        """End the pass, perhaps before its end."""
+
     def load(self, indices: Any, position: int, batch_number: int, part: int = WHOLE) -> Loaded:
         """Load one batch, or a part of one, which others load the rest of.
 

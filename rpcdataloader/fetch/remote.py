@@ -37,6 +37,9 @@ class _Failed:
             add_state(self._error, self._spec.ended_stream)
         raise self._error.with_traceback(self._traceback)
 
+    def leave(self) -> None:
+        pass
+
     def start_epoch(self, *args: Any) -> None:
         _open(self._dataset, self._spec.at_epoch(*args))
 
@@ -111,8 +114,9 @@ def start_epoch(
 ) -> None:
     """Begin another pass over the open loader, after changes to its dataset; see :meth:`BatchLoader.start_epoch`."""
     whereabouts.batch[0] = 0  # numbers restart
-    catch_up(dataset, key, changes)
-    set_shared(dataset, shared)
     if _loader is None:
         raise LocalProtocolError("no loader is open in this worker")
+    _loader.leave()
+    catch_up(dataset, key, changes)
+    set_shared(dataset, shared)
     _loader.start_epoch(*args)

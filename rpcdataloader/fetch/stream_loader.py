@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import pickle
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,16 @@ from rpcdataloader.fetch.seeding import SAMPLE, end_sample
 from rpcdataloader.host.state import has_state
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import add_state
+from rpcdataloader.wire.picklers import Limited
 from rpcdataloader.wire.pickling import freeze_reply
 
 logger = logging.getLogger("rpcdataloader.loader")
 
 # Samples of a stream that its digest has: the first ones, as a pass may be saved early, and then one in 64.
 _NUM_FIRST, _EVERY = 16, 64
+
+# Datasets whose content is larger are not looked at: they begin each pass that they may count.
+_MAX_FINGERPRINT_BYTES = 1 << 16
 
 
 class StreamLoader(BatchLoader):
@@ -192,7 +197,11 @@ class StreamLoader(BatchLoader):
     def go_on(self) -> None:
         """Load the state of the stream, or take again what was delivered."""
         saved = self._spec.stream or StreamState()
-        if saved.ended or not (saved.owner or saved.num_samples):
+        if saved.ended:
+            return
+        if not (saved.owner or (self._before and self._before.owner) or hasattr(self._dataset, "set_epoch")):
+            self._begin_earlier_passes()
+        if not (saved.owner or saved.num_samples):
             return
         try:
             self._iterator = self._open()
@@ -201,6 +210,42 @@ class StreamLoader(BatchLoader):
             raise
         finally:
             end_sample()
+
+    def _begin_earlier_passes(self) -> None:
+        """Begin those of persistent workers that this process has not seen: the dataset may count them."""
+        for _ in range(self._spec.epoch):
+            before = self._fingerprint()
+            self._take_first()
+            self._begin()
+            if before is not None and before == self._fingerprint():
+                break
+
+    def _fingerprint(self) -> bytes | None:
+        """What tells whether the dataset has changed; None if that would take long."""
+        file = Limited(_MAX_FINGERPRINT_BYTES)
+        try:
+            pickle.Pickler(file, 5).dump(vars(self._dataset))
+        except Exception:
+            return None
+        return file.getvalue()
+
+    def leave(self) -> None:
+        """Let a pass begin that was left before: the dataset may count them, and torch's workers do so."""
+        saved = self._spec.stream or StreamState()
+        if not (self._num_samples or self._ended or saved.owner or saved.num_samples):
+            self._take_first()
+
+    def _take_first(self) -> None:
+        """Begin the stream, and throw its first sample away."""
+        if self._keeper is not None:
+            self._keeper.begin()
+        try:
+            self._take_sample([])
+        except (Exception, SystemExit, GeneratorExit):
+            logger.debug("a stream that was left fails at its beginning", exc_info=True)
+        finally:
+            end_sample()
+        self.close()
 
     def close(self) -> None:
         """End the stream: a generator's ``finally`` and ``with`` blocks run now."""

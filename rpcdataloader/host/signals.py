@@ -46,7 +46,7 @@ def signals_held() -> Iterator[None]:
         return
     held: dict[int, _Held] = {}
     try:
-        for number in signal.valid_signals():
+        for number in map(int, signal.valid_signals()):
             handler = signal.getsignal(number)
             if callable(handler):
                 held[number] = _Held(handler)

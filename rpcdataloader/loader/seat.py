@@ -292,8 +292,16 @@ class Seat(WorkerOwner):
         if answer.error is None and settings.iterable and answer.stream is None:
             engine.stream_ended(worker, number, now)
             return None
+        lacks, num_samples = answer.lacks, sent.task.num_samples
+        has_failed = answer.error is not None or (lacks is not None and 2 * lacks.num_samples > num_samples)
         task = engine.answered(
-            worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
+            worker,
+            number,
+            size_bytes=answer.size_bytes,
+            task_seconds=seconds,
+            now=now,
+            has_failed=has_failed and not settings.iterable,
+            answer=answer,
         )
         if task is not None and task.stream is not None and answer.stream is not None:
             driver.streams[task.stream] = answer.stream

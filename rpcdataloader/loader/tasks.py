@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -105,6 +107,10 @@ class TaskSource:
             indices = self.drawn[0]
             if type(indices) is list or (self.auto_collation and is_batch(indices)):
                 indices = kept(indices)
+            if self.knows_states and not self.makes_requests:
+                # Loaded here after the next one is drawn, for which the sampler may use the same objects again.
+                with contextlib.suppress(Exception):
+                    indices = copy.deepcopy(indices)
             if self.auto_collation:
                 if not is_batch(indices) and isinstance(indices, Iterable):
                     # torch only iterates over others, such as generators.

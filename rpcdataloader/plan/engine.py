@@ -118,7 +118,15 @@ class Engine(Generic[N]):
     # Answers
 
     def answered(
-        self, worker: int, number: float, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
+        self,
+        worker: int,
+        number: float,
+        *,
+        size_bytes: int,
+        task_seconds: float | None,
+        now: float,
+        has_failed: bool = False,
+        answer: Any = None,
     ) -> Entry | None:
         """Note that a worker answered a task with a batch, a part of one, or an exception.
 
@@ -128,7 +136,13 @@ class Engine(Generic[N]):
         """
         self.crew.num_deaths = 0
         task = self.table.replied(
-            worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer
+            worker,
+            number,
+            size_bytes=size_bytes,
+            task_seconds=task_seconds,
+            now=now,
+            has_failed=has_failed,
+            answer=answer,
         )
         if task is not None and task.holders:  # with a superfluous copy
             self._out += [Cancel(loser.id, number) for loser in task.holders]

@@ -131,7 +131,8 @@ class Table:
         self._gathers = not options.is_iterable  # until as many workers as are wanted have been there
         self._least_finish = math.inf  # not above the earliest expected finish of the full ones
         self._pace = Pace(self.window)
-        self._kept_until = math.inf  # time until which a task is kept for a full worker, though another has room
+        self._kept_until = math.inf  # time until which a task is kept, though a worker has room
+        self._num_failed = 0  # workers that have failed in their last task
         # Only the task at the head of a worker's queue has a deadline, from the time it came there: a task behind
         # another one is not running, and none is while the worker begins. The limit is the same for all, so deadlines
         # come in the order of the beginnings, which is that of the dictionary.
@@ -274,6 +275,7 @@ class Table:
     def worker_left(self, worker: int) -> None:
         """Remove a worker; its unanswered tasks wait for another one now."""
         record = self._workers.pop(worker)
+        self._num_failed -= record.has_failed
         self._roomy.pop(worker, None)
         self._full.pop(worker, None)
         self._owners = {stream: owner for stream, owner in self._owners.items() if owner is not record}
@@ -396,6 +398,11 @@ class Table:
         if self._gathers:
             # As with torch, each worker gets a first task before any gets a second one: tasks may wait for each other.
             roomy = [worker for worker in roomy if worker.task_seconds is not None or not worker.in_flight]
+        if self._num_failed and any(one.in_flight and not one.has_failed for one in self._workers.values()):
+            rested = [worker for worker in roomy if not worker.has_failed or worker.rests_until <= now]
+            if not rested:
+                self._kept_until = min((worker.rests_until for worker in roomy), default=math.inf)
+            roomy = rested
         if not roomy:
             return None
         best = min(roomy, key=FINISH)
@@ -555,6 +562,7 @@ class Table:
         size_bytes: int,
         task_seconds: float | None = None,
         now: float = 0.0,
+        has_failed: bool = False,
         answer: Any = None,
     ) -> Entry | None:
         """Note a worker's answer to a task.
@@ -563,6 +571,8 @@ class Table:
             size_bytes: Bytes that the answer occupies in this process.
             task_seconds: Working time, without queueing and travelling; None if that says nothing about the worker's
                 speed, as for an exception or a cancelled task.
+            has_failed: True if the batch, or most of it, is missing: a worker that fails faster than others work must
+                not get the tasks of all.
             answer: The answer, kept until the task is delivered.
 
         Returns:
@@ -576,7 +586,8 @@ class Table:
             task_seconds = None  # a stream cannot be given to a faster worker
         self._has_answer = True
         self._num_in_flight -= record.in_flight[number] == 1
-        if record.answered(number, task_seconds, now) and self._task_timeout is not None:
+        self._num_failed += has_failed - record.has_failed
+        if record.answered(number, task_seconds, now, has_failed) and self._task_timeout is not None:
             self._head_changed(record, now)
         if not record.draining and len(record.in_flight) < self._prefetch_factor:
             self._roomy[worker] = record

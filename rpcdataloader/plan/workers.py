@@ -7,7 +7,8 @@ network is full, all answers take long, and none is a straggler.
 All times are those of a whole batch: a part of one counts as if the worker had made the batch at that speed.
 
 A task goes to the worker that is expected to finish it first: workers without measurements come before all others, and
-that with the fewest tasks in flight before these. A worker whose running task is overdue comes last.
+that with the fewest tasks in flight before these. A worker whose running task is overdue comes last. One that has
+failed gets none, while others work, until it would have finished: where files are missing, all fails at once.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class WorkerPace:
     in_flight: dict[float, float] = field(default_factory=dict)
     draining: bool = False
     has_begun: bool = False
+    has_failed: bool = False  # in its last task
+    rests_until: float = -math.inf  # time at which that would have been finished
     task_seconds: float | None = None  # average of recent answers; None before the first one
     # Seconds until it would answer one more task. An attribute, since it is compared more often than it changes.
     finish: float = _CLOCK_SECONDS
@@ -116,7 +119,7 @@ class WorkerPace:
         self.in_flight[number] = share
         self._note_finish()
 
-    def answered(self, number: float, task_seconds: float | None, now: float) -> bool:
+    def answered(self, number: float, task_seconds: float | None, now: float, has_failed: bool = False) -> bool:
         """Note that the worker answered a task; ``task_seconds`` is None if that says nothing about its speed.
 
         Returns:
@@ -124,7 +127,10 @@ class WorkerPace:
         """
         was_running = next(iter(self.in_flight)) == number
         share = self.in_flight.pop(number)
-        if task_seconds is not None:
+        self.has_failed = has_failed
+        if has_failed:
+            self.rests_until = self.since + share * (self.common.task_seconds or _LATE_SECONDS)
+        elif task_seconds is not None:
             task_seconds /= share
             self.task_seconds = _smooth(self.task_seconds if self._num_averaged > 1 else None, task_seconds)
             self._num_averaged += 1

@@ -39,6 +39,12 @@ _received: weakref.WeakKeyDictionary[type, Mapping[str, Any] | None] = weakref.W
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 
+# What a module has but no data: a worker has its own, by an import.
+_NO_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, logging.Logger)
+
+# Of modules, the tokens of the globals that were received with functions.
+_received_globals: dict[str, dict[str, Any]] = {}
+
 # Classes whose metaclass is one of these are made without calling it; those of the script, too.
 _PLAIN_METACLASSES = (type, abc.ABCMeta)
 
@@ -96,8 +102,28 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
-def reduce_function(function: types.FunctionType, module: str) -> tuple[Any, ...]:
-    """Take apart a function; ``module`` is that of :func:`module_of`."""
+def data_of(function: types.FunctionType) -> dict[str, Any]:
+    """The data among the globals that a function uses."""
+    namespace = function.__globals__
+    names = [name for name in names_in(function.__code__) if name in namespace and not name.startswith("__")]
+    return {name: namespace[name] for name in names if not isinstance(namespace[name], _NO_DATA)}
+
+
+def reduce_function(
+    function: types.FunctionType, module: str, digest: Callable[[Any], bytes] | None = None
+) -> tuple[Any, ...]:
+    """Take apart a function.
+
+    Args:
+        module: That of :func:`module_of`.
+        digest: Function that tells whether a value has changed; with it, the data that the function uses of another
+            module than the script comes along, as the script may have changed it.
+    """
+    brought: dict[str, tuple[Any, Any]] = {}
+    if digest is not None and module != "__main__":
+        for name, value in data_of(function).items():
+            with contextlib.suppress(Exception):  # it cannot be sent: the receiver's module has its own
+                brought[name] = token_of(value, digest), value
     namespace, cells = function.__globals__, function.__closure__ or ()
     used = [namespace[name] for name in names_in(function.__code__) if name in namespace]
     for cell in cells:
@@ -113,7 +139,7 @@ def reduce_function(function: types.FunctionType, module: str) -> tuple[Any, ...
         "__kwdefaults__": function.__kwdefaults__,
         "__annotations__": function.__annotations__,
     }
-    content = state, dict(function.__dict__), modules
+    content = state, dict(function.__dict__), modules, brought
     parts = function.__code__, function.__name__, tuple(cells), module
     return make_function, parts, content, None, None, fill_function
 
@@ -126,21 +152,31 @@ def make_function(
     return types.FunctionType(code, namespace, name, None, cells)
 
 
-def fill_function(function: types.FunctionType, content: tuple[dict[str, Any], dict[str, Any], Any]) -> None:
-    """Give a function what may refer to itself."""
-    state, attributes, _modules = content
+def fill_function(
+    function: types.FunctionType,
+    content: tuple[dict[str, Any], dict[str, Any], Any, Mapping[str, tuple[Any, Any]]],
+) -> None:
+    """Give a function what may refer to itself, and its module those globals that are others than it has received."""
+    state, attributes, _modules, brought = content
     for name, value in state.items():
         setattr(function, name, value)
     function.__dict__.update(attributes)
+    received = _received_globals.setdefault(function.__globals__["__name__"], {}) if brought else {}
+    for name, (token, value) in brought.items():
+        if received.get(name) != token:
+            function.__globals__[name], received[name] = value, token
 
 
 def content_of(function: types.FunctionType) -> tuple[Any, ...]:
     """What may change in a function: its code and defaults, its attributes, and the variables of its closure.
 
-    Globals that are no module's, as of code that ``exec`` runs, are sent with it, and count, too.
+    Globals that are sent with it count, too.
     """
-    namespace = {} if module_of(function) is not None else function.__globals__
-    used = {name: namespace[name] for name in names_in(function.__code__) if name in namespace}
+    module, namespace = module_of(function), function.__globals__
+    if module is not None:
+        used = {} if module == "__main__" else data_of(function)
+    else:
+        used = {name: namespace[name] for name in names_in(function.__code__) if name in namespace}
     variables = []
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # it is empty

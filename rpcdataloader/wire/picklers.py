@@ -140,6 +140,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table = copyreg.dispatch_table
 
     _opens_maps = False  # True if arrays and tensors in memory maps are opened by the receiver
+    _brings_globals = False  # True if local functions of modules bring the data that they use
 
     def __init__(self, file: io.BytesIO, buffers: list[memoryview] | None) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -265,7 +266,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return super().reducer_override(obj)
             if module != "__main__":
                 self.modules.add(module)
-            return reduce_function(obj, module)
+            return reduce_function(obj, module, self._digest if self._brings_globals else None)
         if isinstance(obj, type):
             return reduce_class(obj, self._digest)
         if type(obj) is CachedFunction and obj.__module__ in MAIN_NAMES:
@@ -365,7 +366,7 @@ class RequestPickler(Pickler):
         frozen: Frozen objects.
     """
 
-    _opens_maps = True
+    _opens_maps = _brings_globals = True
 
     def __init__(
         self,

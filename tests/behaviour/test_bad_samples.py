@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteTraceback
+from tests.conftest import AT_ONCE
 from tests.support.datasets import Augmented, Deadly, Numbers, note, notes
 
 BAD = (1, 6, 7, 8, 14)
@@ -319,3 +321,48 @@ def test_sample_that_kills_workers_stays_an_error(server):
     ):
         next(iterator)
     assert len(list(iterator)) == 5
+
+
+class Unmounted(Dataset):
+    """One of the workers finds no files."""
+
+    def __len__(self):
+        return 240
+
+    def __getitem__(self, index):
+        if get_worker_info().id == 0:
+            raise FileNotFoundError("there is no /data on this node")
+        time.sleep(0.005)
+        return index
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_worker_that_fails_at_once_gets_no_more_than_its_share(on_error):
+    loader = RPCDataloader(Unmounted(), 4, num_workers=2, on_error=on_error, max_skipped=1000)
+    batches, num_loaded = iter(loader), 0
+    while True:
+        try:
+            num_loaded += len(next(batches))
+        except FileNotFoundError:
+            continue
+        except StopIteration:
+            break
+    assert num_loaded >= 80  # 120 with torch
+
+
+def fail(_worker):
+    raise LookupError("nothing works")
+
+
+def test_dataset_that_fails_everywhere_is_at_its_end_at_once():
+    batches, num_errors = iter(RPCDataloader(Numbers(200), num_workers=2, worker_init_fn=fail)), 0
+    began = time.monotonic()
+    while True:
+        try:
+            next(batches)
+        except LookupError:
+            num_errors += 1
+        except StopIteration:
+            break
+    assert num_errors == 200
+    assert time.monotonic() - began < AT_ONCE

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -958,3 +959,45 @@ def test_state_is_kept_when_the_pass_cannot_begin(address):
         iter(loader)
     dataset.size = 6
     assert [int(number) for number in loader] == [4, 5]
+
+
+class OneObject:
+    """A sampler with a state that gives the same object for each sample, with another content, and begins anew."""
+
+    def __init__(self):
+        self.job, self.number = {}, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.number == 4:
+            self.number = 0
+            raise StopIteration
+        self.job["index"] = self.number
+        self.number += 1
+        return self.job
+
+    def __len__(self):
+        return 4
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+class OfJobs(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, job):
+        return job["index"]
+
+
+@pytest.mark.parametrize("where", [{"workers": "inline"}, {"num_workers": 1}], ids=["inline", "worker"])
+def test_sampler_that_gives_one_object_again_and_begins_anew_is_as_with_torch(where):
+    assert list(DataLoader(OfJobs(), None, sampler=OneObject())) == [0, 1, 2, 3]
+    loader = RPCDataloader(OfJobs(), None, sampler=OneObject(), **where)
+    assert [list(loader), list(loader)] == [[0, 1, 2, 3]] * 2

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader
 from tests.support.streams import (
@@ -333,3 +334,67 @@ def test_methods_of_another_protocol_are_not_called():
     loader = RPCDataloader(Told(SIZES), 4, workers="inline")
     list(itertools.islice(loader, 2))
     assert loader.state_dict()["streams"][0][2] == ""
+
+
+class Counting(IterableDataset):
+    """A stream that counts its epochs, each of which has another order of all, of which each worker takes its share."""
+
+    def __init__(self, size):
+        self.size, self.epoch = size, 0
+
+    def __iter__(self):
+        return iter(self.order())
+
+    def order(self):
+        self.epoch += 1
+        generator, worker = torch.Generator().manual_seed(self.epoch), get_worker_info()
+        return torch.randperm(self.size, generator=generator).tolist()[worker.id :: worker.num_workers]
+
+
+class CountingLate(Counting):
+    """It counts as its first sample is taken."""
+
+    def __iter__(self):
+        yield from self.order()
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingLate])
+@pytest.mark.parametrize("num_taken", [None, 0, 1])
+@pytest.mark.parametrize("where", ["here", "node"])
+def test_epochs_that_a_stream_counts_are_whole_after_one_that_was_left(shared_server, kind, num_taken, where):
+    options = {"workers": shared_server.address} if where == "node" else {}
+    loader = RPCDataloader(kind(12), 2, num_workers=2, persistent_workers=True, **options)
+    if num_taken is not None:
+        list(loader)
+    list(itertools.islice(loader, num_taken or 1))
+    if num_taken == 0:
+        iter(loader)  # it is left at once
+    for _epoch in range(2):
+        assert sorted(torch.cat(list(loader)).tolist()) == list(range(12))
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingLate])
+def test_epochs_that_a_stream_counts_are_whole_after_the_loss_of_a_worker(shared_server, kind):
+    options = {"collate_fn": with_pid, "persistent_workers": True, "workers": shared_server.address, "num_workers": 2}
+    loader = RPCDataloader(kind(12), 2, **options)
+    for epoch in range(4):
+        batches = list(loader)
+        assert sorted(numbers(batches)) == list(range(12)), epoch
+        os.kill(batches[-1][0], signal.SIGKILL)
+
+
+def test_stream_that_counts_its_epochs_goes_on_in_another_process(shared_server):
+    def make():
+        return RPCDataloader(
+            Counting(12), 2, num_workers=2, persistent_workers=True, workers=shared_server.address, collate_fn=list
+        )
+
+    loader = make()
+    expected = [list(loader) for _epoch in range(3)][-1]
+    loader = make()
+    for _epoch in range(2):
+        list(loader)
+    begun = list(itertools.islice(loader, 2))
+    other = make()
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert begun + list(other) == expected

@@ -121,6 +121,11 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ),
         ("a backup task goes to a worker that is draining", "is not first and not worker.draining", "is not first"),
         ("a fast answer is late by far", "= max(_LATE_SECONDS, _LATE_FACTOR * median)", "= _LATE_FACTOR * median"),
+        (
+            "a worker that fails at once gets the tasks of all",
+            "self.rests_until = self.since +",
+            "self.rests_until = 0 *",
+        ),
         ("nothing is ever late", "self.late_seconds = max(_LATE_SECONDS", "self.late_seconds = max(1e9"),
     ],
     "plan.roster": [

@@ -67,6 +67,8 @@ class Member:
     sent_away: bool = False
     closed: bool = False
     is_measured: bool = False  # True if it has told the time of a task of this epoch
+    has_failed: bool = False  # in its last task of this epoch
+    rests: tuple[float, float] = (0.0, 0.0)  # earliest and latest time until which it then gets no other
     is_over: bool = False  # True if it drains since an earlier epoch, and has no part in this one
     # Tasks in the order in which they were sent, and the share of a batch that each is.
     in_flight: dict[float, float] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class Judge:
         self.num_answers = 0
         self.gathers = not self.is_iterable  # until as many workers as are wanted have been there
         for member in self.members.values():
-            member.is_measured = False
+            member.is_measured = member.has_failed = False
         self.ramp_end = 0
         self.nears_end = False
         self.waiting_since: float | None = None  # the consumer
@@ -149,6 +151,7 @@ class Judge:
         self.window = self.wanted_window = max(1, self.num_wanted) * options.prefetch_factor
         self.num_seen = self.num_measured = 0
         self.max_seen = self.max_seconds = 0.0
+        self.min_seconds = math.inf
         self.to_cancel: set[tuple[int, float]] = set()  # copies that nobody waits for any more
         self.turn: deque[int] = deque()
         self.owners: dict[int, int] = {}
@@ -239,12 +242,18 @@ class Judge:
         member = self.members.get(worker)
         return member is not None and number in member.in_flight
 
-    def answered(self, worker: int, number: float, size_bytes: int, task_seconds: float | None, now: float) -> bool:
+    def answered(
+        self, worker: int, number: float, size_bytes: int, task_seconds: float | None, now: float, has_failed: bool
+    ) -> bool:
         """A worker answers; returns whether the engine has to take it."""
         self.num_deaths = 0
         if not self.holds(worker, number):
             return False
-        self._drop_copy(worker, number, task_seconds, now)
+        member, share = self.members[worker], self.members[worker].in_flight[number]
+        member.has_failed = has_failed
+        least, most = (self.min_seconds, self.max_seconds) if self.num_measured else (1.0, 1.0)
+        member.rests = member.since + share * least, member.since + share * max(most, _SHORTEST)
+        self._drop_copy(worker, number, None if has_failed else task_seconds, now)
         task = self.find(number)
         if task is None or task.is_answered:
             return False
@@ -616,7 +625,7 @@ class Judge:
         if task.holders:
             self._see_backup(action, task, now)
         else:
-            self._see_first(action, task, member, lowest)
+            self._see_first(action, task, member, lowest, now)
         if not member.in_flight:
             member.since = now
         whole = task if task.batch is None else self.tasks[task.batch]
@@ -691,13 +700,15 @@ class Judge:
         parts = () if task is None else (self.parts[number] for number in task.parts)
         return next((part for part in parts if not part.is_answered), task)
 
-    def _see_first(self, action: actions.Load, task: Task, member: Member, lowest: float | None) -> None:
+    def _see_first(self, action: actions.Load, task: Task, member: Member, lowest: float | None, now: float) -> None:
         number = action.number
         assert len(member.in_flight) < self.options.prefetch_factor or self.is_iterable, f"{action}: the worker is full"
         assert self._may_send(number), f"{action}: it is too much for {self.options.max_in_flight_bytes} bytes"
         assert self.is_iterable or lowest == number, f"{action}: task {lowest} waits for longer"
         is_second = member.in_flight and not member.is_measured
         assert not (self.gathers and is_second), f"{action}: it is not the worker's first, and others have none yet"
+        rests = not self.is_iterable and member.has_failed and now < member.rests[0] - _TINY
+        assert not (rests and self._is_another_at_work()), f"{action}: it has failed at once, and others are at work"
 
     def _see_cancel(self, action: actions.Cancel, now: float) -> None:
         assert self.holds(action.worker, action.number), f"{action}: the worker does not have it"
@@ -767,7 +778,7 @@ class Judge:
         usable = {number: member for number, member in self.members.items() if member.is_usable}
         roomy = [number for number, member in usable.items() if len(member.in_flight) < self.options.prefetch_factor]
         number = self._lowest if roomy else None
-        if number is not None and self._may_send(number) and not self._may_hold(number, roomy):
+        if number is not None and self._may_send(number) and not self._may_hold(number, roomy, now):
             is_any_at_work = any(member.in_flight for member in self.members.values())
             assert self.num_measured and is_any_at_work, f"task {number} waits, and {roomy[:9]} have room"
             assert self._may_keep(now), f"task {number} is kept, {roomy[:9]} have room, others are overdue"
@@ -775,13 +786,23 @@ class Judge:
         if idle and self.num_seen >= 8 and not self._has_backup:
             self._check_backup(idle, now)
 
-    def _may_hold(self, number: float, roomy: list[int]) -> bool:
+    def _is_another_at_work(self) -> bool:
+        """Whether a worker is at work that has not failed in its last task."""
+        return any(member.in_flight and not member.has_failed for member in self.members.values())
+
+    def _may_hold(self, number: float, roomy: list[int], now: float) -> bool:
         """Whether a task may wait though workers have room.
 
-        For the first answer, as they have parts of it, or as their first task runs while others are yet to come.
+        For the first answer, as they have parts of it, or as their first task runs while others are yet to come. Or as
+        they have failed sooner than they could have finished.
         """
         if self.gathers:
             roomy = [each for each in roomy if self.members[each].is_measured or not self.members[each].in_flight]
+            if not roomy:
+                return True
+        if self._is_another_at_work():
+            members = ((each, self.members[each]) for each in roomy)
+            roomy = [each for each, member in members if not member.has_failed or now > member.rests[1] + _TINY]
             if not roomy:
                 return True
         batch = self.tasks[int(number)]
@@ -1000,6 +1021,7 @@ class Judge:
             self.num_measured += 1
             self.has_measured = True
             self.max_seconds = max(self.max_seconds, seconds / share)
+            self.min_seconds = min(self.min_seconds, seconds / share)
             if was_running:
                 self.num_seen += 1
                 self.max_seen = max(self.max_seen, (now - member.since) / share)
