@@ -24,6 +24,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from cloudpickle import cloudpickle  # type: ignore[import-untyped]
@@ -51,7 +52,29 @@ _PLAIN_METACLASSES = (type, abc.ABCMeta)
 
 def main_globals() -> dict[str, Any]:
     """The globals of the script, or those that this process has of it."""
-    return vars(sys.modules["__main__"])
+    main = sys.modules["__main__"]
+    return vars(main) if main.__name__ == "__main__" else _spawned_globals(main)
+
+
+@functools.lru_cache(maxsize=1)
+def _spawned_globals(main: types.ModuleType) -> dict[str, Any]:
+    """The globals that functions of the script use in a child that multiprocessing has spawned: no module has them.
+
+    The child runs the script as ``__mp_main__``, and gives its module a copy of what it has defined.
+    """
+    for value in list(vars(main).values()):
+        for function in vars(value).values() if isinstance(value, type) else (value,):
+            if isinstance(function, types.FunctionType) and function.__globals__.get("__name__") == main.__name__:
+                return function.__globals__
+    return vars(main)
+
+
+def named(name: str) -> Any:
+    """The object of the script with this dotted name."""
+    root, _dot, rest = name.partition(".")
+    namespace = main_globals()
+    found = namespace[root] if root in namespace else getattr(sys.modules["__main__"], root)
+    return attrgetter(rest)(found) if rest else found
 
 
 def is_of_main(obj: Any) -> bool:

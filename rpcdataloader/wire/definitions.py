@@ -24,12 +24,11 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.host.patches import find_patches, is_content, is_patch, patch
-from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals
+from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
     DefinitionPickler,
@@ -429,7 +428,7 @@ class _Adopted:
         root = name.partition(".")[0]
         if root in self._pending:
             self._load(self._pending, root)
-        return attrgetter(name)(sys.modules["__main__"])
+        return named(name)
 
     def _refer(self, reference: Any) -> Any:
         """What stands in a definition for another one, or for an object held elsewhere."""

@@ -12,7 +12,6 @@ import copyreg
 import functools
 import io
 import pickle
-import sys
 import threading
 import types
 import weakref
@@ -37,6 +36,7 @@ from rpcdataloader.wire.by_value import (
     is_of_main,
     main_globals,
     module_of,
+    named,
     names_in,
     reduce_cached,
     reduce_cached_property,
@@ -80,11 +80,6 @@ def place_tensor(
     """Make the tensor of a subclass on the storage of its block; see :class:`Unpickler`."""
     (memory,) = (block.tensor for block in blocks if block.view is content)
     return place(memory, layout).requires_grad_(requires_grad)
-
-
-def named(name: str) -> Any:
-    """The object of the script with this dotted name."""
-    return attrgetter(name)(sys.modules["__main__"])
 
 
 def variable_of(name: str, number: int, find: Callable[[str], Any] = named) -> types.CellType:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 
 import pytest
+
+from tests.conftest import TIMEOUT_SCALE
 
 SCRIPT = """
 import dataclasses, enum, os, sys
@@ -172,3 +175,49 @@ threading.Thread(target=train).start()
 def test_a_thread_goes_on_to_train_once_the_main_thread_has_ended(zygote):
     ended = zygote.start(IN_A_THREAD).wait()
     assert (ended.status, ended.output.count("131072")) == (0, 2), ended.errors
+
+
+RANK = """
+import multiprocessing
+import sys
+
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader
+
+SCALE = 1
+
+
+class Scaled(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return SCALE * index
+
+
+def shift(sample):
+    return sample + SCALE
+
+
+def train(address):
+    global SCALE
+    SCALE = 5
+    print(list(RPCDataloader(Scaled(), None, collate_fn=shift, workers=address, num_workers=1)), flush=True)
+
+
+if __name__ == "__main__":
+    rank = multiprocessing.get_context(sys.argv[2]).Process(target=train, args=sys.argv[1:2])
+    rank.start()
+    rank.join()
+    sys.exit(rank.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_rank_that_multiprocessing_has_started_sends_what_the_script_defines(shared_server, tmp_path, method):
+    path = tmp_path / "train.py"
+    path.write_text(RANK)
+    command = [sys.executable, path, shared_server.address, method]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60 * TIMEOUT_SCALE)
+    assert (ended.returncode, ended.stdout) == (0, "[5, 10, 15]\n"), ended.stderr
