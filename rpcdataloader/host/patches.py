@@ -5,7 +5,8 @@ modules, name them, wherever in it:
 
 - assignments to attributes of modules, and of classes of modules;
 - changes in place of what belongs to one of its own modules: ``config.options["size"] = 3``, ``options.size = 3``,
-  ``options.update(...)``, ``setup()`` as a statement, which changes what it names in its module.
+  ``options.update(...)``, ``update(options)``, and ``setup()``, which changes what it names in its module;
+- whatever is in one of these, after ``setattr(config, name, value)`` or ``vars(config)``.
 
 Their values are those of the moment.
 """
@@ -13,11 +14,13 @@ Their values are those of the moment.
 from __future__ import annotations
 
 import ast
+import builtins
 import collections
 import contextlib
 import dis
 import functools
 import importlib.abc
+import importlib.util
 import logging
 import os
 import sys
@@ -50,7 +53,9 @@ class _Changes(NamedTuple):
 
     assigned: tuple[tuple[str, ...], ...] = ()  # attributes
     touched: tuple[tuple[str, ...], ...] = ()  # what may have changed in place
-    called: tuple[tuple[str, ...], ...] = ()  # for what they do, and not for their result
+    called: tuple[tuple[str, ...], ...] = ()
+    opened: tuple[tuple[str, ...], ...] = ()  # modules of which anything may have changed
+    imported: tuple[tuple[str, str, str], ...] = ()  # names in functions, too: each with its module, and what of that
 
 
 def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +67,8 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
     sources = recorder.look()
     modules = {name: sys.modules[name] for name in sources if name in sys.modules}
     contents = _Contents(modules)
-    for names, changes in _changes_by_namespace(namespace, modules, sources):
+    for own, changes in _changes_by_namespace(namespace, modules, sources):
+        names = {**_imported(changes.imported, own), **own}
         for chain in changes.assigned:
             if chain[0] not in names:  # it is a local one
                 continue
@@ -71,7 +77,7 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
                 if (place := _place_of(owner)) is not None:
                     value = vars(owner)[chain[-1]] if isinstance(owner, type) else getattr(owner, chain[-1])
                     # A module that decorates its own functions does so on the node, too.
-                    if names is namespace or place.partition(":")[0] not in modules or _is_data(chain[-1], value):
+                    if own is namespace or place.partition(":")[0] not in modules or _is_data(chain[-1], value):
                         found[f"{place}{chain[-1]}"] = value
         for chain in changes.touched:
             with contextlib.suppress(Exception):
@@ -79,6 +85,9 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
         for chain in changes.called:
             with contextlib.suppress(Exception):
                 contents.call(_follow(names, chain))
+        for chain in changes.opened:
+            with contextlib.suppress(Exception):
+                found |= contents.open(_follow(names, chain))
     return {**contents.found, **found}
 
 
@@ -121,6 +130,17 @@ class _Contents:
             module, last = place_of_global
             self.found[f"{module}:{last}{_CONTENT}"] = value
 
+    def open(self, module: Any) -> dict[str, Any]:
+        """Note all that an own module has; returns its constants."""
+        if not isinstance(module, types.ModuleType) or self._modules.get(module.__name__) is not module:
+            return {}
+        data = {name: value for name, value in list(vars(module).items()) if _is_data(name, value)}
+        constants = {name: value for name, value in data.items() if isinstance(value, _CONSTANT)}
+        for name in data.keys() - constants.keys():
+            if (place := self._places.get(id(data[name]))) is not None:
+                self.found[f"{place[0]}:{place[1]}{_CONTENT}"] = data[name]
+        return {f"{module.__name__}:{name}": value for name, value in constants.items()}
+
     def call(self, function: Any) -> None:
         """Note what a function of an own module sets or names there, and the functions of it that it calls."""
         code, namespace = getattr(function, "__code__", None), getattr(function, "__globals__", {})
@@ -145,8 +165,22 @@ def _stored(code: types.CodeType) -> frozenset[str]:
     return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL")
 
 
+def _imported(imports: Iterable[tuple[str, str, str]], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """What import statements have named, as far as it is there."""
+    found = {}
+    for name, module, attribute in imports:
+        with contextlib.suppress(Exception):
+            if module.startswith("."):
+                module = importlib.util.resolve_name(module, namespace["__package__"])
+            owner = sys.modules[module]
+            found[name] = (
+                getattr(owner, attribute, None) or sys.modules[f"{module}.{attribute}"] if attribute else owner
+            )
+    return found
+
+
 def _is_data(name: str, value: Any) -> bool:
-    return not (name.startswith("__") or isinstance(value, _NO_DATA))
+    return not ((name.startswith("__") and name.endswith("__")) or isinstance(value, _NO_DATA))
 
 
 def _follow(names: Mapping[str, Any], chain: tuple[str, ...]) -> Any:
@@ -207,21 +241,28 @@ def _parse(source: str | bytes) -> _Changes:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # a cell with a command of IPython
         return _Changes()
-    found = _Found([], [], [])
+    found = _Found([], [], [], [], [])
     for node in _statements(tree.body):
         if isinstance(node, (ast.Assign, ast.Delete)):
             for target in node.targets:
                 found.target(target)
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)):
             found.target(node.target)
             found.touched.append(_chain(node.target))
+        elif isinstance(node, ast.With):
+            for item in node.items:
+                found.target(item.optional_vars)
+                found.calls(item.context_expr)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             for decorator in node.decorator_list:
                 found.call(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            found.call(node.value.func)
-            found.setattr(node.value)
-    return _Changes(*(tuple(dict.fromkeys(filter(None, chains))) for chains in found))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.imports(node)
+        for part in ("value", "test", "iter", "exc"):
+            found.calls(getattr(node, part, None))
+    chains = found.assigned, found.touched, found.called, found.opened
+    assigned, touched, called, opened = (tuple(dict.fromkeys(filter(None, each))) for each in chains)
+    return _Changes(assigned, touched, called, opened, tuple(found.imported))
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -238,14 +279,47 @@ class _Found(NamedTuple):
     assigned: list[tuple[str, ...]]
     touched: list[tuple[str, ...]]
     called: list[tuple[str, ...]]
+    opened: list[tuple[str, ...]]
+    imported: list[tuple[str, str, str]]
 
-    def target(self, target: ast.expr) -> None:
+    def imports(self, node: ast.Import | ast.ImportFrom) -> None:
+        """Note the names that an import statement binds."""
+        for each in node.names:
+            if isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                self.imported.append((each.asname or each.name, module, each.name))
+            else:
+                root = each.name.partition(".")[0]
+                self.imported.append((each.asname or root, each.name if each.asname else root, ""))
+
+    def target(self, target: ast.expr | None) -> None:
         """Note what is assigned to, or deleted."""
-        if isinstance(target, (ast.Attribute, ast.Subscript)):
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for each in target.elts:
+                self.target(each)
+        elif isinstance(target, (ast.Attribute, ast.Subscript)):
+            self.calls(target)
             owner = _chain(target.value)
             self.touched.append(owner)
             if isinstance(target, ast.Attribute) and owner and _is_dotted(target):
                 self.assigned.append((*owner, target.attr))
+
+    def calls(self, value: ast.expr | None) -> None:
+        """Note what is called in an expression, and with what: not in its operators and comprehensions."""
+        while isinstance(value, (ast.Attribute, ast.Subscript, ast.Starred, ast.Await, ast.Lambda)):
+            if isinstance(value, ast.Attribute) and value.attr == "__dict__":
+                self.opened.append(_chain(value.value))
+            value = value.body if isinstance(value, ast.Lambda) else value.value
+        if not isinstance(value, ast.Call):
+            return
+        self.call(value.func)
+        self.setattr(value)
+        self.calls(value.func)
+        only_reads = isinstance(value.func, ast.Name) and hasattr(builtins, value.func.id)
+        for each in (*value.args, *(keyword.value for keyword in value.keywords)):
+            if isinstance(each, (ast.Name, ast.Attribute)) and not only_reads:
+                self.touched.append(_chain(each))
+            self.calls(each)
 
     def call(self, function: ast.expr) -> None:
         """Note what is called for what it does."""
@@ -255,11 +329,18 @@ class _Found(NamedTuple):
             self.touched.append(_chain(function.value))
 
     def setattr(self, call: ast.Call) -> None:
-        """Note the attribute that ``setattr(module, "name", value)`` sets."""
-        if isinstance(call.func, ast.Name) and call.func.id == "setattr" and len(call.args) == 3:
-            owner, name = call.args[:2]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str) and _is_dotted(owner):
-                self.assigned.append((*_chain(owner), name.value))
+        """Note the attribute that ``setattr(module, "name", value)`` sets; or all, for ``vars(module)`` and others."""
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if not call.args or not _is_dotted(owner := call.args[0]):
+            return
+        if name == "setattr" and len(call.args) == 3:
+            attribute = call.args[1]
+            if isinstance(attribute, ast.Constant) and isinstance(attribute.value, str):
+                self.assigned.append((*_chain(owner), attribute.value))
+            else:
+                self.opened.append(_chain(owner))
+        elif name == "vars":
+            self.opened.append(_chain(owner))
 
 
 def _chain(node: ast.expr) -> tuple[str, ...]:

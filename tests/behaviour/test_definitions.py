@@ -263,6 +263,70 @@ assert [*loader] == [[(2, 2, 3)] * 2] * 2
 """)
 
 
+CHANGED = """
+import types
+
+options, table, level, __C = types.SimpleNamespace(size=1), {"a": 1}, 1, {}
+
+def set_up(value):
+    global level
+    level = value
+    return value
+
+def options_of():
+    return options
+
+def fill(mapping, key):
+    mapping[key] = 1
+
+def fill_own(key):
+    __C[key] = 1
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return options.size, len(table), level, num_own()
+
+def num_own():
+    return len(__C)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ("changed.options.size, changed.level = 2, 2", (2, 1, 2, 0)),
+        ("[changed.options.size, _] = 2, 2", (2, 1, 1, 0)),
+        ("for changed.level in range(3): pass", (1, 1, 2, 0)),
+        ("def main():\n    import changed as other\n    other.level = 2\nmain()", (1, 1, 2, 0)),
+        ("def main():\n    from changed import table\n    table['b'] = 2\nmain()", (1, 2, 1, 0)),
+        ("for name, value in {'level': 2}.items():\n    setattr(changed, name, value)", (1, 1, 2, 0)),
+        ("vars(changed)['level'] = 2", (1, 1, 2, 0)),
+        ("changed.__dict__.update(level=2)", (1, 1, 2, 0)),
+        ("changed.fill(changed.table, 'b')", (1, 2, 1, 0)),
+        ("changed.fill_own('b')", (1, 1, 1, 1)),
+        ("found = changed.set_up(2)", (1, 1, 2, 0)),
+        ("if changed.set_up(2): pass", (1, 1, 2, 0)),
+        ("print(changed.set_up(2))", (1, 1, 2, 0)),
+        ("run = lambda: changed.set_up(2)\nrun()", (1, 1, 2, 0)),
+        ("own = changed.options_of()\nown.size = 2", (2, 1, 1, 0)),
+        ("changed.options_of().size = 2", (2, 1, 1, 0)),
+    ],
+)
+def test_changes_of_own_modules_are_found_however_they_are_written(passes, change, seen):
+    passes(f"""
+import pathlib
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("changed.py").write_text({CHANGED!r})
+import changed
+
+{change}
+assert [*load(changed.Rows())] == [[{seen}] * 2] * 2
+""")
+
+
 def test_what_a_module_has_computed_from_another_stays_as_the_script_changes_that(passes):
     passes(f"""
 import pathlib
