@@ -313,11 +313,7 @@ class RemoteSession:
         while True:
             try:
                 channel, self._welcome = self._settings.open(
-                    self.address,
-                    _NO_SESSION,
-                    self._deadline,
-                    retry=self._settings.waits_for_servers,
-                    tell=self._note,
+                    self.address, _NO_SESSION, self._deadline, retry=self._settings.waits_for_servers, tell=self._note
                 )
                 break
             except UnavailableError as exc:

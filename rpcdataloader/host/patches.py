@@ -79,15 +79,11 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
                     # A module that decorates its own functions does so on the node, too.
                     if own is namespace or place.partition(":")[0] not in modules or _is_data(chain[-1], value):
                         found[f"{place}{chain[-1]}"] = value
-        for chain in changes.touched:
-            with contextlib.suppress(Exception):
-                contents.touch(names, chain)
-        for chain in changes.called:
-            with contextlib.suppress(Exception):
-                contents.call(_follow(names, chain))
-        for chain in changes.opened:
-            with contextlib.suppress(Exception):
-                found |= contents.open(_follow(names, chain))
+        noted = (contents.touch, changes.touched), (contents.call, changes.called), (contents.open, changes.opened)
+        for note, chains in noted:
+            for chain in chains:
+                with contextlib.suppress(Exception):
+                    note(names, chain)
     return {**contents.found, **found}
 
 
@@ -130,18 +126,21 @@ class _Contents:
             module, last = place_of_global
             self.found[f"{module}:{last}{_CONTENT}"] = value
 
-    def open(self, module: Any) -> dict[str, Any]:
-        """Note all that an own module has; returns its constants."""
-        if not isinstance(module, types.ModuleType) or self._modules.get(module.__name__) is not module:
-            return {}
-        data = {name: value for name, value in list(vars(module).items()) if _is_data(name, value)}
-        constants = {name: value for name, value in data.items() if isinstance(value, _CONSTANT)}
-        for name in data.keys() - constants.keys():
-            if (place := self._places.get(id(data[name]))) is not None:
-                self.found[f"{place[0]}:{place[1]}{_CONTENT}"] = data[name]
-        return {f"{module.__name__}:{name}": value for name, value in constants.items()}
+    def open(self, names: Mapping[str, Any], chain: tuple[str, ...]) -> None:
+        """Note all that an own module has."""
+        module = _follow(names, chain)
+        if isinstance(module, types.ModuleType) and self._modules.get(module.__name__) is module:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, _CONSTANT) and _is_data(name, value):
+                    self.found[f"{module.__name__}:{name}"] = value
+                elif (place := self._places.get(id(value))) is not None:
+                    self.found[f"{place[0]}:{place[1]}{_CONTENT}"] = value
 
-    def call(self, function: Any) -> None:
+    def call(self, names: Mapping[str, Any], chain: tuple[str, ...]) -> None:
+        """Note what a function does that belongs to an own module."""
+        self._call(_follow(names, chain))
+
+    def _call(self, function: Any) -> None:
         """Note what a function of an own module sets or names there, and the functions of it that it calls."""
         code, namespace = getattr(function, "__code__", None), getattr(function, "__globals__", {})
         module = str(namespace.get("__name__"))
@@ -152,7 +151,7 @@ class _Contents:
         for name in code.co_names:
             value = namespace.get(name)
             if isinstance(value, types.FunctionType):
-                self.call(value)
+                self._call(value)
             elif name in namespace and _is_data(name, value) and not isinstance(value, _CONSTANT):
                 self.found[f"{module}:{name}{_CONTENT}"] = value
         for name in _stored(code) & namespace.keys():
@@ -208,12 +207,12 @@ def _changes_by_namespace(
     cells = namespace.get("_ih")  # of a notebook, all that has run
     if isinstance(cells, list):
         for cell in cells:
-            yield namespace, _changes(str(cell))
+            yield namespace, _changes(str(cell), bool(modules))
     elif isinstance(path := namespace.get("__file__"), str):
         with contextlib.suppress(OSError):
-            yield namespace, _changes_of_file(path, os.stat(path).st_mtime_ns)
+            yield namespace, _changes_of_file(path, os.stat(path).st_mtime_ns, bool(modules))
     elif sys.argv[:1] == ["-c"] and "-c" in sys.orig_argv:
-        yield namespace, _changes(sys.orig_argv[sys.orig_argv.index("-c") + 1])
+        yield namespace, _changes(sys.orig_argv[sys.orig_argv.index("-c") + 1], bool(modules))
     left = _MAX_SOURCE_BYTES
     for name, source in sources.items():
         if name in modules and (left := left - len(source.content)) >= 0:
@@ -221,9 +220,9 @@ def _changes_by_namespace(
 
 
 @functools.lru_cache(maxsize=2)
-def _changes_of_file(path: str, _changed: int) -> _Changes:
+def _changes_of_file(path: str, _changed: int, has_modules: bool) -> _Changes:
     with open(path, encoding="utf-8", errors="replace") as file:
-        return _changes(file.read())
+        return _changes(file.read(), has_modules)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -232,11 +231,12 @@ def _changes_of_module(_path: str, content: bytes) -> _Changes:
 
 
 @functools.lru_cache(maxsize=1024)
-def _changes(source: str) -> _Changes:
-    return _parse(source)
+def _changes(source: str, has_modules: bool) -> _Changes:
+    return _parse(source, has_modules)
 
 
-def _parse(source: str | bytes) -> _Changes:
+def _parse(source: str | bytes, has_modules: bool = True) -> _Changes:
+    """What a source changes; without modules of the script's own, nothing of theirs."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # a cell with a command of IPython
@@ -249,20 +249,20 @@ def _parse(source: str | bytes) -> _Changes:
         elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)):
             found.target(node.target)
             found.touched.append(_chain(node.target))
-        elif isinstance(node, ast.With):
+        elif isinstance(node, ast.With) and has_modules:
             for item in node.items:
                 found.target(item.optional_vars)
                 found.calls(item.context_expr)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             for decorator in node.decorator_list:
                 found.call(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        elif isinstance(node, (ast.Import, ast.ImportFrom)) and node.col_offset:  # others are in the module
             found.imports(node)
-        for part in ("value", "test", "iter", "exc"):
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found.setattr(node.value)
+        for part in ("value", "test", "iter", "exc") if has_modules else ():
             found.calls(getattr(node, part, None))
-    chains = found.assigned, found.touched, found.called, found.opened
-    assigned, touched, called, opened = (tuple(dict.fromkeys(filter(None, each))) for each in chains)
-    return _Changes(assigned, touched, called, opened, tuple(found.imported))
+    return _Changes(*(tuple(dict.fromkeys(filter(None, each))) for each in found))  # type: ignore[arg-type]
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -185,14 +185,9 @@ class RemoteIterator(PassIterator):
         with undone_afterwards(saved):
             intake = Intake(settings, get_client().allocator)
             begun = begin_pass(settings, saved, len(placement.homes), makes_requests=True)
-            engine = Engine(
-                plan_options(settings, placement),
-                placement.homes,
-                placement.others,
-                describe=describe,
-                turn=begun.progress.turn,
-                split=make_part if settings.may_split and (wants is None or wants.may_split) else None,
-            )
+            options, turn = plan_options(settings, placement), begun.progress.turn
+            split = make_part if settings.may_split and (wants is None or wants.may_split) else None
+            engine = Engine(options, placement.homes, placement.others, describe=describe, turn=turn, split=split)
             dataset.settle()
             executor = Executor(settings, dataset, placement, here)
             self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)

@@ -166,8 +166,4 @@ def loader_spec(
 
 def functions_of(settings: PassSettings) -> dict[str, Any]:
     """The user's functions and classes in a ``LoaderSpec``."""
-    return {
-        "collate_fn": settings.collate_fn,
-        "worker_init_fn": settings.worker_init_fn,
-        "retry_on": settings.retry_on,
-    }
+    return {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn, "retry_on": settings.retry_on}

@@ -292,15 +292,15 @@ class Seat(WorkerOwner):
         if answer.error is None and settings.iterable and answer.stream is None:
             engine.stream_ended(worker, number, now)
             return None
-        lacks, num_samples = answer.lacks, sent.task.num_samples
-        has_failed = answer.error is not None or (lacks is not None and 2 * lacks.num_samples > num_samples)
+        num_missing = 0 if answer.lacks is None else answer.lacks.num_samples
+        failed = answer.error is not None or 2 * num_missing > sent.task.num_samples
         task = engine.answered(
             worker,
             number,
             size_bytes=answer.size_bytes,
             task_seconds=seconds,
             now=now,
-            has_failed=has_failed and not settings.iterable,
+            has_failed=failed,
             answer=answer,
         )
         if task is not None and task.stream is not None and answer.stream is not None:

@@ -583,7 +583,7 @@ class Table:
         if record is None or number not in record.in_flight:
             return None
         if self._has_streams:
-            task_seconds = None  # a stream cannot be given to a faster worker
+            task_seconds, has_failed = None, False  # a stream cannot be given to another worker
         self._has_answer = True
         self._num_in_flight -= record.in_flight[number] == 1
         self._num_failed += has_failed - record.has_failed

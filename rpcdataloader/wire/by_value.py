@@ -184,8 +184,8 @@ def fill_function(
     for name, value in state.items():
         setattr(function, name, value)
     function.__dict__.update(attributes)
-    received = _received_globals.setdefault(function.__globals__["__name__"], {}) if brought else {}
     for name, (token, value) in brought.items():
+        received = _received_globals.setdefault(function.__globals__["__name__"], {})
         if received.get(name) != token:
             function.__globals__[name], received[name] = value, token
 

@@ -151,12 +151,7 @@ def dumps(
     if pickler.used or pickler.frozen or names or with_rest or with_patches:
         used = {**dict.fromkeys(names, ""), **pickler.used}
         table = definitions.script.collect(
-            used,
-            _explain_global,
-            reference_of=persistent_id,
-            have=have,
-            with_rest=with_rest,
-            with_patches=with_patches,
+            used, _explain_global, reference_of=persistent_id, have=have, with_rest=with_rest, with_patches=with_patches
         )
         for frozen in pickler.frozen:
             table = definitions.merge(table, frozen.definitions)

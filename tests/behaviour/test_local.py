@@ -385,7 +385,8 @@ def test_ctrl_c_while_a_process_begins_comes_out_and_leaves_nothing(tmp_path, mo
     ended = subprocess.run(
         [sys.executable, path, moment, method], capture_output=True, text=True, timeout=30 * TIMEOUT_SCALE
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "5 8\n", "")
+    errors = [line for line in ended.stderr.splitlines() if "still waiting" not in line]  # on a busy machine
+    assert (ended.returncode, ended.stdout, errors) == (0, "5 8\n", [])
 
 
 def test_fork_that_does_not_answer_is_ended_and_another_way_is_told(zygote):

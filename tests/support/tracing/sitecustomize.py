@@ -39,3 +39,6 @@ def _trace(frame, _event, _argument):
 
 threading.settrace(_trace)
 sys.settrace(_trace)
+
+# It is no module of the script, whose source would be sent.
+__spec__ = None
