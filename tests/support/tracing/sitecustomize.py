@@ -41,4 +41,4 @@ threading.settrace(_trace)
 sys.settrace(_trace)
 
 # It is no module of the script, whose source would be sent.
-__spec__ = None
+__spec__ = None  # type: ignore[assignment]
