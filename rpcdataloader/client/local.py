@@ -363,7 +363,7 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
             daemon=True,
         )
         try:
-            with _starting, forks_read_nothing(), _without_needless_warning(), _waits(context):
+            with _starting, forks_read_nothing(), _without_needless_warning(), _interruptible(context):
                 process.start()
         except BaseException as exc:
             with _forking:
@@ -388,8 +388,8 @@ def _start(context: BaseContext, inherited: Inherited) -> tuple[Any, Transport, 
     return process, transport, ours, life
 
 
-def _waits(context: BaseContext) -> contextlib.AbstractContextManager[None]:
-    """Other processes than a fork are sent what they are born with, and take it once they have imported."""
+def _interruptible(context: BaseContext) -> contextlib.AbstractContextManager[None]:
+    """Let signals through where a start waits: others than a fork take what they are sent once they have imported."""
     return contextlib.nullcontext() if context.get_start_method() == "fork" else signals_let_through()
 
 

@@ -241,7 +241,7 @@ class StreamLoader(BatchLoader):
             self._keeper.begin()
         try:
             self._take_sample([])
-        except (Exception, SystemExit, GeneratorExit):
+        except BaseException:  # of the dataset, as no signal handler raises in a worker
             logger.debug("a stream that was left fails at its beginning", exc_info=True)
         finally:
             end_sample()

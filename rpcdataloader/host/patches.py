@@ -77,7 +77,7 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
                 if (place := _place_of(owner)) is not None:
                     value = vars(owner)[chain[-1]] if isinstance(owner, type) else getattr(owner, chain[-1])
                     # A module that decorates its own functions does so on the node, too.
-                    if own is namespace or place.partition(":")[0] not in modules or _is_data(chain[-1], value):
+                    if own is namespace or place.partition(":")[0] not in modules or is_data(chain[-1], value):
                         found[f"{place}{chain[-1]}"] = value
         noted = (contents.touch, changes.touched), (contents.call, changes.called), (contents.open, changes.opened)
         for note, chains in noted:
@@ -106,7 +106,7 @@ class _Contents:
             id(value): (module, name)
             for module, each in self._modules.items()
             for name, value in list(vars(each).items())
-            if _is_data(name, value) and not isinstance(value, _CONSTANT)
+            if is_data(name, value) and not isinstance(value, _CONSTANT)
         }
 
     def touch(self, names: Mapping[str, Any], chain: tuple[str, ...]) -> None:
@@ -118,7 +118,7 @@ class _Contents:
             if not isinstance(value, (type, types.ModuleType)):
                 break
             value, owner, last = getattr(value, name), value, name
-        if not _is_data(last, value) or isinstance(value, _CONSTANT):
+        if not is_data(last, value) or isinstance(value, _CONSTANT):
             return
         if isinstance(owner, type) and owner.__module__ in self._modules and (place := _place_of(owner)):
             self.found[f"{place}{last}{_CONTENT}"] = value
@@ -131,7 +131,7 @@ class _Contents:
         module = _follow(names, chain)
         if isinstance(module, types.ModuleType) and self._modules.get(module.__name__) is module:
             for name, value in list(vars(module).items()):
-                if isinstance(value, _CONSTANT) and _is_data(name, value):
+                if isinstance(value, _CONSTANT) and is_data(name, value):
                     self.found[f"{module.__name__}:{name}"] = value
                 elif (place := self._places.get(id(value))) is not None:
                     self.found[f"{place[0]}:{place[1]}{_CONTENT}"] = value
@@ -152,7 +152,7 @@ class _Contents:
             value = namespace.get(name)
             if isinstance(value, types.FunctionType):
                 self._call(value)
-            elif name in namespace and _is_data(name, value) and not isinstance(value, _CONSTANT):
+            elif name in namespace and is_data(name, value) and not isinstance(value, _CONSTANT):
                 self.found[f"{module}:{name}{_CONTENT}"] = value
         for name in _stored(code) & namespace.keys():
             self.found[f"{module}:{name}"] = namespace[name]
@@ -178,7 +178,8 @@ def _imported(imports: Iterable[tuple[str, str, str]], namespace: Mapping[str, A
     return found
 
 
-def _is_data(name: str, value: Any) -> bool:
+def is_data(name: str, value: Any) -> bool:
+    """Whether a global of a module is data, which a script may change: no function, class, module, or logger."""
     return not ((name.startswith("__") and name.endswith("__")) or isinstance(value, _NO_DATA))
 
 

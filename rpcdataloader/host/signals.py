@@ -19,7 +19,7 @@ class _Held:
     """Stands for a handler of the script meanwhile."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self._handler = handler
+        self.handler = handler
         self._pid = os.getpid()
         self.has_come = False
 
@@ -28,7 +28,7 @@ class _Held:
         if _holding.depth and os.getpid() == self._pid:
             self.has_come = True
             return None
-        return self._handler(number, frame)
+        return self.handler(number, frame)
 
 
 class _Holding(threading.local):
@@ -55,11 +55,11 @@ def signals_held() -> Iterator[None]:
         yield
     finally:
         _holding.depth = 0
-        for number, each in held.items():
-            signal.signal(number, each._handler)
-        for number, each in held.items():
-            if each.has_come:
-                signal.raise_signal(number)
+        with contextlib.ExitStack() as stack:  # the last ones first, and the others even if one raises
+            for number in [number for number, each in held.items() if each.has_come]:
+                stack.callback(signal.raise_signal, number)
+            for number, each in held.items():
+                stack.callback(signal.signal, number, each.handler)
 
 
 @contextlib.contextmanager

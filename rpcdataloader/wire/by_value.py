@@ -29,6 +29,8 @@ from typing import Any
 
 from cloudpickle import cloudpickle  # type: ignore[import-untyped]
 
+from rpcdataloader.host.patches import is_data
+
 #: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
 MAIN_NAMES = ("__main__", "__mp_main__")
 
@@ -39,9 +41,6 @@ CachedFunction = type(functools.lru_cache(abs))
 _received: weakref.WeakKeyDictionary[type, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
-
-# What a module has but no data: a worker has its own, by an import.
-_NO_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, logging.Logger)
 
 # Of modules, the tokens of the globals that were received with functions.
 _received_globals: dict[str, dict[str, Any]] = {}
@@ -128,8 +127,8 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 def data_of(function: types.FunctionType) -> dict[str, Any]:
     """The data among the globals that a function uses."""
     namespace = function.__globals__
-    names = [name for name in names_in(function.__code__) if name in namespace and not name.startswith("__")]
-    return {name: namespace[name] for name in names if not isinstance(namespace[name], _NO_DATA)}
+    names = [name for name in names_in(function.__code__) if name in namespace]
+    return {name: namespace[name] for name in names if is_data(name, namespace[name])}
 
 
 def reduce_function(

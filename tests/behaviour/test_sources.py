@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -213,6 +213,25 @@ def test_local_functions_of_a_module_share_its_globals_as_in_a_fork(serve, edite
     for workers in None, serve("--num-workers", "1").address:
         loader = RPCDataloader(module.make_dataset(module.make_transform()), workers=workers, **options)
         assert list(loader) == [((0, 7, [7]), 7), ((7, 7, [7]), 7)]
+
+
+def test_local_functions_of_a_module_bring_what_the_script_has_changed_there_and_take_nothing_back(
+    serve, edited, monkeypatch
+):
+    edited.path.write_text(MAKES_FUNCTIONS)
+    module = edited.load()
+    monkeypatch.setattr(module, "SCALE", 5)
+    address = serve("--num-workers", "1").address
+    scaled, change = module.make_scaled(), module.make_init(9)
+    assert list(RPCDataloader(range(2), None, workers=address, collate_fn=scaled)) == [0, 5]
+
+    def change_there():
+        change(0)
+        return scaled
+
+    assert rpc_async(address, lambda: change_there()(2)).wait() == 18
+    assert rpc_async(address, change_there).wait()(2) == 10
+    assert module.SCALE == 5
 
 
 def test_local_functions_of_a_module_that_nodes_cannot_find_bring_what_they_need(serve, tmp_path, monkeypatch):

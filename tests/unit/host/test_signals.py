@@ -1,0 +1,53 @@
+"""Signals that come while something must not be left in the middle."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from rpcdataloader.host.signals import signals_held, signals_let_through
+
+NUMBERS = signal.SIGUSR1, signal.SIGUSR2
+
+
+class Raised(BaseException):
+    """Raised by a handler, as KeyboardInterrupt is."""
+
+
+@pytest.fixture
+def heard():
+    """The signals whose handlers have acted, each of which raises."""
+    found = []
+
+    def handle(number, _frame):
+        found.append(number)
+        raise Raised
+
+    before = {number: signal.signal(number, handle) for number in NUMBERS}
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_handlers_act_at_the_end_each_once_and_all_though_the_first_one_raises(heard):
+    handlers, in_the_block = [signal.getsignal(number) for number in NUMBERS], []
+
+    def work():
+        with signals_held():
+            for number in NUMBERS:
+                signal.raise_signal(number)
+            in_the_block.append([*heard])
+
+    with pytest.raises(Raised):
+        work()
+    assert in_the_block == [[]]
+    assert sorted(heard) == sorted(NUMBERS)
+    assert [signal.getsignal(number) for number in NUMBERS] == handlers
+
+
+def test_handlers_act_at_once_in_a_wait(heard):
+    with signals_held():
+        with pytest.raises(Raised), signals_let_through():
+            signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
