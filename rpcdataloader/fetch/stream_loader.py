@@ -53,7 +53,6 @@ class StreamLoader(BatchLoader):
         self._kept: tuple[Any, int] | None = None
         self._iterator: Iterator[Any] | None = None
         self._ended = self._spec.stream is not None and self._spec.stream.ended
-        self._samples: list[Any] = []  # of the present batch, also after an interrupt
         self._keeper = Keeper() if self._collate is pack else None  # of the stream of a loader with a transform
         self._num_samples = 0
         self._num_batches = 0
@@ -67,37 +66,25 @@ class StreamLoader(BatchLoader):
 
     def load(self, indices: Any, position: int, batch_number: int, part: int = WHOLE) -> Loaded:
         """Load one batch, as any; an exception, which takes the place of a batch, has the state after it."""
-        num_batches = self._num_batches
         try:
-            loaded = super().load(indices, position, batch_number, part)
+            return super().load(indices, position, batch_number, part)
         except BaseException as error:
-            if self._is_interrupt(error):
-                self._num_batches = num_batches
-                raise
-            self._samples, self._missing = [], []
+            self._missing = []
             with contextlib.suppress(Exception):  # of the user's state_dict
                 add_state(error, self._state() or self._spec.ended_stream)
             raise
-        self._samples = []
-        return loaded
-
-    def _is_interrupt(self, error: BaseException) -> bool:
-        """Whether the trainer was interrupted, and may ask for the same batch again."""
-        return self._inline and not isinstance(error, Exception)
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> list[Any]:  # noqa: ARG002
         whereabouts.sample[0] = self._num_samples
-        samples, missing = self._samples, self._missing  # not empty after an interrupt
-        if self._keeper is not None and not samples:
+        samples: list[Any] = []
+        if self._keeper is not None:
             self._keeper.begin()
-        for _ in range((len(indices) if self._spec.auto_collation else 1) - len(samples) - len(missing)):
+        for _ in range(len(indices) if self._spec.auto_collation else 1):
             if self._ended:
                 break
             try:
                 self._take_sample(samples)
             except BaseException as error:
-                if self._is_interrupt(error):
-                    raise
                 self._num_samples += self._iterator is not None  # skipping repeats failed ones
                 self._ended = self._iterator is None  # as with torch: there are no more batches
                 if self._ended or not self._skip([self._num_samples - 1], error):
@@ -114,10 +101,10 @@ class StreamLoader(BatchLoader):
         whereabouts.sample[0] = self._num_samples
         self._begin_sample(number := self._num_samples)
         try:
-            for sample in map(next, (self._iterator,)):
-                # Without a call in between, at which a signal handler may raise.
-                samples += [sample]
-                self._num_samples += 1
+            samples.append(next(self._iterator))
+            self._num_samples += 1
+        except StopIteration:
+            pass
         except Exception as error:
             self._digest = None  # the failure may pass
             if self._begins_anew(samples, number) or self._replays(error):
@@ -168,8 +155,7 @@ class StreamLoader(BatchLoader):
     def _note(self, number: int, sample: Any) -> None:
         """Note what sample ``number`` of the stream is."""
         if self._digest is not None and (number < _NUM_FIRST or not number % _EVERY):
-            before, self._digest = self._digest, None  # if a signal handler raises
-            self._digest = digest(sample, before)
+            self._digest = digest(sample, self._digest)
 
     def _skipped(self, samples: list[Any]) -> Skipped | None:
         missing, self._missing = self._missing, []
@@ -289,7 +275,7 @@ class StreamLoader(BatchLoader):
                     "the saved pass had delivered more samples than this iterable-style dataset has now"
                 ) from None
             except BaseException as error:  # as before, when it was delivered
-                if self._is_interrupt(error):
+                if self._inline and not isinstance(error, Exception):  # Ctrl-C, which ends the pass
                     raise
                 logger.debug("a skipped sample has failed again", exc_info=True)
                 if self._spec.skips:

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.seat import Answer, Intake, Seat
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.tasks import Task
 from rpcdataloader.loader.waits import Wants, tell
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
@@ -70,13 +68,14 @@ class Driver:
         begun: The present epoch.
         seats: Requested workers that are not lost, by number.
         ahead: The batch that is on its way to a device, while the consumer has the previous one.
-        taken: The next batch, out of the engine; the consumer sets it to None when it returns that.
+        taken: The next batch, out of the engine, while the sampler is asked for what takes its place there.
         streams: State of each stream after its last answer.
         sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
         sleeps_since: Time at which it fell asleep.
         later_since: Time since which a later batch is here while it sleeps.
         has_changed: True if the workers are others than those in the records.
         wants: Decides how many workers the loop wants; None for a pass that is no loader's.
+        follower: Function to call, without the condition, after each event; of a pass that draws from this one.
     """
 
     def __init__(
@@ -106,9 +105,9 @@ class Driver:
         self.taken: Entry | None = None
         self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
-        self._drawn: deque[Task] = deque()  # at most one: from the sampler, not yet in the engine
         self.has_changed = True
         self.wants: Wants | None = None
+        self.follower: Callable[[], None] | None = None
 
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
         """Open the first workers; before anything else, as no node counts as up until then.
@@ -140,23 +139,19 @@ class Driver:
     def begin_epoch(self, begun: Pass) -> None:
         """Begin another epoch with the same workers."""
         self.executor.settle(self.workers)
-        try:
-            with self.condition:
-                self.ahead = self.taken = None
-                # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
-                self.streams = list(begun.progress.streams)
-                self.begun = begun
-                self._drawn.clear()
-                now = self.now()
-                self.recorder.begin(now)
-                self.engine.begin_epoch(now, self.begun.progress.turn)
-                todo = self.act(now)
-            if todo is not None:
-                self.carry_out(todo)
-            self.executor.settled()
-        except BaseException as exc:
-            self.interrupted(exc)
-            raise
+        begun.progress.is_midway = True
+        with self.condition:
+            self.ahead = self.taken = None
+            # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
+            self.streams = list(begun.progress.streams)
+            self.begun = begun
+            now = self.now()
+            self.recorder.begin(now)
+            self.engine.begin_epoch(now, self.begun.progress.turn)
+            todo = self.act(now)
+        if todo is not None:
+            self.carry_out(todo)
+        self.executor.settled()
 
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""
@@ -182,8 +177,15 @@ class Driver:
             todo = self.act(now)
             self.has_changed = True
             self.condition.notify_all()
+        if self.follower is not None:
+            self.follower()
         if todo is not None:
             self.carry_out(todo)
+
+    def wake_up(self) -> None:
+        """Let the consumer look whether it can go on."""
+        with self.condition:
+            self.condition.notify_all()
 
     def joined(self, batch: Entry, begun: Pass, answer: Answer | None) -> None:
         """Report that the parts of a batch are joined; None if they do not fit together."""
@@ -209,6 +211,8 @@ class Driver:
             if self.engine.failure is None and not self.is_closed:
                 self.engine.failure = error.with_traceback(None)
             self.condition.notify_all()
+        if self.follower is not None:
+            self.follower()
 
     def lost(self, number: int, loss: Loss) -> None:
         """Report that a worker has ended, or could not be started."""
@@ -234,55 +238,36 @@ class Driver:
         Args:
             began: Time of the call of ``next``.
         """
-        table = self.engine.table
+        table, source = self.engine.table, self.begun.source
         while self.engine.failure is None:
-            if wants_input and not self._drawn:
+            if wants_input:
                 self._draw(began)
-            try:
-                with self.condition:
-                    if wants_input:
-                        if not self._drawn:
-                            table.end_of_input()
-                        elif table.add_task(drawn := self._drawn[0], drawn.num_samples, drawn.is_last) is not None:
-                            self._drawn.clear()
-                        # Otherwise a stream that has ended meanwhile has left less room.
-                        wants_input = table.wants_input and self.may_draw()
-                    todo = self.act(self.now())
-                if todo is not None and profiler._is_profiler_enabled:
-                    shown("RPCDataloader.send", self.carry_out, todo)
-                elif todo is not None:
-                    self.carry_out(todo)
-            except BaseException as exc:
-                self.interrupted(exc)
-                raise
+            with self.condition:
+                if wants_input:
+                    if (task := source.task) is None:
+                        table.end_of_input()
+                    elif table.add_task(task, task.num_samples, task.is_last) is not None:
+                        source.task = None
+                    # Otherwise a stream that has ended meanwhile has left less room.
+                    wants_input = table.wants_input and self.may_draw()
+                todo = self.act(self.now())
+            if todo is not None and profiler._is_profiler_enabled:
+                shown("RPCDataloader.send", self.carry_out, todo)
+            elif todo is not None:
+                self.carry_out(todo)
             if not wants_input:
                 break
 
     def _draw(self, began: float) -> None:
         """Draw a task, unless the sampler is at its end; it may be a probe, or shown."""
-        recorder, drawn = self.recorder, self._drawn
-        # In one step: a signal handler may raise before a result is assigned, and the task would be lost.
-        following = map(next, (self.begun.source,))
-        if began < recorder.next_probe and not profiler._is_profiler_enabled:
-            drawn.extend(following)
-            return
-        since = self.now()
-        shown("RPCDataloader.draw", drawn.extend, following)
-        if drawn and began >= recorder.next_probe:
+        recorder, source, progress = self.recorder, self.begun.source, self.begun.progress
+        since = self.now() if began >= recorder.next_probe else None
+        progress.is_midway = False  # an exception of the sampler changes nothing here
+        shown("RPCDataloader.draw", source.draw) if profiler._is_profiler_enabled else source.draw()
+        progress.is_midway = True
+        if since is not None and (task := source.task) is not None:
             now = self.now()
-            drawn[0].probe = recorder.probe(now, now - since, drawn[0].number)
-
-    def interrupted(self, error: BaseException) -> None:
-        """End the pass: an exception has left a part of the consumer's work in the middle.
-
-        Ctrl-C, and every other signal handler, may raise between any two steps where the consumer changes the engine
-        and carries out its decisions: tasks would be lost, and the engine half changed. Nothing else raises there.
-        """
-        if self.engine.failure is None:
-            self.engine.failure = RuntimeError(
-                f"{type(error).__name__} has interrupted this pass over the loader in the middle of its work; begin "
-                "another one, or go on after the last batch with load_state_dict(state_dict())"
-            )
+            task.probe = recorder.probe(now, now - since, task.number)
 
     def may_draw(self, *, has_batch: bool = False) -> bool:
         """Whether to draw from the sampler.
@@ -302,17 +287,13 @@ class Driver:
         """Return :attr:`taken`, or else the next delivery, if it is here; with the condition."""
         # A failure has caused errors that say less.
         if self.taken is None and self.engine.failure is None:
-            try:
-                if self._carrier is None:
-                    self.taken = self.engine.deliver()
-                else:
+            if self._carrier is None:
+                self.taken = self.engine.deliver()
+            else:
+                self.send_ahead(self._carrier)
+                self.taken, self.ahead = self.ahead, None
+                if self.taken is not None:
                     self.send_ahead(self._carrier)
-                    self.taken, self.ahead = self.ahead, None
-                    if self.taken is not None:
-                        self.send_ahead(self._carrier)
-            except BaseException as exc:
-                self.interrupted(exc)
-                raise
         return self.taken
 
     def send_ahead(self, carrier: Carrier) -> None:
@@ -346,11 +327,7 @@ class Driver:
         """
         self.sleeps_until = -math.inf
         if self._due <= now:
-            try:
-                self.engine.tick(now)
-            except BaseException as exc:
-                self.interrupted(exc)
-                raise
+            self.engine.tick(now)
         return max(0.0, now - self.later_since)
 
     def wake(self) -> None:
@@ -381,11 +358,7 @@ class Driver:
             if wants.most != (before := roster.most or self.engine.num_workers):
                 label = self.settings.partition.label
                 logger.info("%swants %d workers for %s, after %d", label, wants.most, self.executor.name, before)
-            try:
-                self.feed(lambda engine, _now: engine.crew.use(wants.most))
-            except BaseException as exc:
-                self.interrupted(exc)
-                raise
+            self.feed(lambda engine, _now: engine.crew.use(wants.most))
 
     def _places(self) -> dict[int, int]:
         with self.condition:

@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.autograd import profiler
@@ -33,7 +33,7 @@ from rpcdataloader.loader.placement import Placement, plan_options, prepare
 from rpcdataloader.loader.seat import Answer, Intake
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
-from rpcdataloader.loader.tasks import Progress, Returned, Task, describe, make_part
+from rpcdataloader.loader.tasks import Progress, Returned, Task, describe, interruption, make_part
 from rpcdataloader.loader.waits import Wants, tell, to_status
 from rpcdataloader.plan.actions import ReportWait
 from rpcdataloader.plan.engine import Engine
@@ -51,10 +51,6 @@ REPLACED = (
 
 # Seconds outside of ``next`` after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
-
-
-# Seconds between two looks at the source of a stream while the consumer waits for a batch.
-_SOURCE_PAUSE = 0.01
 
 # Seconds. It does not matter whether the device's work hid a shorter wait.
 _LEAST_HIDDEN = 1e-4
@@ -74,8 +70,6 @@ class PassIterator(ABC):
         self._reported_length = reported_length
         # Held during ``next``: threads that share an iterator each get batches of their own.
         self._turn = Lock()
-        # The next batches, from when they are here until they are returned: more than one only with several threads.
-        self._held: tuple[tuple[Answer, Returned], ...] = ()
 
     def __iter__(self) -> PassIterator:
         return self
@@ -102,10 +96,9 @@ class PassIterator(ABC):
                     raise LocalProtocolError(REPLACED)
                 while True:
                     progress.settle()
-                    if not self._held:
-                        # torch's loaders open a range for every batch, which takes as long as all recording.
-                        shown(RANGE, self._next) if profiler._is_profiler_enabled else self._next()
-                    (answer, returned), self._held = self._held[0], self._held[1:]
+                    # torch's loaders open a range for every batch, which takes as long as all recording.
+                    taken = shown(RANGE, self._next) if profiler._is_profiler_enabled else self._next()
+                    answer, returned = taken
                     if (lacks := answer.lacks) is None or answer.error is not None:
                         break
                     answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
@@ -120,18 +113,20 @@ class PassIterator(ABC):
                         answer.error = answer.error or warning
             # It counts as it is returned. From here on no signal handler can raise, as those run at calls.
             progress.returned += (returned,)
-            error, answer.error = answer.error, None
-            if error is None:
-                return answer.result
-            answer = None
-            try:
-                raise error
-            finally:
-                del error  # whose traceback refers to this frame
-        except BaseException:
-            if answer is not None:
-                self._held = ((answer, returned), *self._held)
+            progress.is_midway = False
+        except BaseException as exc:
+            # Such as of Ctrl-C, between any two steps: a batch may be lost, or half of a decision be carried out.
+            if progress.is_midway or answer is not None:
+                self._fail(interruption(exc))
             raise
+        error, answer.error = answer.error, None
+        if error is None:
+            return answer.result
+        answer = None
+        try:
+            raise error
+        finally:
+            del error  # whose traceback refers to this frame
 
     def _warn_of_length(self, reported: int, num_yielded: int) -> None:
         # As torch does.
@@ -143,8 +138,16 @@ class PassIterator(ABC):
         )
 
     @abstractmethod
-    def _next(self) -> None:
-        """Hold the next batch."""
+    def _next(self) -> tuple[Answer, Returned]:
+        """Take the next batch, and what there is to count of it.
+
+        ``progress.is_midway`` is set where an exception would lose a batch, or leave a decision half carried out: not
+        while this waits, or calls the sampler. After an exception there, the next call goes on.
+        """
+
+    @abstractmethod
+    def _fail(self, error: Exception) -> None:
+        """Raise this at each further ``next``, unless the pass has failed before."""
 
     @property
     @abstractmethod
@@ -191,6 +194,7 @@ class RemoteIterator(PassIterator):
             dataset.settle()
             executor = Executor(settings, dataset, placement, here)
             self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
+            begun.source.when_ready(driver.wake_up)
             if wants is not None:
                 driver.wants = wants
                 engine.crew.use(wants.most)
@@ -217,16 +221,21 @@ class RemoteIterator(PassIterator):
         """Whether the next call of ``next`` need not wait: there is a batch, or the end, or a failure."""
         engine = self.driver.engine
         with self.driver.condition:
-            if self._held or engine.failure is not None or engine.table.finished:
+            if engine.failure is not None or engine.table.finished:
                 return True
             here = itertools.takewhile(lambda task: task.size_bytes is not None, engine.table.tasks.values())
             # Those of which all samples were skipped are not returned.
             return not all(task.answer and task.answer.lacks and task.answer.lacks.is_whole for task in here)
 
-    def _next(self) -> None:
-        driver, engine = self.driver, self.driver.engine
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """Let a function be called, in any thread, each time that :meth:`is_ready` may have become true."""
+        self.driver.follower = wake
+
+    def _next(self) -> tuple[Answer, Returned]:
+        driver, engine, progress = self.driver, self.driver.engine, self.progress
         if os.getpid() != driver.pid:
             raise LocalProtocolError(f"this iterator belongs to process {driver.pid}, of which this one is a fork")
+        progress.is_midway = True
         began = time.monotonic()
         timeout = self._settings.timeout or None
         deadline = None if timeout is None else began + timeout
@@ -249,11 +258,13 @@ class RemoteIterator(PassIterator):
             driver.advance(wants_input, began)
         if overdue is not None:
             # torch's exception and text, which scripts may match; without the condition, as the stack takes time.
+            progress.is_midway = False
             text = f"{self._settings.partition.label}DataLoader timed out after {self._settings.timeout} seconds"
             raise RuntimeError(" ".join([text, *(describe_wait(*each) for each in overdue)]))
         if delivery is None:
+            progress.is_midway = False
             driver.begun.source.check_end()
-            self.progress.finished = True
+            progress.finished = True
             # Without the condition: why the loop has waited goes to handlers of the user.
             driver.tell() if self._settings.persistent_workers else driver.close()
             raise StopIteration
@@ -263,9 +274,10 @@ class RemoteIterator(PassIterator):
             answer = Answer(error=ConnectionLostError(delivery.condemned))
             if delivery.stream is not None:  # it ends here
                 # Not where the next pass begins.
-                stream = self.progress.streams[delivery.stream]
+                stream = progress.streams[delivery.stream]
                 answer.stream = stream._replace(owner="", state=None, at=0, ended=True)
         driver.advance(wants_input, began)
+        driver.taken = None
         now = time.monotonic()
         if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
@@ -280,10 +292,11 @@ class RemoteIterator(PassIterator):
             shown("RPCDataloader.copy", answer.copies.wait) if profiler._is_profiler_enabled else answer.copies.wait()
         if answer.error is not None:
             answer.error = self._explained(answer.error, task)
-        returned = Returned.of(task, delivery.stream, answer.stream, answer.lacks)
-        # Without a call in between, at which a signal handler may raise.
-        self._held += ((answer, returned),)
-        driver.taken = None
+        return answer, Returned.of(task, delivery.stream, answer.stream, answer.lacks)
+
+    def _fail(self, error: Exception) -> None:
+        if self.driver.engine.failure is None:
+            self.driver.engine.failure = error
 
     def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
         """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe.
@@ -333,22 +346,22 @@ class RemoteIterator(PassIterator):
             # An exception of which there is no copy refers to the loop, whose variables would live as long as that.
             self._end.detach()
             raise of_rank(copy_to_raise(engine.failure), self._settings.partition)
-        wants_input = engine.table.wants_input
-        if wants_input and driver.may_draw():
+        if engine.table.wants_input and driver.may_draw():
             return 0.0  # a stream has ended, which makes room for others
         now = time.monotonic()
         if deadline is not None and deadline <= now:
             return None
+        until = driver.falls_asleep(now, deadline)
+        seconds, wait = None if until == math.inf else until - now, driver.condition.wait
+        progress = self.progress
+        progress.is_midway = False
         try:
-            until = driver.falls_asleep(now, deadline)
-            if wants_input:  # of a source that is not ready
-                until = min(until, now + _SOURCE_PAUSE)
-            seconds = None if until == math.inf else until - now
-            wait = driver.condition.wait
             shown("RPCDataloader.wait", wait, seconds) if profiler._is_profiler_enabled else wait(seconds)
         finally:
-            woken = time.monotonic()
-            self._ready += driver.wakes_up(woken)
+            driver.sleeps_until = -math.inf
+        progress.is_midway = True
+        woken = time.monotonic()
+        self._ready += driver.wakes_up(woken)
         return woken - now
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
@@ -391,10 +404,16 @@ class RemoteIterator(PassIterator):
             self._settings, None, num_streams, before=before, streams_before=streams, makes_requests=True
         )
         # Only now: what has raised so far has left the last pass as it was.
-        self._reported_length = reported_length
-        self._held, self._ready = (), 0.0
-        driver.begin_epoch(begun)
-        driver.advance(driver.may_draw(has_batch=True), time.monotonic())
+        self._reported_length, self._ready = reported_length, 0.0
+        try:
+            begun.source.when_ready(driver.wake_up)
+            driver.begin_epoch(begun)
+            driver.advance(driver.may_draw(has_batch=True), time.monotonic())
+        except BaseException as exc:
+            if begun.progress.is_midway:
+                self._fail(interruption(exc))
+            raise
+        begun.progress.is_midway = False
         return True
 
 
@@ -428,9 +447,7 @@ class InlineIterator(PassIterator):
         self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
         if saved is not None:
             check_one_stream(saved)
-        # At most one: from the sampler, and loaded, until it is held.
-        self._tasks: list[Task] = []
-        self._loaded: list[Answer] = []
+        self._failure: Exception | None = None
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved, streams_before=streams_before)
             if self._pass.source.knows_states:
@@ -444,16 +461,20 @@ class InlineIterator(PassIterator):
         self._loader = kind(dataset, spec, None, inline=True)
         self._loads = self._pass  # that the loader knows of
 
-    def _next(self) -> None:
-        began = time.monotonic()
-        # Each in one step: a signal handler may raise between two, and the batch would be lost.
+    def _next(self) -> tuple[Answer, Returned]:
+        if self._failure is not None:
+            raise copy_to_raise(self._failure)
+        began, source, progress = time.monotonic(), self._pass.source, self.progress
         self._draw()
-        if not self._loaded:
-            self._loaded.extend(map(self._load, self._tasks))
-        answer = self._loaded[0] if self._loaded else None
-        if answer is None or (self._settings.iterable and answer.error is None and answer.stream is None):
-            self._pass.source.check_end()
-            self.progress.finished = True
+        answer = Answer()
+        if (task := source.task) is not None:
+            progress.is_midway = self._settings.iterable  # a sample of a map-style dataset may be loaded again
+            answer = self._load(task)
+            progress.is_midway = True
+        if task is None or (self._settings.iterable and answer.error is None and answer.stream is None):
+            progress.is_midway = False
+            source.check_end()
+            progress.finished = True
             if self.recorder.batches:
                 tell(self.recorder, lambda: diagnose(self.recorder.records()), self._name, self._settings.partition)
             raise StopIteration
@@ -464,16 +485,15 @@ class InlineIterator(PassIterator):
                 answer.error = error
             else:
                 self.recorder.took(time.monotonic(), began)
-        number = 0 if self._settings.iterable else None
-        returned = Returned.of(self._tasks[0], number, answer.stream, answer.lacks)
-        # Without a call in between.
-        self._held += ((answer, returned),)
-        self._tasks, self._loaded = [], []
+        source.task = None
+        return answer, Returned.of(task, 0 if self._settings.iterable else None, answer.stream, answer.lacks)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
 
     def _draw(self) -> None:
         """Draw the next task, and learn whether it is the last one, for a state."""
-        if not self._tasks:
-            self._tasks.extend(map(next, (self._pass.source,)))
+        self._pass.source.draw()
         self._pass.source.find_end()
 
     def _load(self, task: Task) -> Answer:
@@ -494,6 +514,9 @@ class InlineIterator(PassIterator):
         """Always: a call of ``next`` loads the batch itself."""
         return True
 
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """Do nothing, as this is always ready."""
+
     def _put(self, batch: Any) -> Any:
         """Return a batch in the memory that the user has chosen."""
         if self._pins:
@@ -509,8 +532,7 @@ class InlineIterator(PassIterator):
         before = self.progress.base_seed, self.progress.epoch
         begun = begin_pass(self._settings, before=before, streams_before=streams)
         # Without a call in between, at which a signal handler may raise.
-        self._reported_length, self._pass = reported_length, begun
-        self._tasks, self._loaded, self._held = [], [], ()
+        self._reported_length, self._pass, self._failure = reported_length, begun, None
         if self._pass.source.knows_states:
             self._draw()
         return True

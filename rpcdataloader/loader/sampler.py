@@ -144,6 +144,10 @@ class _RawSamples(Iterator[Any]):
         """Whether the next call need not wait."""
         return self._batches.is_ready()  # type: ignore[no-any-return]
 
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """Let a function be called, in any thread, each time that :meth:`is_ready` may have become true."""
+        self._batches.when_ready(wake)
+
 
 class Source:
     """The sampler of a loader with a ``transform``: the raw samples of a stream, from a pass of its own.

@@ -268,6 +268,8 @@ class Seat(WorkerOwner):
             todo = driver.act(now)
             if driver.sleeps_until != -math.inf:
                 driver.wake()
+        if driver.follower is not None:
+            driver.follower()
         if todo is not None:
             driver.carry_out(todo)
         if batch is not None:

@@ -39,10 +39,7 @@ OTHER_NEXT = (
     "state_dict(), the order must be drawn when the pass begins. To go on in spite of that: del state['digest']"
 )
 
-INTERRUPTED = (
-    "{} has ended the sampler before its end; begin another pass over the loader, or go on after the last batch with "
-    "load_state_dict(state_dict())"
-)
+_REMEDY = "begin another pass over the loader, or go on after the last batch with load_state_dict(state_dict())"
 
 
 @dataclass(slots=True)
@@ -83,7 +80,10 @@ class TaskSource:
     # Function to call before the first batch is drawn. Its result is called afterwards, with True at the sampler's end;
     # it returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
     watch: Callable[[], Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None] | None = None
+    # Function that lets another be called each time that this may have changed.
+    when_ready: Callable[[Callable[[], None]], None] = lambda _wake: None
     drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
+    task: Task | None = None  # the next task, from when it is drawn until the consumer takes it
     _is_over: bool = False  # True once the sampler is at its end; one that is its own iterator may begin again
     _kept_error: Exception | None = None  # of the sampler, in place of the next batch
     _error: str = ""  # name of the exception that has ended the sampler
@@ -92,18 +92,26 @@ class TaskSource:
         return self
 
     def __next__(self) -> Task:
-        """The next task.
+        self.draw()
+        if self.task is None:
+            raise StopIteration
+        task, self.task = self.task, None
+        return task
+
+    def draw(self) -> None:
+        """Draw :attr:`task`, unless it is here; None at the sampler's end, and if an exception has ended it before.
+
+        User code runs here: after an exception, Ctrl-C included, this can be called again, and nothing is lost.
 
         Raises:
-            StopIteration: The sampler is at its end, or an exception has ended it before.
             SerializationError: The indices cannot be pickled.
             Exception: The batch that the sampler has given cannot be iterated over; the next one can be drawn.
         """
         num_samples = 1
-        while True:
+        while self.task is None:
             self.look_ahead()
             if not self.drawn:
-                raise StopIteration
+                return
             indices = self.drawn[0]
             if type(indices) is list or (self.auto_collation and is_batch(indices)):
                 indices = kept(indices)
@@ -142,8 +150,8 @@ class TaskSource:
             task.is_last = self.number == self.num_expected
             self.drawn = []
             if is_wanted:
-                return task
-            if self.leave_out[task.number] not in (None, task.digest):
+                self.task = task
+            elif self.leave_out[task.number] not in (None, task.digest):
                 raise ValueError(OTHER_ORDER)
 
     def _is_compared(self, task: Task) -> bool:
@@ -214,7 +222,12 @@ class TaskSource:
     def check_end(self) -> None:
         """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
         if self._error:
-            raise RuntimeError(INTERRUPTED.format(self._error))
+            raise RuntimeError(f"{self._error} has ended the sampler before its end; {_REMEDY}")
+
+
+def interruption(error: BaseException) -> RuntimeError:
+    """The failure of a pass after an exception between two steps of the consumer: such as of Ctrl-C, at any of them."""
+    return RuntimeError(f"{type(error).__name__} has interrupted this pass over the loader; {_REMEDY}")
 
 
 def kept(indices: Any) -> Any:
@@ -315,6 +328,7 @@ class Progress:
     # Delivered batches that are not in these numbers yet. The consumer adds one as the last thing before it returns it,
     # in one step without a call: so no signal handler can raise in between, nor see a state with a batch that it lacks.
     returned: tuple[Returned, ...] = ()
+    is_midway: bool = False  # True while the consumer takes the next batch: an exception ends the pass then
     leg: int = 0  # number of times that the pass has gone on with another number of ranks
     num_skipped: int = 0  # number of samples missing in the delivered batches
     # True while no batch was left out as a whole, so that other ranks have delivered batches of the same numbers.

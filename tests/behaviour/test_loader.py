@@ -105,8 +105,7 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers, p
             loader.load_state_dict(loader.state_dict())
             received += flat(loader)
         assert received == list(range(60))
-    assert num_told == num_failed
-    assert (num_failed > 0) == (place == "workers")
+    assert num_told == num_failed > 0
     assert num_checked >= 5
 
 

@@ -662,7 +662,7 @@ class Drawing(Parts):
 
 
 @pytest.mark.parametrize("at", ["iterator", "sample", "batch"])
-def test_interrupt_loses_no_samples_of_a_stream(at, monkeypatch):
+def test_pass_over_a_stream_that_is_interrupted_here_ends_and_goes_on_from_its_state(at, monkeypatch):
     def collate(samples):
         if len(fails) > 1 and fails.pop():
             raise KeyboardInterrupt
@@ -682,7 +682,11 @@ def test_interrupt_loses_no_samples_of_a_stream(at, monkeypatch):
     batches = [] if at == "iterator" else [next(iterator)]
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    assert batches + list(iterator) == expected
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^KeyboardInterrupt has interrupted this pass"):
+            next(iterator)
+    loader.load_state_dict(loader.state_dict())
+    assert batches + list(loader) == expected
     assert loader.state_dict()["streams"] == [[9, 3, "", None, False, 0]]
 
 

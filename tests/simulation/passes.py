@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,7 +82,7 @@ class Epoch:
 
     def __init__(self, positions: list[int], turn: int) -> None:
         self.progress = SimpleNamespace(streams=positions, turn=turn, finished=False)
-        self.source = SimpleNamespace(is_ready=None)
+        self.source = SimpleNamespace(is_ready=None, task=None)
 
 
 class Condition:
@@ -141,7 +140,7 @@ class SimulatedDriver(Driver):
             super().joined(batch, begun, answer)
 
     def _draw(self, _began: float) -> None:
-        self.executor.draw(self._drawn)
+        self.executor.draw(self.begun.source)
 
 
 class Pass:
@@ -538,8 +537,10 @@ class Pass:
 
     # The consumer
 
-    def draw(self, drawn: deque[Any]) -> None:
+    def draw(self, source: Any) -> None:
         """The sampler."""
+        if source.task is not None:
+            return
         if not self.lengths and (self.num_drawn == len(self.payloads) or self.cluster.has_ended):
             self.undelivered.difference_update(self.payloads[self.num_drawn :])
             return
@@ -548,7 +549,7 @@ class Pass:
         size = num_samples(payload)
         # A sampler may be shorter than its length.
         is_last = not self.lengths and self.num_drawn + (payload % 5 == 0) >= len(self.payloads)
-        drawn.append(Task(None, payload, 0, size, request=encoded((payload, 0, size)), is_last=is_last))
+        source.task = Task(None, payload, 0, size, request=encoded((payload, 0, size)), is_last=is_last)
 
     def take(self, delivery: Entry) -> None:
         """The consumer gets what comes next."""
