@@ -63,11 +63,13 @@ class Pace:
 
     Attributes:
         task_seconds: Average task time, above which a worker without an answer is overdue, too; None before the first.
+        seen_seconds: Average time of an answer as seen from here; None before the first.
         late_seconds: Time above which an answer is a straggler; infinite while too little is known.
     """
 
     def __init__(self, num_tasks: int) -> None:
         self.task_seconds: float | None = None
+        self.seen_seconds: float | None = None
         self.late_seconds = math.inf
         self._num_enough = max(1, min(_NUM_ENOUGH, num_tasks // 2))
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -83,6 +85,7 @@ class Pace:
         self.task_seconds = _smooth(self.task_seconds, task_seconds)
         if seen_seconds is None:
             return
+        self.seen_seconds = _smooth(self.seen_seconds, seen_seconds)
         self._recent.append(seen_seconds)
         self._num_answers += 1
         few = self._num_answers < _RENEWAL
@@ -129,7 +132,8 @@ class WorkerPace:
         share = self.in_flight.pop(number)
         self.has_failed = has_failed
         if has_failed:
-            self.rests_until = self.since + share * (self.common.task_seconds or _LATE_SECONDS)
+            # As seen from here: where everything is slow, the others take longer than they work.
+            self.rests_until = self.since + share * (self.common.seen_seconds or _LATE_SECONDS)
         elif task_seconds is not None:
             task_seconds /= share
             self.task_seconds = _smooth(self.task_seconds if self._num_averaged > 1 else None, task_seconds)

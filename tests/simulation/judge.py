@@ -151,7 +151,7 @@ class Judge:
         self.window = self.wanted_window = max(1, self.num_wanted) * options.prefetch_factor
         self.num_seen = self.num_measured = 0
         self.max_seen = self.max_seconds = 0.0
-        self.min_seconds = math.inf
+        self.min_seen = math.inf
         self.to_cancel: set[tuple[int, float]] = set()  # copies that nobody waits for any more
         self.turn: deque[int] = deque()
         self.owners: dict[int, int] = {}
@@ -251,7 +251,7 @@ class Judge:
             return False
         member, share = self.members[worker], self.members[worker].in_flight[number]
         member.has_failed = has_failed
-        least, most = (self.min_seconds, self.max_seconds) if self.num_measured else (1.0, 1.0)
+        least, most = (self.min_seen, self.max_seen) if self.num_seen else (1.0, 1.0)
         member.rests = member.since + share * least, member.since + share * max(most, _SHORTEST)
         self._drop_copy(worker, number, None if has_failed else task_seconds, now)
         task = self.find(number)
@@ -1021,10 +1021,10 @@ class Judge:
             self.num_measured += 1
             self.has_measured = True
             self.max_seconds = max(self.max_seconds, seconds / share)
-            self.min_seconds = min(self.min_seconds, seconds / share)
             if was_running:
                 self.num_seen += 1
-                self.max_seen = max(self.max_seen, (now - member.since) / share)
+                seen = (now - member.since) / share
+                self.min_seen, self.max_seen = min(self.min_seen, seen), max(self.max_seen, seen)
         if was_running:
             member.since = now
             member.ended = None
