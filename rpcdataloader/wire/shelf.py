@@ -10,9 +10,11 @@ P = TypeVar("P")
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 MAX_KEPT_BYTES = 1 << 30
 
-# A piece that so many leases did not use goes; or, if that is more, as many turns as all pieces have. One giant batch
-# must not stay with every worker of a node, and pieces that take turns must.
+# A piece that so many leases did not use goes; a large one after fewer, whose number times its size is this. Or, if that
+# is more, after as many turns as all pieces have. One giant batch must not stay with every worker of a node, and pieces
+# that take turns must.
 MAX_UNUSED_LEASES = 256
+_MAX_UNUSED_BYTES = 1 << 30
 _TURNS = 2
 
 # A piece serves a lease of at least this part of its size.
@@ -72,7 +74,8 @@ class Shelf(Generic[P]):
         while self._free:
             size_bytes = min(self._free, key=lambda size: self._free[size][0][1])
             piece, num_leases = self._free[size_bytes][0]
-            limit = max(MAX_UNUSED_LEASES, _TURNS * (self._num_free + self._num_lent))
+            limit = min(MAX_UNUSED_LEASES, _MAX_UNUSED_BYTES // size_bytes)
+            limit = max(limit, _TURNS * (self._num_free + self._num_lent))
             if self.kept_bytes <= self._max_bytes and self._num_leases - num_leases <= limit:
                 break
             self._free[size_bytes].popleft()

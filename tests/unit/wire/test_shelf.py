@@ -30,13 +30,14 @@ def test_pieces_that_take_turns_are_found_again(num_blocks):
     assert num_new == 4 * num_blocks
 
 
-def test_a_piece_that_others_leave_unused_goes():
+@pytest.mark.parametrize(("giant", "num_leases"), [(100 * UNIT, MAX_UNUSED_LEASES), (1 << 26, 16)])
+def test_a_piece_that_others_leave_unused_goes_the_sooner_the_larger_it_is(giant, num_leases):
     shelf = Shelf()
-    for name, size_bytes in ("giant", 100 * UNIT), ("small", UNIT):
+    for name, size_bytes in ("giant", giant), ("small", UNIT):
         assert shelf.take(size_bytes) is None
         shelf.put(name, size_bytes)
     gone = []
-    for _ in range(MAX_UNUSED_LEASES):
+    for _ in range(num_leases):
         assert not gone
         assert shelf.take(UNIT) == "small"
         shelf.put("small", UNIT)
