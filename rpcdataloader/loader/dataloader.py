@@ -292,9 +292,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         partition = PassSettings.of(self).partition
         return TimedBatches(DataLoader.__iter__(here), send, name_of(self.dataset), partition, self._recorder)
 
-    @property
-    def _source(self) -> Source:
-        """The raw samples of a loader with a ``transform``."""
+    def _follow_source(self) -> Source:
+        """The raw samples of a loader with a ``transform``, by a loader with the present arguments."""
         if self._kept_source is None:
             where = "local" if isinstance(self._where, Local) else self.workers
             loader: RPCDataloader[RawBatch] = RPCDataloader(

@@ -76,7 +76,7 @@ class PassSettings:
             "prefetch_factor": 2 if loader.prefetch_factor is None else loader.prefetch_factor,
         }
         if loader.transform is not None:
-            source = loader._source
+            source = loader._follow_source()
             # In this process, an interrupted batch is loaded again.
             may_repeat = bool(loader.retry_on) or isinstance(loader._where, Inline)
             transformed = Transformed(loader.transform, f"{source.name} (transform)", may_repeat=may_repeat)
