@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from rpcdataloader import ResumableDistributedSampler
 from rpcdataloader import RPCDataloader as StatefulDataLoader
@@ -119,6 +119,39 @@ def test_driver_has_the_steps_that_it_has_with_their_loader(tmp_path, last_step)
     assert found[0] == found[1]
 
 
+class Curriculum(Sampler):
+    """Goes on from one level to the next when the driver has trained with a batch."""
+
+    def __init__(self):
+        self.level = 0
+
+    def __iter__(self):
+        for number in range(4):
+            yield 10 * self.level + number
+
+    def update(self):
+        self.level += 1
+
+
+class SavedCurriculum(Curriculum):
+    def state_dict(self):
+        return {"level": self.level}
+
+    def load_state_dict(self, state):
+        self.level = state["level"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(Curriculum, [0, 11, 22, 33]), (SavedCurriculum, [0, 1, 12, 23])], ids=["", "with a state"]
+)
+def test_curriculum_hears_of_a_batch_before_the_next_one_is_drawn_or_after_it_with_a_state(kind, expected):
+    sampler, seen = kind(), []
+    for (index,) in StatefulDataLoader(range(100), 1, sampler=sampler, workers="inline"):
+        seen.append(int(index))
+        sampler.update()
+    assert seen == expected
+
+
 # verl, supervised: a sampler per data-parallel rank, and its file
 
 
@@ -153,7 +186,6 @@ def train_ranks(folder, world_size, kind, last_step, as_rank):
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker processes")
 def test_ranks_go_on_from_their_files(tmp_path, as_rank):
     def train(name, last_step):
         (tmp_path / name).mkdir(exist_ok=True)
