@@ -191,8 +191,8 @@ class LoaderTools(DataLoader[_T_co]):
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``).
             TypeError: ``state_dict`` is neither a mapping nor a list of mappings.
-            ValueError: It belongs to another kind of loader, or the list is empty. When iterating: or the sampler
-                is too short for it.
+            ValueError: It belongs to another kind of loader, is a part of a state, or the list is empty. When
+                iterating: or the sampler is too short for it.
         """
         self._check_can_resume()
         settings = PassSettings.of(self)
