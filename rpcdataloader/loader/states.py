@@ -30,6 +30,10 @@ logger = logging.getLogger("rpcdataloader.loader")
 # version 3 had no streams of the pass before, and no states of samplers inside.
 VERSION = 4
 
+# The state before the first pass. torch.distributed.checkpoint loads of a checkpoint only the keys that the state has
+# there: the seed tells that a checkpoint has more.
+NO_PASS_YET = {"version": VERSION, "base_seed": None}
+
 # Fields of a progress that a state has as they are.
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "leg", "num_skipped", "finished")
 
@@ -107,6 +111,11 @@ def _check_version(state: Any) -> None:
         raise ValueError(
             f"this is not a state of this version's RPCDataloader: its version is {state.get('version')!r}, not "
             f"{VERSION}"
+        )
+    if "start" not in state and state.get("base_seed") is not None:
+        raise ValueError(
+            "this is only a part of a state, as torch.distributed.checkpoint loads it into a loader that has no pass "
+            "yet: save pickle.dumps(loader.state_dict()) there, under a name for each rank"
         )
 
 

@@ -32,7 +32,7 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import VERSION, state_of_rank, to_state
+from rpcdataloader.loader.states import NO_PASS_YET, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.waits import tell
 from rpcdataloader.loader.ways import end_pass
@@ -171,7 +171,7 @@ class LoaderTools(DataLoader[_T_co]):
     def _captured_state(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives the present state."""
         if self._saved is not None or self._progress is None:
-            return lambda: dict(self._saved or {"version": VERSION})
+            return lambda: dict(self._saved or NO_PASS_YET)
         settings, progress = self._progress
         now = progress.copy()
         return lambda: to_state(settings, now.settle())
@@ -191,8 +191,8 @@ class LoaderTools(DataLoader[_T_co]):
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``).
             TypeError: ``state_dict`` is neither a mapping nor a list of mappings.
-            ValueError: It belongs to another kind of loader, or the list is empty. When iterating: or the sampler
-                is too short for it.
+            ValueError: It belongs to another kind of loader, is a part of a state, or the list is empty. When
+                iterating: or the sampler is too short for it.
         """
         self._check_can_resume()
         settings = PassSettings.of(self)

@@ -89,6 +89,31 @@ def test_saved_state_goes_on_in_the_middle_of_an_epoch(accelerator, make_loader,
     assert seen.add_all(again) == rest
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_checkpoint_has_the_state_where_accelerate_uses_stateful_loaders(accelerator, make_loader, seen, tmp_path):
+    """``use_stateful_dataloader=True`` needs torchdata, and no registering."""
+    pytest.importorskip("torchdata.stateful_dataloader")
+    accelerator.dataloader_config.use_stateful_dataloader = True
+    torch.manual_seed(3)
+    whole = seen.add_all(prepare(accelerator, make_loader(shuffle=True)))
+    found = []
+    for num_batches, is_begun in (1, False), (2, False), (1, True):
+        accelerator._dataloaders.clear()  # as in a new process, with other random numbers
+        torch.manual_seed(3 + len(found))
+        loader = prepare(accelerator, make_loader(shuffle=True))
+        batches = iter(loader)
+        if is_begun:
+            next(batches)
+        if found:
+            accelerator.load_state(tmp_path)
+        if is_begun:
+            with pytest.raises(LocalProtocolError, match="load_state_dict"):
+                next(batches)
+        found += seen.add_all(itertools.islice(loader, num_batches))
+        accelerator.save_state(tmp_path)
+    assert found == whole
+
+
 def test_accelerator_itself_refuses_a_loader_whose_workers_it_would_drop(accelerator, make_loader):
     with pytest.raises(LocalProtocolError, match=r"use rpcdataloader\.integrations\.prepare"):
         accelerator.prepare(make_loader())

@@ -898,6 +898,7 @@ OF_STREAM = {"dataset": Parts([9])}
         (list, {}, "empty list: give the states of all ranks"),
         (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
         (lambda: {"version": 1}, {}, "its version is 1, not 4"),
+        (lambda: {"version": 4, "base_seed": 1}, {}, "ValueError: this is only a part of a state"),
         (OF_STREAM, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
         ({}, OF_STREAM, "ValueError: the state is of a loader with a map-style"),
         (OF_STREAM, {**OF_STREAM, "transform": abs}, "here is an iterable-style dataset with a tr"),
