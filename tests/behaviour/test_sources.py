@@ -101,18 +101,60 @@ def test_node_server_that_has_other_code_than_the_script_uses_that_of_the_script
     later = serve("--num-workers", "1", *["--preload", edited.name] * is_preloaded, before=before)
     assert loaded(module.Scaled(), later.address) == ([0, 1, 2], [0, 1, 2])
     if not is_preloaded:
-        assert f"{edited.path} was edited since the script imported it" in caplog.text
+        assert f"of {edited.path} is not as the script has imported it: workers use what the script has" in caplog.text
 
 
-def test_module_of_another_folder_is_that_of_the_node_which_says_so(serve, edited, tmp_path, caplog):
+@pytest.mark.parametrize("is_preloaded", [False, True])
+def test_node_server_that_has_another_file_of_that_name_uses_the_source_of_the_script(
+    serve, edited, tmp_path, is_preloaded
+):
     module = edited.load()
     elsewhere = tmp_path / "node"
     elsewhere.mkdir()
     (elsewhere / edited.path.name).write_text(SOURCE.format(factor=7))
     before = f"sys.path.insert(0, {str(elsewhere)!r})"
-    address = serve("--num-workers", "1", "--preload", edited.name, before=before).address
-    assert batches(RPCDataloader(module.Scaled(), 3, workers=address)) == [0, 7, 14]
-    assert f"module {edited.name} of {elsewhere}" in caplog.text
+    options = ["--preload", edited.name] if is_preloaded else []
+    sys.path.remove(str(tmp_path))  # so that the node finds its own
+    address = serve("--num-workers", "1", *options, before=before).address
+    assert loaded(module.Scaled(), address) == ([0, 1, 2], [0, 1, 2])
+
+
+def test_module_that_is_installed_on_the_node_is_that_of_the_node_which_says_so(serve, edited, tmp_path, caplog):
+    module = edited.load()
+    installed = tmp_path / "lib" / "python3" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / edited.path.name).write_text(SOURCE.format(factor=7))
+    sys.path.remove(str(tmp_path))
+    address = serve("--num-workers", "1", before=f"sys.path.insert(0, {str(installed)!r})").address
+    assert loaded(module.Scaled(), address) == ([0, 7, 14], [0, 7, 14])
+    assert f"module {edited.name} of {installed / edited.path.name} is installed here" in caplog.text
+
+
+LOADED_BY_PATH = """
+from pathlib import Path
+
+factor = int((Path(__file__).parent / "factor.txt").read_text())
+
+
+class Scaled:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index * factor
+"""
+
+
+def test_module_that_the_script_has_loaded_by_its_path_is_that_and_no_other_of_its_name(serve, edited, tmp_path):
+    edited.write(7)  # which an import would find
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+    (chosen / "by_path.py").write_text(LOADED_BY_PATH)
+    (chosen / "factor.txt").write_text("3")
+    spec = importlib.util.spec_from_file_location(edited.name, chosen / "by_path.py")
+    module = sys.modules[edited.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert loaded(module.Scaled(), serve("--num-workers", "2").address) == ([0, 3, 6], [0, 3, 6])
 
 
 ASKS_FOR_ARGUMENTS = """
