@@ -404,10 +404,10 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def _begin_here(self, settings: PassSettings, dataset: RemoteDataset) -> Here:
         """A place on this machine for the workers of one pass."""
-        functions = DatasetRef(make_key())
+        functions, parts = DatasetRef(make_key()), {"dataset": settings.dataset, **functions_of(settings)}
         objects = {dataset.key: settings.dataset, functions.key: functions_of(settings)}
         additions = Additions.of(settings.env, settings.py_modules, settings.forward_output)
-        inherited = Inherited(available_cpus(), objects, additions=additions)
+        inherited = Inherited(available_cpus(), objects, additions=additions, parts=parts)
         return Here(get_client().local_node(self.multiprocessing_context, inherited), functions)
 
     def _choose_nodes(self, local: LocalNode | None, num_streams: int) -> Placement:
