@@ -34,6 +34,12 @@ VERSION = 4
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "leg", "num_skipped", "finished")
 
 
+def to_first_state(settings: PassSettings) -> dict[str, Any]:
+    """Return the state before the first pass, which draws from the loader's own generators."""
+    ranks = capture_order(settings)["ranks"]
+    return {"version": VERSION, "ranks": ranks, "generators": _generator_states(settings)}
+
+
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     """Return the state of a pass: plain containers, numbers and strings, apart from states of other objects."""
     if progress.ahead and settings.resumable is not None:
@@ -116,12 +122,11 @@ def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: It is not a state of such a loader.
     """
-    if "start" not in state:  # saved before the first pass
-        return
     here = capture_order(settings)
-    saved_kind = _kind_of_dataset(state["start"], is_iterable=bool(state["streams"]))
-    _check_same("dataset", saved_kind, _kind_of_dataset(here, is_iterable=settings.iterable))
-    if place_of(state) == "middle":
+    if "start" in state:  # else it was saved before the first pass
+        saved_kind = _kind_of_dataset(state["start"], is_iterable=bool(state["streams"]))
+        _check_same("dataset", saved_kind, _kind_of_dataset(here, is_iterable=settings.iterable))
+    if "start" in state and place_of(state) == "middle":
         check_order(state["start"], here)
         if "sampler" in (state["sampler"] or {}):
             kinds = ("one without load_state_dict", "one with a state of its own")
@@ -183,7 +188,7 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
     for state in states:
         _check_version(state)
     ranks = capture_order(settings)["ranks"]
-    own = next((state for state in states if "start" in state and state["start"]["ranks"] == ranks), states[0])
+    own = next((state for state in states if state.get("start", state).get("ranks") == ranks), states[0])
     _check_state(settings, own)
     return own
 
