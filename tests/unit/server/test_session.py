@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import types
@@ -11,9 +12,11 @@ import pytest
 from rpcdataloader.server.session import Session
 
 
-@pytest.mark.parametrize(("tasks_at_each_look", "num_warnings"), [(["12", "1"], 0), (["12", "12"], 1)])
+@pytest.mark.parametrize(
+    ("tasks_at_each_look", "num_warnings"), [(["12", "1"], 0), (["12", "12", "1"], 0), (["12"], 1)]
+)
 def test_threads_that_end_while_a_session_looks_are_no_warning(monkeypatch, caplog, tasks_at_each_look, num_warnings):
-    looks = iter(tasks_at_each_look)
+    looks = itertools.chain(tasks_at_each_look, itertools.repeat(tasks_at_each_look[-1]))
     monkeypatch.setattr(os, "listdir", lambda _path: list(next(looks)))
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
     Session._warn_of_threads(types.SimpleNamespace(_has_warned=False))
