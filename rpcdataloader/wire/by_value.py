@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
+import ctypes
 import dis
 import enum
 import functools
@@ -19,9 +20,11 @@ import hashlib
 import importlib
 import itertools
 import logging
+import operator
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -44,9 +47,6 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), typ
 
 # Of modules, the tokens of the globals that were received with functions.
 _received_globals: dict[str, dict[str, Any]] = {}
-
-# Classes whose metaclass is one of these are made without calling it; those of the script, too.
-_PLAIN_METACLASSES = (type, abc.ABCMeta)
 
 
 def main_globals() -> dict[str, Any]:
@@ -248,9 +248,13 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
     Args:
         digest: Function that tells whether a value has changed.
     """
+    if (of_ctypes := _reduce_of_ctypes(cls)) is not None:
+        return of_ctypes
     reduction = cloudpickle._dynamic_class_reduce(cls)
     make, args, (attributes, _slots) = reduction[:3]
     attributes = {name: value for name, value in attributes.items() if not _is_slot(value, cls)}
+    if "_fields_" in attributes:  # which settings of ctypes, such as _pack_, must precede
+        attributes["_fields_"] = attributes.pop("_fields_")
     members: dict[str, dict[str, Any]] = {}
     if issubclass(cls, enum.Enum):
         # cloudpickle leaves out aliases, and what the constructor has given to members.
@@ -259,7 +263,7 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
         members = {name: _own_state(member) for name, member in cls.__members__.items()}
     attributes["__qualname__"] = cls.__qualname__
     attributes.pop("__slotnames__", None)  # which copyreg remembers
-    if make is cloudpickle._make_skeleton_class and _metaclass_of(type(cls)) in _PLAIN_METACLASSES:
+    if make is cloudpickle._make_skeleton_class and _maker_of(type(cls)) is not None:
         own = {name: value for name, value in args[3].items() if name != "__slots__"}
         if "__slots__" in attributes:
             slots = attributes.pop("__slots__")
@@ -273,18 +277,30 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
     return make, args, (attributes, tokens, members), None, None, fill_class
 
 
+def _reduce_of_ctypes(cls: Any) -> tuple[Any, ...] | None:
+    """Take apart a type of arrays, each of which ctypes makes once, or the type of structures or unions."""
+    if issubclass(cls, ctypes.Array) and cls is cls._type_ * cls._length_:
+        return operator.mul, (cls._type_, cls._length_)
+    return next(((type, (made,)) for made in (ctypes.Structure, ctypes.Union) if cls is type(made)), None)
+
+
 def _own_state(member: enum.Enum) -> dict[str, Any]:
     """What an enumeration has given to a member, besides name and value."""
     return {name: value for name, value in vars(member).items() if not (name.startswith("_") and name.endswith("_"))}
 
 
 def _is_slot(value: Any, cls: type) -> bool:
-    return isinstance(value, types.MemberDescriptorType) and value.__objclass__ is cls
+    """Whether ``__slots__`` has made an attribute of a class, or ``_fields_`` of ctypes."""
+    is_member = isinstance(value, types.MemberDescriptorType) and value.__objclass__ is cls
+    return is_member or type(value).__name__ == "CField"
 
 
-def _metaclass_of(metaclass: type) -> type:
-    """The first metaclass that is not the script's."""
-    return next(base for base in metaclass.__mro__ if not is_of_main(base))
+def _maker_of(metaclass: type) -> Callable[..., type] | None:
+    """What makes a class without calling the script's metaclass; None if a library's metaclass must be called."""
+    first = next(base for base in metaclass.__mro__ if not is_of_main(base))
+    if first.__name__ == "_TypedDictMeta":  # of typing or typing_extensions: it refuses dict, the base of what it makes
+        return type.__new__
+    return first.__new__ if first in (type, abc.ABCMeta) else None
 
 
 def make_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict[str, Any], identity: str) -> type:
@@ -296,7 +312,7 @@ def make_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict[st
     if (known := cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(identity)) is not None:
         return known  # type: ignore[no-any-return]
     with _without_hooks(bases):
-        made: type = _metaclass_of(metaclass).__new__(metaclass, name, bases, dict(own))
+        made: type = (_maker_of(metaclass) or type.__new__)(metaclass, name, bases, dict(own))
     return cloudpickle._lookup_class_or_track(identity, made)  # type: ignore[no-any-return]
 
 
@@ -412,4 +428,6 @@ OF_DEFINITIONS: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
     threading.local: reduce_thread_local,
     weakref.WeakKeyDictionary: lambda mapping: (weakref.WeakKeyDictionary, (dict(mapping),)),
     weakref.WeakValueDictionary: lambda mapping: (weakref.WeakValueDictionary, (dict(mapping),)),
+    typing.NewType: lambda made: (typing.NewType, (made.__name__, made.__supertype__), vars(made)),
+    typing.ParamSpec: lambda made: (typing.ParamSpec, (made.__name__,)),
 }
