@@ -40,6 +40,9 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 #: The type of a function with ``functools.lru_cache`` or ``functools.cache``.
 CachedFunction = type(functools.lru_cache(abs))
 
+# That of all functions which ``functools.singledispatch`` has made.
+_DISPATCHING = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]  # it is a function
+
 # Of classes, the tokens of the attributes that were received; None for a class that was made in this process.
 _received: weakref.WeakKeyDictionary[type, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
 
@@ -236,6 +239,26 @@ def make_cached(wrapped: Callable[..., Any], maxsize: int | None, typed: bool) -
 
 def fill_cached(function: Any, attributes: dict[str, Any]) -> None:
     """Give a function with a cache its further attributes."""
+    vars(function).update(attributes)
+
+
+def is_dispatcher(function: types.FunctionType) -> bool:
+    """Whether ``functools.singledispatch`` has made a function."""
+    return function.__code__ is _DISPATCHING
+
+
+def reduce_dispatcher(function: Any) -> tuple[Any, ...]:
+    """Take apart such a function."""
+    own = vars(function).keys() - vars(functools.singledispatch(abs)).keys()
+    content = dict(function.registry), {name: vars(function)[name] for name in own}
+    return functools.singledispatch, (function.__wrapped__,), content, None, None, fill_dispatcher
+
+
+def fill_dispatcher(function: Any, content: tuple[dict[type, Any], dict[str, Any]]) -> None:
+    """Give such a function what was registered, and its further attributes."""
+    registered, attributes = content
+    for kind, each in registered.items():
+        function.register(kind, each)
     vars(function).update(attributes)
 
 

@@ -286,3 +286,87 @@ def test_local_functions_of_a_module_that_nodes_cannot_find_bring_what_they_need
     spec.loader.exec_module(module)
     workers = serve("--num-workers", "1").address
     assert list(RPCDataloader(range(2), None, workers=workers, collate_fn=module.make_scaled())) == [0, 1]
+
+
+WRAPS_FUNCTIONS = """
+import contextlib
+import functools
+
+
+def make(kind):
+    factor = 3
+
+    def scaled(value):
+        return factor * value
+
+    @functools.cache
+    def power(value):
+        return factor * power(value - 1) if value else 1
+
+    @functools.wraps(scaled)
+    def wrapping(value):
+        return scaled(value), wrapping.__name__
+
+    @functools.singledispatch
+    def dispatching(value):
+        return dispatching(str(value)), dispatching.note
+
+    @dispatching.register(int)
+    def _(value):
+        return dispatching(float(value))
+
+    @dispatching.register(str)
+    def _(value):
+        return factor * value
+
+    dispatching.note = "noted"
+
+    @contextlib.contextmanager
+    def managing(value):
+        yield scaled(value)
+
+    def entering(value):
+        with managing(value) as found:
+            return found
+
+    class Method:
+        @functools.lru_cache(maxsize=2)
+        def __call__(self, value):
+            return self.described(value)
+
+        @functools.singledispatchmethod
+        def described(self, value):
+            return "other"
+
+        @described.register
+        def _(self, value: int):
+            return scaled(value)
+
+    made = {"lru_cache": functools.lru_cache(2)(scaled), "partial": functools.partial(pow, factor), "method": Method()}
+    return {**made, "cache": power, "wraps": wrapping, "singledispatch": dispatching, "with": entering}[kind]
+"""
+
+
+@pytest.mark.parametrize("kind", ["lru_cache", "cache", "wraps", "partial", "singledispatch", "with", "method"])
+def test_wrapped_local_functions_of_a_module_arrive(shared_server, edited, kind):
+    edited.path.write_text(WRAPS_FUNCTIONS)
+    made = edited.load().make(kind)
+    expected = [made(index) for index in range(4)]
+
+    class Wrapped:
+        function = staticmethod(made)
+
+        def __init__(self):
+            self.held = made
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return index, self.held(index), self.function(index)
+
+    def collate(sample):
+        return *sample, made(sample[0])
+
+    loader = RPCDataloader(Wrapped(), None, workers=shared_server.address, collate_fn=collate)
+    assert list(loader) == [(index, each, each, each) for index, each in enumerate(expected)]
