@@ -124,6 +124,8 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= dict.fromkeys(names_in(constant))
+        elif isinstance(constant, str) and "globals" in code.co_names:  # globals().get("NAME")
+            found[constant] = None
     return tuple(found)
 
 

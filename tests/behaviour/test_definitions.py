@@ -264,6 +264,7 @@ assert [*loader] == [[(2, 2, 3)] * 2] * 2
 
 
 CHANGED = """
+import functools
 import types
 
 options, table, level, __C = types.SimpleNamespace(size=1), {"a": 1}, 1, {}
@@ -276,6 +277,28 @@ def set_up(value):
 def options_of():
     return options
 
+def change_globals(**values):
+    globals().update(values)
+
+def size_of():
+    return getattr(size_of, "size", len(sizes_of.table)) + size_for(0)
+
+def sizes_of():
+    pass
+
+sizes_of.table = {}
+
+@functools.singledispatch
+def size_for(value):
+    return 0
+
+@size_for.register
+def _(value: str):
+    return 1
+
+def unregistered(value):
+    return 5
+
 def fill(mapping, key):
     mapping[key] = 1
 
@@ -287,7 +310,7 @@ class Rows:
         return 4
 
     def __getitem__(self, index):
-        return options.size, len(table), level, num_own()
+        return options.size, len(table), level, num_own() + size_of()
 
 def num_own():
     return len(__C)
@@ -313,6 +336,12 @@ def num_own():
         ("run = lambda: changed.set_up(2)\nrun()", (1, 1, 2, 0)),
         ("own = changed.options_of()\nown.size = 2", (2, 1, 1, 0)),
         ("changed.options_of().size = 2", (2, 1, 1, 0)),
+        ("changed.change_globals(level=2)", (1, 1, 2, 0)),
+        ("changed.size_of.size = 2", (1, 1, 1, 2)),
+        ("changed.sizes_of.table['b'] = 2", (1, 1, 1, 1)),
+        ("@changed.size_for.register\ndef _(value: int):\n    return 4", (1, 1, 1, 4)),
+        ("from changed import size_for\nsize_for.register(int, lambda value: 4)", (1, 1, 1, 4)),
+        ("changed.size_for.register(int, changed.unregistered)", (1, 1, 1, 5)),
     ],
 )
 def test_changes_of_own_modules_are_found_however_they_are_written(passes, change, seen):

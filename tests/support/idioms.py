@@ -219,6 +219,15 @@ def show_kinds(batch):
 idiom("globals()[name]", functools.partial(Each, by_globals), show=show_kinds)
 
 
+def by_globals_with_default(index):
+    return globals().get("TABLE_BY_NAME", {}).get(index), len(globals().get("LIST_BY_NAME", ()))
+
+
+TABLE_BY_NAME, LIST_BY_NAME = {1: "one"}, [1, 2]
+
+idiom("globals().get(name)", functools.partial(Each, by_globals_with_default))
+
+
 def by_module(index):
     return sys.modules[__name__].function_by_module(index)
 
