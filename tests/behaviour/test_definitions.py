@@ -172,6 +172,35 @@ assert list(load(Scaled())) == [[0, 10], [20, 30]]
 """)
 
 
+def test_persistent_workers_begin_each_pass_with_the_values_of_small_shared_tensors(passes):
+    passes("""
+import torch
+
+def shared():
+    return torch.zeros(1).share_memory_()
+
+def make():
+    of_transform, of_collate = shared(), shared()
+    return of_transform, lambda: int(of_transform), of_collate, lambda samples: (*samples[0], int(of_collate))
+
+of_script, of_both, (of_transform, transform, of_collate, collate) = shared(), shared(), make()
+
+class Told(Numbers):
+    def __init__(self):
+        self.own, self.both, self.transform = shared(), of_both, transform
+
+    def __getitem__(self, index):
+        return int(of_script), int(of_both), int(self.own), int(self.both), self.transform()
+
+told = Told()
+loader = load(told, collate_fn=collate, persistent_workers=True)
+for epoch in range(3):
+    for each in of_script, of_both, of_transform, of_collate, told.own:
+        each.fill_(epoch)
+    assert [*loader] == [(epoch,) * 6] * 2
+""")
+
+
 def test_calls_change_what_later_calls_find_and_bring_what_the_script_has_changed(passes):
     passes("""
 entries, factor = {}, 2
