@@ -439,6 +439,11 @@ def make_cached_property(function: Callable[[Any], Any], name: str | None) -> fu
     return made
 
 
+def make_alias(name: str, value: Any, parameters: tuple[Any, ...]) -> Any:
+    """What a ``type`` statement makes, from Python 3.12 on."""
+    return vars(typing)["TypeAliasType"](name, value, type_params=parameters)
+
+
 def digest_of(pickled: bytes) -> bytes:
     """A digest of a pickle, for comparisons within one client."""
     return hashlib.blake2b(pickled, digest_size=16).digest()
@@ -456,3 +461,8 @@ OF_DEFINITIONS: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
     typing.NewType: lambda made: (typing.NewType, (made.__name__, made.__supertype__), vars(made)),
     typing.ParamSpec: lambda made: (typing.ParamSpec, (made.__name__,)),
 }
+if sys.version_info >= (3, 12):
+    OF_DEFINITIONS = {
+        **OF_DEFINITIONS,
+        typing.TypeAliasType: lambda made: (make_alias, (made.__name__, made.__value__, made.__type_params__)),
+    }

@@ -816,6 +816,21 @@ def new_types(index):
     return Timed(), Seconds.__name__, Seconds.__module__ == new_types.__module__, Calls[[int]] is not None
 
 
+if sys.version_info >= (3, 12):
+    exec(
+        """
+type Pairs[Kind] = list[tuple[Kind, Seconds]]
+
+
+def pairs(index) -> Pairs[int]:
+    return [(index, Seconds(1))], str(pairs.__annotations__["return"])
+
+
+idiom("a type statement", functools.partial(Each, pairs))
+"""
+    )
+
+
 class Header(ctypes.Structure):
     _fields_ = [("kind", ctypes.c_uint8), ("size", ctypes.c_uint32), ("name", ctypes.c_char * 4)]
     _pack_, _layout_ = 1, "ms"
