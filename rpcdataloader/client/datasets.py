@@ -29,7 +29,6 @@ from rpcdataloader.client.worker import (
     PendingReply,
     RemoteWorker,
     WorkerOwner,
-    dumps_named,
     freeze,
     reference_of,
 )
@@ -43,7 +42,7 @@ from rpcdataloader.wire.definitions import Table
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks
 from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.pickling import Build, Encoded
+from rpcdataloader.wire.pickling import Build, Encoded, dumps_named
 
 logger = logging.getLogger("rpcdataloader.client")
 

@@ -24,7 +24,6 @@ from rpcdataloader.errors import (
     LocalProtocolError,
     RPCError,
     RPCTimeoutError,
-    SerializationError,
 )
 from rpcdataloader.host.locks import Condition
 from rpcdataloader.host.seldom import Seldom
@@ -37,7 +36,7 @@ from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.handshake import UnavailableError, refusal_in
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Reference, Welcome
 from rpcdataloader.wire.picklers import Frozen, PersistentId
-from rpcdataloader.wire.pickling import Encoded, dumps, result_of
+from rpcdataloader.wire.pickling import Encoded, dumps_named, result_of
 from rpcdataloader.wire.slabs import Allocator
 from rpcdataloader.wire.tls import TlsFiles
 from rpcdataloader.wire.transport import Deadline
@@ -176,34 +175,6 @@ class DatasetRef:
 def reference_of(value: Any) -> Reference | None:
     """The persistent id of a dataset; None for other objects, which are pickled."""
     return ("dataset", value.key, ()) if isinstance(value, DatasetRef) else None
-
-
-def dumps_named(
-    content: Any,
-    parts: Mapping[str, Any],
-    *,
-    persistent_id: PersistentId | None = None,
-    in_band: bool = False,
-    have: Have | None = None,
-    names: Set[str] = frozenset(),
-    with_rest: bool = False,
-    with_patches: bool = False,
-) -> Encoded:
-    """Pickle ``content``; further arguments as for :func:`~rpcdataloader.wire.pickling.dumps`.
-
-    Args:
-        parts: Its parts, by the names that the user knows.
-
-    Raises:
-        SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
-    """
-    try:
-        options: dict[str, Any] = {"have": have, "names": names, "with_rest": with_rest, "with_patches": with_patches}
-        return dumps(content, persistent_id=persistent_id, in_band=in_band, **options)
-    except SerializationError:
-        for name, part in parts.items():
-            dumps(part, persistent_id=persistent_id, name=name, have=have)
-        raise
 
 
 def freeze(

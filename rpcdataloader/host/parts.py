@@ -114,13 +114,15 @@ def follow(whole: Any, path: Any) -> Any:
     return whole
 
 
-def find_shared(whole: Any) -> dict[Any, torch.Tensor]:
-    """Copies of the small tensors in shared memory in ``whole``, by their paths.
+def find_shared(namespace: Mapping[str, Any], *wholes: Any) -> dict[Any, torch.Tensor]:
+    """Copies of the small tensors in shared memory that are globals or in one of ``wholes``, by their paths.
 
     By such a tensor, a script tells torch's persistent workers of their epoch, for example.
     """
-    parts = find_parts(whole, with_all=True).values()
-    return {path: part.clone() for part, path in parts if type(part) is torch.Tensor and _tells(part)}
+    found = {((_ITEM, 0), (_ITEM, name)): value for name, value in list(namespace.items())}
+    for number, whole in enumerate(wholes, 1):
+        found |= {((_ITEM, number), *path): part for part, path in find_parts(whole, with_all=True).values()}
+    return {path: part.clone() for path, part in found.items() if type(part) is torch.Tensor and _tells(part)}
 
 
 def _tells(tensor: torch.Tensor) -> bool:
@@ -128,10 +130,10 @@ def _tells(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_shared and tensor.nbytes <= _MAX_SHARED
 
 
-def set_shared(whole: Any, values: Mapping[Any, torch.Tensor]) -> None:
-    """Give the tensors of a copy of ``whole`` other values."""
+def set_shared(values: Mapping[Any, torch.Tensor], *copies: Any) -> None:
+    """Give the tensors in copies of what :func:`find_shared` has searched other values."""
     for path, value in values.items():
-        with contextlib.suppress(LookupError, TypeError):  # the copy has another form
-            part = follow(whole, path)
+        with contextlib.suppress(LookupError, TypeError):  # a copy has another form, or a global is not used there
+            part = follow(copies, path)
             if isinstance(part, torch.Tensor) and part.shape == value.shape:
                 part.copy_(value)

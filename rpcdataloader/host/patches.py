@@ -3,10 +3,11 @@
 A process cannot tell by itself which attribute of a module was set by whom. The script's source, and that of its own
 modules, name them, wherever in it:
 
-- assignments to attributes of modules, and of classes of modules;
+- assignments to attributes of modules, and of classes and functions of modules;
 - changes in place of what belongs to one of its own modules: ``config.options["size"] = 3``, ``options.size = 3``,
   ``options.update(...)``, ``update(options)``, and ``setup()``, which changes what it names in its module;
-- whatever is in one of these, after ``setattr(config, name, value)`` or ``vars(config)``.
+- what is registered with a function of ``functools.singledispatch``;
+- whatever is in one of these, after ``setattr(config, name, value)``, ``vars(config)``, or ``globals()`` there.
 
 Their values are those of the moment.
 """
@@ -44,6 +45,9 @@ _CONTENT = "[...]"
 _NO_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, logging.Logger)
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
 
+# What has attributes of its own, apart from modules.
+_OWNERS = (type, types.FunctionType)
+
 # Sources that are read; a script's own modules have a few hundred kilobytes.
 _MAX_SOURCE_BYTES = 1 << 20
 
@@ -78,7 +82,9 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
                     value = vars(owner)[chain[-1]] if isinstance(owner, type) else getattr(owner, chain[-1])
                     # A module that decorates its own functions does so on the node, too.
                     if own is namespace or place.partition(":")[0] not in modules or is_data(chain[-1], value):
-                        found[f"{place}{chain[-1]}"] = value
+                        # What functions keep that they have computed may be large: contents have a limit.
+                        kind = _CONTENT * isinstance(owner, types.FunctionType)
+                        found[f"{place}{chain[-1]}{kind}"] = value
         noted = (contents.touch, changes.touched), (contents.call, changes.called), (contents.open, changes.opened)
         for note, chains in noted:
             for chain in chains:
@@ -110,17 +116,19 @@ class _Contents:
         }
 
     def touch(self, names: Mapping[str, Any], chain: tuple[str, ...]) -> None:
-        """Note the first object of a dotted name that a module, or a class of it, has."""
+        """Note the first object of a dotted name that a module, or a class or function of it, has."""
         if chain[0] not in names:
             return
         value, owner, last = names[chain[0]], None, chain[0]
         for name in chain[1:]:
-            if not isinstance(value, (type, types.ModuleType)):
+            if not isinstance(value, (*_OWNERS, types.ModuleType)):
                 break
             value, owner, last = getattr(value, name), value, name
+        if isinstance(value, types.FunctionType) and "registry" in vars(value):  # of functools.singledispatch
+            value, owner, last = vars(value)["registry"], value, "registry"
         if not is_data(last, value) or isinstance(value, _CONSTANT):
             return
-        if isinstance(owner, type) and owner.__module__ in self._modules and (place := _place_of(owner)):
+        if isinstance(owner, _OWNERS) and owner.__module__ in self._modules and (place := _place_of(owner)):
             self.found[f"{place}{last}{_CONTENT}"] = value
         elif (place_of_global := self._places.get(id(value))) is not None:
             module, last = place_of_global
@@ -128,7 +136,9 @@ class _Contents:
 
     def open(self, names: Mapping[str, Any], chain: tuple[str, ...]) -> None:
         """Note all that an own module has."""
-        module = _follow(names, chain)
+        self._open(_follow(names, chain))
+
+    def _open(self, module: Any) -> None:
         if isinstance(module, types.ModuleType) and self._modules.get(module.__name__) is module:
             for name, value in list(vars(module).items()):
                 if isinstance(value, _CONSTANT) and is_data(name, value):
@@ -154,6 +164,8 @@ class _Contents:
                 self._call(value)
             elif name in namespace and is_data(name, value) and not isinstance(value, _CONSTANT):
                 self.found[f"{module}:{name}{_CONTENT}"] = value
+        if "globals" in code.co_names:
+            self._open(known)
         for name in _stored(code) & namespace.keys():
             self.found[f"{module}:{name}"] = namespace[name]
 
@@ -193,7 +205,7 @@ def _follow(names: Mapping[str, Any], chain: tuple[str, ...]) -> Any:
 def _place_of(owner: Any) -> str | None:
     if isinstance(owner, types.ModuleType):
         module, place = owner.__name__, f"{owner.__name__}:"
-    elif isinstance(owner, type) and "<locals>" not in owner.__qualname__:
+    elif isinstance(owner, _OWNERS) and "<locals>" not in owner.__qualname__:
         module, place = owner.__module__, f"{owner.__module__}:{owner.__qualname__}."
     else:
         return None
@@ -386,7 +398,10 @@ def _apply(name: str, value: Any) -> None:
     owner, _dot, last = attribute.rpartition(".")
     with contextlib.suppress(AttributeError, TypeError):
         place = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
-        if not is_content(name) or not _become(vars(place).get(last), value):
+        if isinstance(registry := vars(place).get(last), types.MappingProxyType) and is_content(name):
+            for kind in [kind for kind in value if registry.get(kind) is not value[kind]]:
+                place.register(kind, value[kind])
+        elif not is_content(name) or not _become(vars(place).get(last), value):
             setattr(place, last, value)
 
 

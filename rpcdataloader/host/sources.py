@@ -1,8 +1,8 @@
 """The source of the script's own modules, as the script has imported it.
 
 A file may be edited while a training runs, a module may be reloaded in a notebook, and a node server may have imported
-it long ago. Workers must run what the script runs: a session gets the sources, and where its own file or module of the
-same path is another one, it takes the script's. Installed packages are those of the node.
+it long ago; or it has another file of that name. Workers must run what the script runs: a session gets the sources, and
+where its own file or module is another one, it takes the script's. Installed packages are those of the node.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ recorder = Recorder()
 class _Loader(importlib.machinery.SourceFileLoader):
     """Loads the script's source in place of the file's."""
 
-    def __init__(self, name: str, source: Source) -> None:
-        super().__init__(name, source.path)
-        self._source = source
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self._content = content
 
     def get_code(self, _name: str) -> types.CodeType:
-        return self.source_to_code(self._source.content, self._source.path)
+        return self.source_to_code(self._content, self.path)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -145,23 +145,22 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = None if source is None else importlib.machinery.PathFinder.find_spec(name, path)
         if source is None or spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None
-        origin = _path_of(name, spec, ())
-        own = None if origin is None else _read(origin)
+        own = _read(os.path.abspath(spec.loader.path))
         if own is None or own.content == source.content:
             return spec
-        if own.path != source.path:
-            _warn_of_another(name, own)
+        if is_under(own.path, installed_prefixes()):
+            logger.warning("module %s of %s is installed here, and not as the script has imported it", name, own.path)
             return spec
-        logger.warning("%s was edited since the script imported it: workers use what the script has", own.path)
-        spec.loader = _Loader(name, source)
+        logger.warning(
+            "module %s of %s is not as the script has imported it: workers use what the script has", name, own.path
+        )
+        # Its data lies beside the script's file. A package keeps the folder of its parts, which this node has chosen.
+        spec.origin = source.path if os.path.exists(source.path) else own.path
+        spec.loader = _Loader(name, spec.origin, source.content)
         return spec
 
 
 _finder = _Finder()
-
-
-def _warn_of_another(name: str, own: Source) -> None:
-    logger.warning("module %s of %s is not the one that the script has imported", name, own.path)
 
 
 def take_over(sources: Mapping[str, Source]) -> None:
@@ -173,14 +172,11 @@ def take_over(sources: Mapping[str, Source]) -> None:
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     own = recorder.look()
-    changed = []
-    for name, source in sources.items():
-        before = _finder.sources.get(name, own.get(name))
-        if name in sys.modules and before is not None and before.content != source.content:
-            if before.path == source.path:
-                changed.append(name)
-            else:
-                _warn_of_another(name, before)
+    changed = [
+        name
+        for name, source in sources.items()
+        if name in own and _finder.sources.get(name, own[name]).content != source.content
+    ]
     if changed and not _finder.sources:  # the node server has imported them, and others that have parts of them
         for name in own:
             sys.modules.pop(name, None)

@@ -37,7 +37,7 @@ from rpcdataloader.loader.passes import functions_of
 from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, has_local, warn_once
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition, name_of
-from rpcdataloader.loader.states import streams_of
+from rpcdataloader.loader.states import has_begun, streams_of
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools, TimedBatches, keep_out_of_graphs
 from rpcdataloader.loader.waits import Auto, Wants
@@ -258,7 +258,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         self.num_workers = _check_num_workers(self.num_workers, self.dataset, self.transform)
         settings = PassSettings.of(self)
         # A state of the beginning has nothing to resume, but begins anew.
-        saved = self._saved if self._saved is not None and "start" in self._saved else None
+        saved = self._saved if self._saved is not None and has_begun(self._saved) else None
         iterator = self._pass
         if iterator is None or self._saved is not None or not iterator.reset(self._IterableDataset_len_called):
             ended = saved if saved is not None and saved["finished"] and not self.persistent_workers else None
@@ -403,10 +403,10 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def _begin_here(self, settings: PassSettings, dataset: RemoteDataset) -> Here:
         """A place on this machine for the workers of one pass."""
-        functions = DatasetRef(make_key())
+        functions, parts = DatasetRef(make_key()), {"dataset": settings.dataset, **functions_of(settings)}
         objects = {dataset.key: settings.dataset, functions.key: functions_of(settings)}
         additions = Additions.of(settings.env, settings.py_modules, settings.forward_output)
-        inherited = Inherited(available_cpus(), objects, additions=additions)
+        inherited = Inherited(available_cpus(), objects, additions=additions, parts=parts)
         return Here(get_client().local_node(self.multiprocessing_context, inherited), functions)
 
     def _choose_nodes(self, local: LocalNode | None, num_streams: int) -> Placement:

@@ -18,7 +18,6 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.modules import choose_modules, choose_variables
-from rpcdataloader.client.worker import dumps_named
 from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
@@ -31,6 +30,7 @@ from rpcdataloader.loader.placement import check_min_workers, choose_nodes, has_
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.server.datasets import length_of, make, open_files, style_of, why_not_shared
 from rpcdataloader.server.local import Inherited
+from rpcdataloader.wire.pickling import dumps_named
 
 
 class RPCDataset(Dataset[Any]):
@@ -207,7 +207,7 @@ def _born_with(access: RemoteDataset, parts: Mapping[str, Any], additions: Addit
             objects[access.key] = dataset
         else:
             access.build_in_workers(reason)
-    return Inherited(available_cpus(), objects, {access.key: recipe}, additions)
+    return Inherited(available_cpus(), objects, {access.key: recipe}, additions, parts)
 
 
 def access_of(dataset: RPCDataset) -> Any:

@@ -37,6 +37,7 @@ from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
+from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.connecting import EXHAUSTED
 from rpcdataloader.wire.messages import Call, Path, Reference
 from rpcdataloader.wire.picklers import Frozen
@@ -114,7 +115,7 @@ class Executor:
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if not node.is_local]
         # As they were sent with the dataset; workers of this machine share the tensors themselves.
-        self._shared = find_shared(settings.dataset) if self._known or placement.followed else {}
+        self._shared = self._find_shared() if self._known or placement.followed else {}
 
     @property
     def is_over(self) -> bool:
@@ -264,9 +265,12 @@ class Executor:
         return dumps(tuple(Call(remote.start_epoch, args, {})), persistent_id=reference_of)
 
     def _changed_tensors(self) -> dict[Path, torch.Tensor]:
-        """Values of the dataset's shared tensors that the script has set since it was sent."""
-        found, sent = find_shared(self._settings.dataset) if self._shared else {}, self._shared
+        """Values of shared tensors that the script has set since they were sent."""
+        found, sent = self._find_shared() if self._shared else {}, self._shared
         return {path: each for path, each in found.items() if path not in sent or not torch.equal(each, sent[path])}
+
+    def _find_shared(self) -> dict[Path, torch.Tensor]:
+        return find_shared(main_globals(), self._settings.dataset, self._settings.collate_fn)
 
     def _reference_of(self, value: Any, parts: Mapping[int, tuple[Any, Path]]) -> Reference | None:
         """The persistent id of the dataset or a part of it, also inside a user's function, such as a bound method."""

@@ -30,12 +30,20 @@ logger = logging.getLogger("rpcdataloader.loader")
 # version 3 had no streams of the pass before, and no states of samplers inside.
 VERSION = 4
 
-# The state before the first pass. torch.distributed.checkpoint loads of a checkpoint only the keys that the state has
-# there: the seed tells that a checkpoint has more.
-NO_PASS_YET = {"version": VERSION, "base_seed": None}
-
 # Fields of a progress that a state has as they are.
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "leg", "num_skipped", "finished")
+
+
+def to_first_state(settings: PassSettings) -> dict[str, Any]:
+    """Return the state before the first pass, which draws from the loader's own generators."""
+    # Keys of later states, too: of a checkpoint, torch.distributed.checkpoint loads only those that are here.
+    start = {"ranks": capture_order(settings)["ranks"]}
+    return {"version": VERSION, "base_seed": None, "start": start, "generators": _generator_states(settings)}
+
+
+def has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether this is the state of a pass, not of the time before the first one."""
+    return state.get("base_seed") is not None
 
 
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
@@ -112,7 +120,7 @@ def _check_version(state: Any) -> None:
             f"this is not a state of this version's RPCDataloader: its version is {state.get('version')!r}, not "
             f"{VERSION}"
         )
-    if "start" not in state and state.get("base_seed") is not None:
+    if has_begun(state) and "num_batches" not in state:
         raise ValueError(
             "this is only a part of a state, as torch.distributed.checkpoint loads it into a loader that has no pass "
             "yet: save pickle.dumps(loader.state_dict()) there, under a name for each rank"
@@ -125,12 +133,11 @@ def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: It is not a state of such a loader.
     """
-    if "start" not in state:  # saved before the first pass
-        return
     here = capture_order(settings)
-    saved_kind = _kind_of_dataset(state["start"], is_iterable=bool(state["streams"]))
-    _check_same("dataset", saved_kind, _kind_of_dataset(here, is_iterable=settings.iterable))
-    if place_of(state) == "middle":
+    if has_begun(state):
+        saved_kind = _kind_of_dataset(state["start"], is_iterable=bool(state["streams"]))
+        _check_same("dataset", saved_kind, _kind_of_dataset(here, is_iterable=settings.iterable))
+    if has_begun(state) and place_of(state) == "middle":
         check_order(state["start"], here)
         if "sampler" in (state["sampler"] or {}):
             kinds = ("one without load_state_dict", "one with a state of its own")
@@ -192,7 +199,7 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
     for state in states:
         _check_version(state)
     ranks = capture_order(settings)["ranks"]
-    own = next((state for state in states if "start" in state and state["start"]["ranks"] == ranks), states[0])
+    own = next((state for state in states if state["start"]["ranks"] == ranks), states[0])
     _check_state(settings, own)
     return own
 

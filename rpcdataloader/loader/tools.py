@@ -32,7 +32,7 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import NO_PASS_YET, state_of_rank, to_state
+from rpcdataloader.loader.states import has_begun, restore_generators, state_of_rank, to_first_state, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.waits import tell
 from rpcdataloader.loader.ways import end_pass
@@ -171,7 +171,8 @@ class LoaderTools(DataLoader[_T_co]):
     def _captured_state(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives the present state."""
         if self._saved is not None or self._progress is None:
-            return lambda: dict(self._saved or NO_PASS_YET)
+            first = dict(self._saved or to_first_state(PassSettings.of(self)))
+            return lambda: first
         settings, progress = self._progress
         now = progress.copy()
         return lambda: to_state(settings, now.settle())
@@ -199,6 +200,8 @@ class LoaderTools(DataLoader[_T_co]):
         state = state_of_rank(settings, state_dict)
         if state.get("finished"):
             end_pass(settings, state)
+        elif not has_begun(state):
+            restore_generators(settings, state)
         self._saved = copy.deepcopy(state)
         if self._progress is not None:
             self._progress[1].is_replaced = True

@@ -44,7 +44,7 @@ from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.messages import Exited, Welcome
 from rpcdataloader.wire.picklers import runs_script_again
-from rpcdataloader.wire.pickling import Build, dumps, loads
+from rpcdataloader.wire.pickling import Build, dumps_named, loads
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.transport import Transport
 
@@ -62,6 +62,7 @@ class Inherited:
     objects: Mapping[int, Any] = field(default_factory=dict)  # datasets and a loader's functions, by key
     recipes: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)  # ``(callable, args, kwargs)`` of datasets
     additions: Additions = field(default_factory=Additions)
+    parts: Mapping[str, Any] = field(default_factory=dict)  # of these, by the names that the user knows
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What multiprocessing and torch let processes share is shared: tensors, locks, pipes, queues, managers.
@@ -69,8 +70,9 @@ class Inherited:
         All else is pickled as for a node server, so lambdas, and the classes of a notebook, come along.
         """
         has_script = runs_script_again()
-        encoded = dumps(
-            vars(self),
+        encoded = dumps_named(
+            {name: value for name, value in vars(self).items() if name != "parts"},
+            self.parts,
             in_band=True,
             reducers=ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
             have=(lambda _name: True) if has_script else None,

@@ -471,8 +471,15 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task")) - len(missed_by_nobody)
 
 
+# A thread that was joined is one of the process's for a moment longer; those of C libraries stay.
+_LOOKS_AT_THREADS = 20
+
+
 def name_threads() -> str:
-    """Names of the threads of this process, in words."""
+    """Names of the threads of this process, in words; empty without any."""
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    num_others = len(os.listdir("/proc/self/task")) - 1 - len(names)
+    for _look in range(_LOOKS_AT_THREADS):
+        if (num_others := len(os.listdir("/proc/self/task")) - 1 - len(names)) <= 0:
+            break
+        time.sleep(0.001)
     return ", ".join([*names, f"{num_others} of C libraries"] if num_others > 0 else names)

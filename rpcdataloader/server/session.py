@@ -400,12 +400,12 @@ class Session:
             self._on_worker_end(waiting[0])
 
     def _warn_of_threads(self) -> None:
-        if not self._has_warned and num_threads() > 1:
+        if not self._has_warned and num_threads() > 1 and (names := name_threads()):  # else they have ended meanwhile
             self._has_warned = True
             logger.warning(
                 "workers are forked from a session that has threads of its own (%s): they lack these, and locks that "
                 "these hold stay locked in them; start threads on first use",
-                name_threads(),
+                names,
             )
 
     def _forget_in_child(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
+import ctypes
 import dis
 import enum
 import functools
@@ -19,9 +20,11 @@ import hashlib
 import importlib
 import itertools
 import logging
+import operator
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -37,6 +40,9 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 #: The type of a function with ``functools.lru_cache`` or ``functools.cache``.
 CachedFunction = type(functools.lru_cache(abs))
 
+# That of all functions which ``functools.singledispatch`` has made.
+_DISPATCHING = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]  # it is a function
+
 # Of classes, the tokens of the attributes that were received; None for a class that was made in this process.
 _received: weakref.WeakKeyDictionary[type, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
 
@@ -44,9 +50,6 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), typ
 
 # Of modules, the tokens of the globals that were received with functions.
 _received_globals: dict[str, dict[str, Any]] = {}
-
-# Classes whose metaclass is one of these are made without calling it; those of the script, too.
-_PLAIN_METACLASSES = (type, abc.ABCMeta)
 
 
 def main_globals() -> dict[str, Any]:
@@ -121,6 +124,8 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= dict.fromkeys(names_in(constant))
+        elif isinstance(constant, str) and "globals" in code.co_names:  # globals().get("NAME")
+            found[constant] = None
     return tuple(found)
 
 
@@ -239,6 +244,26 @@ def fill_cached(function: Any, attributes: dict[str, Any]) -> None:
     vars(function).update(attributes)
 
 
+def is_dispatcher(function: types.FunctionType) -> bool:
+    """Whether ``functools.singledispatch`` has made a function."""
+    return function.__code__ is _DISPATCHING
+
+
+def reduce_dispatcher(function: Any) -> tuple[Any, ...]:
+    """Take apart such a function."""
+    own = vars(function).keys() - vars(functools.singledispatch(abs)).keys()
+    content = dict(function.registry), {name: vars(function)[name] for name in own}
+    return functools.singledispatch, (function.__wrapped__,), content, None, None, fill_dispatcher
+
+
+def fill_dispatcher(function: Any, content: tuple[dict[type, Any], dict[str, Any]]) -> None:
+    """Give such a function what was registered, and its further attributes."""
+    registered, attributes = content
+    for kind, each in registered.items():
+        function.register(kind, each)
+    vars(function).update(attributes)
+
+
 # Classes
 
 
@@ -248,9 +273,13 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
     Args:
         digest: Function that tells whether a value has changed.
     """
+    if (of_ctypes := _reduce_of_ctypes(cls)) is not None:
+        return of_ctypes
     reduction = cloudpickle._dynamic_class_reduce(cls)
     make, args, (attributes, _slots) = reduction[:3]
     attributes = {name: value for name, value in attributes.items() if not _is_slot(value, cls)}
+    if "_fields_" in attributes:  # which settings of ctypes, such as _pack_, must precede
+        attributes["_fields_"] = attributes.pop("_fields_")
     members: dict[str, dict[str, Any]] = {}
     if issubclass(cls, enum.Enum):
         # cloudpickle leaves out aliases, and what the constructor has given to members.
@@ -259,7 +288,7 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
         members = {name: _own_state(member) for name, member in cls.__members__.items()}
     attributes["__qualname__"] = cls.__qualname__
     attributes.pop("__slotnames__", None)  # which copyreg remembers
-    if make is cloudpickle._make_skeleton_class and _metaclass_of(type(cls)) in _PLAIN_METACLASSES:
+    if make is cloudpickle._make_skeleton_class and _maker_of(type(cls)) is not None:
         own = {name: value for name, value in args[3].items() if name != "__slots__"}
         if "__slots__" in attributes:
             slots = attributes.pop("__slots__")
@@ -273,18 +302,30 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
     return make, args, (attributes, tokens, members), None, None, fill_class
 
 
+def _reduce_of_ctypes(cls: Any) -> tuple[Any, ...] | None:
+    """Take apart a type of arrays, each of which ctypes makes once, or the type of structures or unions."""
+    if issubclass(cls, ctypes.Array) and cls is cls._type_ * cls._length_:
+        return operator.mul, (cls._type_, cls._length_)
+    return next(((type, (made,)) for made in (ctypes.Structure, ctypes.Union) if cls is type(made)), None)
+
+
 def _own_state(member: enum.Enum) -> dict[str, Any]:
     """What an enumeration has given to a member, besides name and value."""
     return {name: value for name, value in vars(member).items() if not (name.startswith("_") and name.endswith("_"))}
 
 
 def _is_slot(value: Any, cls: type) -> bool:
-    return isinstance(value, types.MemberDescriptorType) and value.__objclass__ is cls
+    """Whether ``__slots__`` has made an attribute of a class, or ``_fields_`` of ctypes."""
+    is_member = isinstance(value, types.MemberDescriptorType) and value.__objclass__ is cls
+    return is_member or type(value).__name__ == "CField"
 
 
-def _metaclass_of(metaclass: type) -> type:
-    """The first metaclass that is not the script's."""
-    return next(base for base in metaclass.__mro__ if not is_of_main(base))
+def _maker_of(metaclass: type) -> Callable[..., type] | None:
+    """What makes a class without calling the script's metaclass; None if a library's metaclass must be called."""
+    first = next(base for base in metaclass.__mro__ if not is_of_main(base))
+    if first.__name__ == "_TypedDictMeta":  # of typing or typing_extensions: it refuses dict, the base of what it makes
+        return type.__new__
+    return first.__new__ if first in (type, abc.ABCMeta) else None
 
 
 def make_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict[str, Any], identity: str) -> type:
@@ -296,7 +337,7 @@ def make_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict[st
     if (known := cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(identity)) is not None:
         return known  # type: ignore[no-any-return]
     with _without_hooks(bases):
-        made: type = _metaclass_of(metaclass).__new__(metaclass, name, bases, dict(own))
+        made: type = (_maker_of(metaclass) or type.__new__)(metaclass, name, bases, dict(own))
     return cloudpickle._lookup_class_or_track(identity, made)  # type: ignore[no-any-return]
 
 
@@ -398,6 +439,11 @@ def make_cached_property(function: Callable[[Any], Any], name: str | None) -> fu
     return made
 
 
+def make_alias(name: str, value: Any, parameters: tuple[Any, ...]) -> Any:
+    """What a ``type`` statement makes, from Python 3.12 on."""
+    return vars(typing)["TypeAliasType"](name, value, type_params=parameters)
+
+
 def digest_of(pickled: bytes) -> bytes:
     """A digest of a pickle, for comparisons within one client."""
     return hashlib.blake2b(pickled, digest_size=16).digest()
@@ -412,4 +458,11 @@ OF_DEFINITIONS: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
     threading.local: reduce_thread_local,
     weakref.WeakKeyDictionary: lambda mapping: (weakref.WeakKeyDictionary, (dict(mapping),)),
     weakref.WeakValueDictionary: lambda mapping: (weakref.WeakValueDictionary, (dict(mapping),)),
+    typing.NewType: lambda made: (typing.NewType, (made.__name__, made.__supertype__), vars(made)),
+    typing.ParamSpec: lambda made: (typing.ParamSpec, (made.__name__,)),
 }
+if sys.version_info >= (3, 12):
+    OF_DEFINITIONS = {
+        **OF_DEFINITIONS,
+        typing.TypeAliasType: lambda made: (make_alias, (made.__name__, made.__value__, made.__type_params__)),
+    }

@@ -33,6 +33,7 @@ from rpcdataloader.wire.by_value import (
     CachedFunction,
     content_of,
     digest_of,
+    is_dispatcher,
     is_of_main,
     main_globals,
     module_of,
@@ -42,6 +43,7 @@ from rpcdataloader.wire.by_value import (
     reduce_cached_property,
     reduce_cell,
     reduce_class,
+    reduce_dispatcher,
     reduce_function,
 )
 from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tensor
@@ -257,6 +259,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_by_value(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType:
+            if is_dispatcher(obj):
+                return reduce_dispatcher(obj)
             if (module := module_of(obj)) is None:  # made by ``exec``, with globals of its own
                 return super().reducer_override(obj)
             if module != "__main__":
@@ -264,7 +268,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduce_function(obj, module, self._digest if self._brings_globals else None)
         if isinstance(obj, type):
             return reduce_class(obj, self._digest)
-        if type(obj) is CachedFunction and obj.__module__ in MAIN_NAMES:
+        if type(obj) is CachedFunction and (obj.__module__ in MAIN_NAMES or _has_no_name(obj)):
             return reduce_cached(obj)
         return NotImplemented
 
@@ -605,6 +609,11 @@ def set_attributes(exc: BaseException, attributes: dict[str, Any]) -> None:
         if value is not getattr(exc, name, exc):  # a second file name that is set to None would be shown
             with contextlib.suppress(AttributeError, TypeError):  # read only, and set with the arguments
                 object.__setattr__(exc, name, value)
+
+
+def _has_no_name(obj: Any) -> bool:
+    """Whether its module does not have an object of a module, as it was made within a function."""
+    return cloudpickle.cloudpickle._lookup_module_and_qualname(obj) is None
 
 
 def is_definition(obj: object) -> bool:

@@ -160,6 +160,20 @@ def dumps(
     return encoded
 
 
+def dumps_named(content: Any, parts: Mapping[str, Any], **options: Any) -> Encoded:
+    """As :func:`dumps`, with these options; errors give attribute paths that begin with the name of a part.
+
+    Args:
+        parts: Parts of ``content``, by the names that the user knows.
+    """
+    try:
+        return dumps(content, **options)
+    except SerializationError:
+        for name, part in parts.items():
+            dumps(part, name=name, **options)
+        raise
+
+
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
     """The same for a worker's object: functions and classes that came from the client go back by name."""
     return _dumps(set_apart(obj), ReplyPickler, name, _REPLY_ADVICE)[0]

@@ -10,8 +10,8 @@ P = TypeVar("P")
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 MAX_KEPT_BYTES = 1 << 30
 
-# A piece that so many leases did not use goes; a large one after fewer, whose number times its size is this. Or, if that
-# is more, after as many turns as all pieces have. One giant batch must not stay with every worker of a node, and pieces
+# A piece that so many leases did not use goes; a large one after fewer, whose number times its size is this. If that is
+# more, after as many turns as all pieces have. One giant batch must not stay with every worker of a node, and pieces
 # that take turns must.
 MAX_UNUSED_LEASES = 256
 _MAX_UNUSED_BYTES = 1 << 30

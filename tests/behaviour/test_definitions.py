@@ -172,6 +172,35 @@ assert list(load(Scaled())) == [[0, 10], [20, 30]]
 """)
 
 
+def test_persistent_workers_begin_each_pass_with_the_values_of_small_shared_tensors(passes):
+    passes("""
+import torch
+
+def shared():
+    return torch.zeros(1).share_memory_()
+
+def make():
+    of_transform, of_collate = shared(), shared()
+    return of_transform, lambda: int(of_transform), of_collate, lambda samples: (*samples[0], int(of_collate))
+
+of_script, of_both, (of_transform, transform, of_collate, collate) = shared(), shared(), make()
+
+class Told(Numbers):
+    def __init__(self):
+        self.own, self.both, self.transform = shared(), of_both, transform
+
+    def __getitem__(self, index):
+        return int(of_script), int(of_both), int(self.own), int(self.both), self.transform()
+
+told = Told()
+loader = load(told, collate_fn=collate, persistent_workers=True)
+for epoch in range(3):
+    for each in of_script, of_both, of_transform, of_collate, told.own:
+        each.fill_(epoch)
+    assert [*loader] == [(epoch,) * 6] * 2
+""")
+
+
 def test_calls_change_what_later_calls_find_and_bring_what_the_script_has_changed(passes):
     passes("""
 entries, factor = {}, 2
@@ -264,6 +293,7 @@ assert [*loader] == [[(2, 2, 3)] * 2] * 2
 
 
 CHANGED = """
+import functools
 import types
 
 options, table, level, __C = types.SimpleNamespace(size=1), {"a": 1}, 1, {}
@@ -276,6 +306,28 @@ def set_up(value):
 def options_of():
     return options
 
+def change_globals(**values):
+    globals().update(values)
+
+def size_of():
+    return getattr(size_of, "size", len(sizes_of.table)) + size_for(0)
+
+def sizes_of():
+    pass
+
+sizes_of.table = {}
+
+@functools.singledispatch
+def size_for(value):
+    return 0
+
+@size_for.register
+def _(value: str):
+    return 1
+
+def unregistered(value):
+    return 5
+
 def fill(mapping, key):
     mapping[key] = 1
 
@@ -287,7 +339,7 @@ class Rows:
         return 4
 
     def __getitem__(self, index):
-        return options.size, len(table), level, num_own()
+        return options.size, len(table), level, num_own() + size_of()
 
 def num_own():
     return len(__C)
@@ -313,6 +365,12 @@ def num_own():
         ("run = lambda: changed.set_up(2)\nrun()", (1, 1, 2, 0)),
         ("own = changed.options_of()\nown.size = 2", (2, 1, 1, 0)),
         ("changed.options_of().size = 2", (2, 1, 1, 0)),
+        ("changed.change_globals(level=2)", (1, 1, 2, 0)),
+        ("changed.size_of.size = 2", (1, 1, 1, 2)),
+        ("changed.sizes_of.table['b'] = 2", (1, 1, 1, 1)),
+        ("@changed.size_for.register\ndef _(value: int):\n    return 4", (1, 1, 1, 4)),
+        ("from changed import size_for\nsize_for.register(int, lambda value: 4)", (1, 1, 1, 4)),
+        ("changed.size_for.register(int, changed.unregistered)", (1, 1, 1, 5)),
     ],
 )
 def test_changes_of_own_modules_are_found_however_they_are_written(passes, change, seen):

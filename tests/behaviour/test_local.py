@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import mmap
 import multiprocessing
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client import background, local
 from rpcdataloader.client.client import get_client
-from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, SerializationError
 from rpcdataloader.server.local import Inherited
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support import datasets
@@ -620,6 +621,33 @@ def test_lambdas_and_local_classes_arrive_by_each_start_method(method):
         Local(), 2, num_workers=1, collate_fn=lambda samples: sum(samples), multiprocessing_context=method
     )
     assert list(loader) == [2, 10]
+
+
+class Locked(Told):
+    def __init__(self, lock):
+        self.lock = lock
+
+
+def locked_by(lock, samples):
+    with lock:
+        return samples
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda lock: RPCDataloader(Locked(lock), num_workers=1), r"dataset\.lock"),
+        (
+            lambda lock: RPCDataloader(Told(), num_workers=1, collate_fn=functools.partial(locked_by, lock)),
+            r"collate_fn\.args\[0\]",
+        ),
+        (lambda lock: RPCDataset("local:1", Locked, lock=lock), r"kwargs\['lock'\]"),
+    ],
+)
+def test_what_cannot_be_sent_to_a_new_process_is_named_in_words_of_the_user(monkeypatch, make, path):
+    monkeypatch.setattr(multiprocessing, "get_context", functools.partial(multiprocessing.get_context, "spawn"))
+    with pytest.raises(SerializationError, match=rf"^{path} is a _thread\.lock, which cannot be pickled"):
+        list(make(threading.Lock()))
 
 
 NOTEBOOK = """

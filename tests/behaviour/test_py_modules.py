@@ -79,6 +79,15 @@ def test_dataset_and_workers_import_the_package_with_its_data(server, unseen, tm
     assert tmp_path not in folder.parents
 
 
+def test_module_that_was_edited_since_its_import_is_that_of_the_script_with_its_data(server, unseen, tmp_path):
+    rpc_async(server.address, os.getpid).wait()
+    (tmp_path / "scripts" / "shapes" / "version.py").write_text("VERSION = 2")
+    (tmp_path / "scripts" / "shapes" / "data.py").write_text(DATA.replace("shapes.late.__file__", "'edited'"))
+    (tmp_path / "scripts").rename(tmp_path / "moved")
+    dataset = RPCDataset(server.address, unseen.Labels, py_modules=[tmp_path / "moved" / "shapes"])
+    assert tmp_path not in check(load(dataset)).parents
+
+
 def test_folder_goes_with_the_session_however_that_ends_and_the_next_one_has_another(server, unseen):
     def kill_session():
         os.kill(rpc_async(server.address, os.getppid).wait(), signal.SIGKILL)

@@ -873,6 +873,24 @@ def test_loader_without_workers_has_no_state():
             use()
 
 
+@pytest.mark.parametrize("where", ["loader", "sampler"])
+def test_state_from_before_the_first_pass_has_the_generators_of_the_loader(where):
+    def make(number):
+        generator = torch.Generator().manual_seed(number)
+        if where == "loader":
+            options = {"shuffle": True, "generator": generator}
+        else:
+            options = {"sampler": RandomSampler(range(SIZE), generator=generator)}
+        return RPCDataloader(Numbers(SIZE), batch_size=4, workers="inline", **options)
+
+    loader = make(1)
+    saved = through_json(loader.state_dict())
+    other = make(2)
+    other.load_state_dict(saved)
+    assert through_json(other.state_dict()) == saved
+    assert_same([*other, *other], [*loader, *loader])
+
+
 def over(sampler):
     return {"sampler": sampler}
 

@@ -101,18 +101,60 @@ def test_node_server_that_has_other_code_than_the_script_uses_that_of_the_script
     later = serve("--num-workers", "1", *["--preload", edited.name] * is_preloaded, before=before)
     assert loaded(module.Scaled(), later.address) == ([0, 1, 2], [0, 1, 2])
     if not is_preloaded:
-        assert f"{edited.path} was edited since the script imported it" in caplog.text
+        assert f"of {edited.path} is not as the script has imported it: workers use what the script has" in caplog.text
 
 
-def test_module_of_another_folder_is_that_of_the_node_which_says_so(serve, edited, tmp_path, caplog):
+@pytest.mark.parametrize("is_preloaded", [False, True])
+def test_node_server_that_has_another_file_of_that_name_uses_the_source_of_the_script(
+    serve, edited, tmp_path, is_preloaded
+):
     module = edited.load()
     elsewhere = tmp_path / "node"
     elsewhere.mkdir()
     (elsewhere / edited.path.name).write_text(SOURCE.format(factor=7))
     before = f"sys.path.insert(0, {str(elsewhere)!r})"
-    address = serve("--num-workers", "1", "--preload", edited.name, before=before).address
-    assert batches(RPCDataloader(module.Scaled(), 3, workers=address)) == [0, 7, 14]
-    assert f"module {edited.name} of {elsewhere}" in caplog.text
+    options = ["--preload", edited.name] if is_preloaded else []
+    sys.path.remove(str(tmp_path))  # so that the node finds its own
+    address = serve("--num-workers", "1", *options, before=before).address
+    assert loaded(module.Scaled(), address) == ([0, 1, 2], [0, 1, 2])
+
+
+def test_module_that_is_installed_on_the_node_is_that_of_the_node_which_says_so(serve, edited, tmp_path, caplog):
+    module = edited.load()
+    installed = tmp_path / "lib" / "python3" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / edited.path.name).write_text(SOURCE.format(factor=7))
+    sys.path.remove(str(tmp_path))
+    address = serve("--num-workers", "1", before=f"sys.path.insert(0, {str(installed)!r})").address
+    assert loaded(module.Scaled(), address) == ([0, 7, 14], [0, 7, 14])
+    assert f"module {edited.name} of {installed / edited.path.name} is installed here" in caplog.text
+
+
+LOADED_BY_PATH = """
+from pathlib import Path
+
+factor = int((Path(__file__).parent / "factor.txt").read_text())
+
+
+class Scaled:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index * factor
+"""
+
+
+def test_module_that_the_script_has_loaded_by_its_path_is_that_and_no_other_of_its_name(serve, edited, tmp_path):
+    edited.write(7)  # which an import would find
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+    (chosen / "by_path.py").write_text(LOADED_BY_PATH)
+    (chosen / "factor.txt").write_text("3")
+    spec = importlib.util.spec_from_file_location(edited.name, chosen / "by_path.py")
+    module = sys.modules[edited.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert loaded(module.Scaled(), serve("--num-workers", "2").address) == ([0, 3, 6], [0, 3, 6])
 
 
 ASKS_FOR_ARGUMENTS = """
@@ -244,3 +286,87 @@ def test_local_functions_of_a_module_that_nodes_cannot_find_bring_what_they_need
     spec.loader.exec_module(module)
     workers = serve("--num-workers", "1").address
     assert list(RPCDataloader(range(2), None, workers=workers, collate_fn=module.make_scaled())) == [0, 1]
+
+
+WRAPS_FUNCTIONS = """
+import contextlib
+import functools
+
+
+def make(kind):
+    factor = 3
+
+    def scaled(value):
+        return factor * value
+
+    @functools.cache
+    def power(value):
+        return factor * power(value - 1) if value else 1
+
+    @functools.wraps(scaled)
+    def wrapping(value):
+        return scaled(value), wrapping.__name__
+
+    @functools.singledispatch
+    def dispatching(value):
+        return dispatching(str(value)), dispatching.note
+
+    @dispatching.register(int)
+    def _(value):
+        return dispatching(float(value))
+
+    @dispatching.register(str)
+    def _(value):
+        return factor * value
+
+    dispatching.note = "noted"
+
+    @contextlib.contextmanager
+    def managing(value):
+        yield scaled(value)
+
+    def entering(value):
+        with managing(value) as found:
+            return found
+
+    class Method:
+        @functools.lru_cache(maxsize=2)
+        def __call__(self, value):
+            return self.described(value)
+
+        @functools.singledispatchmethod
+        def described(self, value):
+            return "other"
+
+        @described.register
+        def _(self, value: int):
+            return scaled(value)
+
+    made = {"lru_cache": functools.lru_cache(2)(scaled), "partial": functools.partial(pow, factor), "method": Method()}
+    return {**made, "cache": power, "wraps": wrapping, "singledispatch": dispatching, "with": entering}[kind]
+"""
+
+
+@pytest.mark.parametrize("kind", ["lru_cache", "cache", "wraps", "partial", "singledispatch", "with", "method"])
+def test_wrapped_local_functions_of_a_module_arrive(shared_server, edited, kind):
+    edited.path.write_text(WRAPS_FUNCTIONS)
+    made = edited.load().make(kind)
+    expected = [made(index) for index in range(4)]
+
+    class Wrapped:
+        function = staticmethod(made)
+
+        def __init__(self):
+            self.held = made
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return index, self.held(index), self.function(index)
+
+    def collate(sample):
+        return *sample, made(sample[0])
+
+    loader = RPCDataloader(Wrapped(), None, workers=shared_server.address, collate_fn=collate)
+    assert list(loader) == [(index, each, each, each) for index, each in enumerate(expected)]

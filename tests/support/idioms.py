@@ -16,6 +16,7 @@ import collections
 import contextlib
 import contextvars
 import copy
+import ctypes
 import dataclasses
 import enum
 import functools
@@ -37,6 +38,7 @@ from math import floor as round_down
 
 import numpy as numbers_of_python
 import torch
+import typing_extensions
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -215,6 +217,15 @@ def show_kinds(batch):
 
 
 idiom("globals()[name]", functools.partial(Each, by_globals), show=show_kinds)
+
+
+def by_globals_with_default(index):
+    return globals().get("TABLE_BY_NAME", {}).get(index), len(globals().get("LIST_BY_NAME", ()))
+
+
+TABLE_BY_NAME, LIST_BY_NAME = {1: "one"}, [1, 2]
+
+idiom("globals().get(name)", functools.partial(Each, by_globals_with_default))
 
 
 def by_module(index):
@@ -768,6 +779,120 @@ def look_at_places(samples):
 idiom("named tuples, typed dicts", functools.partial(Each, placed), look_at_places)
 
 
+Value = typing.TypeVar("Value")
+
+
+class Partly(Typed, total=False):
+    text: str
+
+
+class Extended(typing_extensions.TypedDict):
+    number: int
+
+
+class MoreExtended(Extended):
+    text: typing_extensions.NotRequired[str]
+
+
+ByCall = typing.TypedDict("ByCall", {"a number": int})
+Parameters = typing.ParamSpec("Parameters")
+Seconds = typing.NewType("Seconds", int)
+
+
+def typed_dicts(index):
+    made = Partly(number=index), MoreExtended(number=index), ByCall({"a number": index})
+    return made, [sorted(kind.__optional_keys__) for kind in (Partly, MoreExtended)], typing.is_typeddict(ByCall)
+
+
+class Timed(typing.NamedTuple):
+    seconds: Seconds = Seconds(1)
+
+
+class Calls(typing.Generic[Parameters]):
+    pass
+
+
+def new_types(index):
+    return Timed(), Seconds.__name__, Seconds.__module__ == new_types.__module__, Calls[[int]] is not None
+
+
+if sys.version_info >= (3, 12):
+    exec(
+        """
+type Pairs[Kind] = list[tuple[Kind, Seconds]]
+
+
+def pairs(index) -> Pairs[int]:
+    return [(index, Seconds(1))], str(pairs.__annotations__["return"])
+
+
+idiom("a type statement", functools.partial(Each, pairs))
+"""
+    )
+
+
+class Header(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_uint8), ("size", ctypes.c_uint32), ("name", ctypes.c_char * 4)]
+    _pack_, _layout_ = 1, "ms"
+
+
+class Headers(ctypes.Union):
+    _fields_ = [("one", Header), ("all", Header * 2)]
+
+
+def structures(index):
+    header = Header.from_buffer_copy(bytes(range(index, index + 9)))
+    return header.kind, header.size, header.name, ctypes.sizeof(Header), Headers(one=header).all[0].size
+
+
+@typing.runtime_checkable
+class Sized(typing.Protocol[Value]):
+    def size(self) -> Value: ...
+
+
+class MakesDataclass(type):
+    def __new__(cls, name, bases, namespace):
+        return dataclasses.dataclass(super().__new__(cls, name, bases, namespace))
+
+
+@typing_extensions.dataclass_transform()
+class Model(metaclass=MakesDataclass):
+    number: int
+
+    def size(self):
+        return self.number
+
+
+def models(index):
+    return repr(Model(index)), isinstance(Model(index), Sized), isinstance(index, Sized)
+
+
+def make_kinds():
+    class Local(typing.TypedDict):
+        number: int
+
+    class More(Local):
+        text: str
+
+    class Pair(ctypes.Structure):
+        _fields_ = [("first", ctypes.c_int), ("second", ctypes.c_int)]
+
+    kind = typing.NewType("kind", int)
+    return lambda index: (Local(number=index), More(number=kind(index), text=""), Pair(index, 1).first)
+
+
+kinds_of_function = make_kinds()
+
+
+def local_kinds(index):
+    return kinds_of_function(index)
+
+
+for function in typed_dicts, new_types, structures, models, local_kinds:
+    idiom(f"kinds of classes: {function.__name__}", functools.partial(Each, function))
+del function
+
+
 class Slotted:
     __slots__ = ("__hidden", "value")
 
@@ -865,8 +990,6 @@ def warm(index):
 
 
 idiom("properties, methods of classes", functools.partial(Each, warm))
-
-Value = typing.TypeVar("Value")
 
 
 class Box(typing.Generic[Value]):

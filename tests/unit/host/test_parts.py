@@ -119,7 +119,9 @@ def test_small_shared_tensors_of_a_copy_take_the_values_of_now():
     whole.owner.left_out.append(torch.zeros(2).share_memory_())
     copy = pickle.loads(pickle.dumps(whole))
     whole.owner.kept[1].fill_(7)
-    found = find_shared(whole)
-    assert len(found) == 2
-    set_shared(copy, found)
-    assert copy.owner.kept[1] == 7
+    namespace = {"number": 1, "told": torch.zeros(()).share_memory_(), "unused": torch.zeros(()).share_memory_()}
+    found = find_shared(namespace, whole, None)
+    assert len(found) == 4
+    there = {"told": torch.ones(())}
+    set_shared(found, there, copy, None)
+    assert (copy.owner.kept[1], there) == (7, {"told": torch.zeros(())})
