@@ -46,6 +46,11 @@ class Condition(threading.Condition):
     else:
         __enter__ = property(operator.attrgetter("lock.__enter__"))
 
+    def wake_all(self) -> None:
+        """Wake all that wait; for a thread that has not locked this."""
+        with self:
+            self.notify_all()
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait as ``threading.Condition`` does; for a thread that has locked this once."""
         try:

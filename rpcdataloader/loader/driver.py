@@ -182,11 +182,6 @@ class Driver:
         if todo is not None:
             self.carry_out(todo)
 
-    def wake_up(self) -> None:
-        """Let the consumer look whether it can go on."""
-        with self.condition:
-            self.condition.notify_all()
-
     def joined(self, batch: Entry, begun: Pass, answer: Answer | None) -> None:
         """Report that the parts of a batch are joined; None if they do not fit together."""
 

@@ -194,7 +194,7 @@ class RemoteIterator(PassIterator):
             dataset.settle()
             executor = Executor(settings, dataset, placement, here)
             self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
-            begun.source.when_ready(driver.wake_up)
+            begun.source.when_ready(driver.condition.wake_all)  # which does not refer to the driver
             if wants is not None:
                 driver.wants = wants
                 engine.crew.use(wants.most)
@@ -406,7 +406,7 @@ class RemoteIterator(PassIterator):
         # Only now: what has raised so far has left the last pass as it was.
         self._reported_length, self._ready = reported_length, 0.0
         try:
-            begun.source.when_ready(driver.wake_up)
+            begun.source.when_ready(driver.condition.wake_all)
             driver.begin_epoch(begun)
             driver.advance(driver.may_draw(has_batch=True), time.monotonic())
         except BaseException as exc:

@@ -407,6 +407,20 @@ def test_raw_samples_have_a_limit(wide_servers, fifo, monkeypatch):
     assert max(held) <= 6_000_000  # of 10, which the window allows
 
 
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_dropped_iterator_frees_the_workers_of_the_stream_and_of_the_transform(wide_servers, persistent_workers):
+    server = wide_servers[0]
+    loader = make(server.address, num_workers=2, persistent_workers=persistent_workers)
+    batches = iter(loader)
+    next(batches)
+    wait_until(lambda: len(server.processes()) >= 4, what="the session, and three workers")
+    passes = weakref.ref(batches), weakref.ref(batches.driver.begun.source.samples._batches)
+    del batches, loader
+    gc.collect()
+    wait_until(lambda: [each() for each in passes] == [None, None], 5, what="both passes freed")
+    wait_until(lambda: len(server.processes()) <= 1, what="the workers of the iterator ended")
+
+
 class Sums(Dataset):
     def __getitem__(self, payload):
         return sum(float(part.sum()) for part in payload.values())
