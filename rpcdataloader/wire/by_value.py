@@ -303,10 +303,15 @@ def reduce_class(cls: type, digest: Callable[[Any], bytes]) -> tuple[Any, ...]:
 
 
 def _reduce_of_ctypes(cls: Any) -> tuple[Any, ...] | None:
-    """Take apart a type of arrays, each of which ctypes makes once, or the type of structures or unions."""
+    """Take apart what ctypes makes once: types of arrays, types of the other byte order, and metaclasses."""
     if issubclass(cls, ctypes.Array) and cls is cls._type_ * cls._length_:
         return operator.mul, (cls._type_, cls._length_)
-    return next(((type, (made,)) for made in (ctypes.Structure, ctypes.Union) if cls is type(made)), None)
+    for other, own in ("__ctype_be__", "__ctype_le__"), ("__ctype_le__", "__ctype_be__"):
+        number = getattr(cls, own, cls)
+        if number is not cls and getattr(number, other) is cls:
+            return getattr, (number, other)
+    plain = ctypes.Structure, ctypes.Union, ctypes.c_int
+    return next(((type, (made,)) for made in plain if cls is type(made)), None)
 
 
 def _own_state(member: enum.Enum) -> dict[str, Any]:

@@ -891,6 +891,20 @@ def test_state_from_before_the_first_pass_has_the_generators_of_the_loader(where
     assert_same([*other, *other], [*loader, *loader])
 
 
+def test_rank_takes_its_own_state_from_before_the_first_pass():
+    def make(rank, number):
+        generator = torch.Generator().manual_seed(number)
+        options = {"shuffle": True, "generator": generator, "partition": (rank, 2), "workers": "inline"}
+        return RPCDataloader(Numbers(SIZE), batch_size=4, **options)
+
+    loaders = [make(rank, rank) for rank in range(2)]
+    saved = through_json([loader.state_dict() for loader in loaders])
+    for rank, loader in enumerate(loaders):
+        other = make(rank, 9)
+        other.load_state_dict(saved)
+        assert_same([*other], [*loader])
+
+
 def over(sampler):
     return {"sampler": sampler}
 

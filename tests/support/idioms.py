@@ -840,9 +840,19 @@ class Headers(ctypes.Union):
     _fields_ = [("one", Header), ("all", Header * 2)]
 
 
+class Magic(ctypes.BigEndianStructure):
+    _fields_ = [("number", ctypes.c_uint32), ("sizes", ctypes.c_uint16 * 2)]
+
+
+class Count(ctypes.c_uint8):
+    pass
+
+
 def structures(index):
-    header = Header.from_buffer_copy(bytes(range(index, index + 9)))
-    return header.kind, header.size, header.name, ctypes.sizeof(Header), Headers(one=header).all[0].size
+    content = bytes(range(index, index + 9))
+    header, magic = Header.from_buffer_copy(content), Magic.from_buffer_copy(content)
+    numbers = magic.number, magic.sizes[1], Count(index + 255).value
+    return header.kind, header.size, header.name, ctypes.sizeof(Header), Headers(one=header).all[0].size, numbers
 
 
 @typing.runtime_checkable
