@@ -130,6 +130,8 @@ class LocalSession(RemoteSession):
 
     _kind = LocalWorker
 
+    is_local = True
+
     def __init__(self, settings: ClientSettings, context: BaseContext, inherited: Inherited) -> None:
         self._is_fork = context.get_start_method() == "fork"
         has_script = self._is_fork or runs_script_again()

@@ -73,6 +73,8 @@ class RemoteSession:
 
     _kind: type[RemoteWorker] = RemoteWorker
 
+    is_local = False  # as of its node
+
     def __init__(self, address: Address, settings: ClientSettings, *, is_quiet: bool = False) -> None:
         self.address = address
         self.name = str(address)

@@ -395,7 +395,7 @@ class Driver:
                 case Restart():
                     # The consumer draws for this epoch when all workers know of it.
                     if (seat := self.seats.get(action.worker)) is not None:
-                        seat.restart(self.executor.restarting(todo.begun))
+                        seat.restart(self.executor.restarting(todo.begun, seat.worker))
                 case End():
                     ends.append(action)
                 case Seek():

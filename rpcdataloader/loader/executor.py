@@ -224,7 +224,7 @@ class Executor:
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
         functions = self._functions_for(node)
         changes = self._dataset.changes_of_workers(self)
-        dataset = self._dataset, self._dataset.key, changes, self._changed_tensors()
+        dataset = self._dataset, self._dataset.key, changes, {} if node.is_local else self._changed_tensors()
         call = Call(remote.open_loader, (*dataset, spec, functions), {})
         return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
 
@@ -258,9 +258,10 @@ class Executor:
         if self._changes:
             self._last_change = self._changes[-1].number
 
-    def restarting(self, begun: Pass) -> Encoded:
+    def restarting(self, begun: Pass, worker: RemoteWorker) -> Encoded:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""
-        changed = self._dataset, self._dataset.key, self._changes, self._changed_tensors()
+        tensors = {} if worker.session.is_local else self._changed_tensors()
+        changed = self._dataset, self._dataset.key, self._changes, tensors
         args = *changed, begun.progress.epoch, begun.first
         return dumps(tuple(Call(remote.start_epoch, args, {})), persistent_id=reference_of)
 

@@ -877,3 +877,33 @@ def test_memory_that_the_script_holds_is_not_kept_back_for_a_session():
     borrowers = [worker.connection._borrower for worker in loader._pass.driver.workers]
     assert not any(borrower._children for borrower in borrowers if borrower is not None)
     assert len(held) == 4
+
+
+class Held(Dataset):
+    """Has a tensor in shared memory. The first sample of a worker of this machine waits for the FIFO."""
+
+    def __init__(self, epoch, fifo, log):
+        self.epoch, self.fifo, self.log, self.script = epoch, fifo, log, os.getpid()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if datasets.node_server() == self.script and not datasets.notes(self.log):
+            datasets.note(self.log, index)
+            datasets.wait_for(self.fifo)
+        return index
+
+
+def test_tensor_that_a_worker_shares_is_not_set_back_beside_workers_of_a_node(shared_server, fifo, tmp_path):
+    epoch, log = torch.zeros(1).share_memory_(), str(tmp_path / "log")
+    workers = ["local:1", shared_server.address]
+    loader = RPCDataloader(Held(epoch, fifo, log), workers=workers, num_workers=2, persistent_workers=True)
+    iter(loader)
+    wait_until(lambda: datasets.notes(log), what="the worker of this machine is at its first sample")
+    epoch.fill_(1)
+    batches = iter(loader)  # which tells workers of the node
+    epoch.fill_(2)
+    open(fifo, "w").close()
+    assert sorted(map(int, batches)) == list(range(8))
+    assert int(epoch) == 2

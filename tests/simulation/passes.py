@@ -280,7 +280,7 @@ class Pass:
         self._is_free("a request is pickled")
         return Opening(begun, encoded(Start(begun, place, stream or 0)))
 
-    def restarting(self, begun: Epoch) -> Encoded:
+    def restarting(self, begun: Epoch, _worker: object) -> Encoded:
         return encoded(Start(begun, -1, 0))
 
     def settle(self, _workers: Sequence[Worker]) -> None:
