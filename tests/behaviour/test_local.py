@@ -879,7 +879,7 @@ def test_memory_that_the_script_holds_is_not_kept_back_for_a_session():
     assert len(held) == 4
 
 
-class Held(Dataset):
+class HeldHere(Dataset):
     """Has a tensor in shared memory. The first sample of a worker of this machine waits for the FIFO."""
 
     def __init__(self, epoch, fifo, log):
@@ -898,7 +898,7 @@ class Held(Dataset):
 def test_tensor_that_a_worker_shares_is_not_set_back_beside_workers_of_a_node(shared_server, fifo, tmp_path):
     epoch, log = torch.zeros(1).share_memory_(), str(tmp_path / "log")
     workers = ["local:1", shared_server.address]
-    loader = RPCDataloader(Held(epoch, fifo, log), workers=workers, num_workers=2, persistent_workers=True)
+    loader = RPCDataloader(HeldHere(epoch, fifo, log), workers=workers, num_workers=2, persistent_workers=True)
     iter(loader)
     wait_until(lambda: datasets.notes(log), what="the worker of this machine is at its first sample")
     epoch.fill_(1)

@@ -207,7 +207,11 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("a lost node wakes nobody", "self.has_changed = True\n            self.condition.notify_all()", "pass"),
         ("a worker that is sent the first requests of an earlier epoch", "if opening.begun is self.begun:", "if True:"),
         ("an open that fails is not reported", "engine.crew.open_failed(", "(lambda *_: 0)("),
-        ("workers are not told of another epoch", "seat.restart(self.executor.restarting(todo.begun, seat.worker))", "pass"),
+        (
+            "workers are not told of another epoch",
+            "seat.restart(self.executor.restarting(todo.begun, seat.worker))",
+            "pass",
+        ),
         ("late workers are not ended", "if ends:", "if False:"),
         ("parts are joined though others did not fit meanwhile", " or not batch.has_all_parts:", ":"),
         ("parts of an earlier epoch are joined", "if begun is not self.begun or not", "if not"),
