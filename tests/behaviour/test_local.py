@@ -880,7 +880,7 @@ def test_memory_that_the_script_holds_is_not_kept_back_for_a_session():
 
 
 class HeldHere(Dataset):
-    """Has a tensor in shared memory. The first sample of a worker of this machine waits for the FIFO."""
+    """Has a tensor in shared memory. The first sample of a worker of this machine waits for the FIFO, others for it."""
 
     def __init__(self, epoch, fifo, log):
         self.epoch, self.fifo, self.log, self.script = epoch, fifo, log, os.getpid()
@@ -889,7 +889,9 @@ class HeldHere(Dataset):
         return 8
 
     def __getitem__(self, index):
-        if datasets.node_server() == self.script and not datasets.notes(self.log):
+        if datasets.node_server() != self.script:
+            wait_until(lambda: datasets.notes(self.log), what="the worker of the trainer's machine is at a sample")
+        elif not datasets.notes(self.log):
             datasets.note(self.log, index)
             datasets.wait_for(self.fifo)
         return index
