@@ -12,12 +12,13 @@ root, ``ip``, ``tc``, two CPUs, and scikit-learn, whose photographs the JPEGs ar
 
 **Work**: 256 JPEGs of 500x375 in a folder, which the kernel keeps in memory: read, decoded with Pillow, cropped at
 random, flipped or not, to uint8 3x224x224, in batches of 32. The loop copies each batch, as to a GPU, and sleeps, as
-for the GPU's step: 0.6 times the CPU time in which a batch is decoded. So one CPU cannot feed it, and two nearly can.
+for the GPU's step: 0.75 times the CPU time in which a batch is decoded. So one CPU cannot feed it, and two nearly can.
 
 **Figures** are medians of interleaved rounds, each measurement with fresh processes, with the smallest and the largest
-rate in brackets. *x torch* is the median ratio, in the same round, to the better of torch's two numbers of workers
-without settings of malloc. *CPU s* is user and system time of the trainer process with all its threads, without
-workers. *Waiting* is the share of the loop's time that it spends in ``next``.
+rate in brackets. *x torch* is the median ratio, in the same round, to the better of torch's two numbers of workers, and
+*x malloc* that to torch with our workers' settings of malloc, which keep freed memory. *CPU s* is user and system time
+of the trainer process with all its threads, without workers. *Waiting* is the share of the loop's time that it spends
+in ``next``.
 
 Other programs on these CPUs slow down torch more than ours, which has both: record on a quiet machine.
 """
@@ -33,7 +34,7 @@ import tempfile
 import time
 import timeit
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from .trainer import get_cpu_seconds
 
 _BATCH_SIZE = 32
 _NUM_FILES = 256
-_STEP_OF_DECODING = 0.6
+_STEP_OF_DECODING = 0.75
 _FIGURE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "elsewhere.md"
 
 
@@ -99,6 +100,10 @@ class Figures:
     def rate(self) -> float:
         """Images per second."""
         return self.num_images / self.seconds
+
+
+# What was measured in each round, by the number of the round, of each way.
+Found = Mapping[tuple[str, str], Mapping[int, Figures]]
 
 
 # --- the trainer
@@ -171,28 +176,34 @@ def ask(places: Places, way: str, images: Path, seconds: float, step: float) -> 
         return Figures(**ask_trainer("elsewhere.measure", arguments, env, folder, 60 + 4 * seconds))
 
 
-def make_table(found: Mapping[tuple[str, str], Mapping[int, Figures]]) -> str:
-    """Return a row for each way that was tried."""
-    of = {way: rounds for (_subject, way), rounds in found.items()}
+def find_best(found: Found, ways: Sequence[str]) -> dict[int, float]:
+    """Return the best rate of these ways, by the number of the round."""
     best: dict[int, float] = {}
-    for way in "torch-1", "torch-2":
-        for number, figures in of.get(way, {}).items():
+    for way in ways:
+        for number, figures in found.get(("JPEGs", way), {}).items():
             best[number] = max(best.get(number, 0.0), figures.rate)
+    return best
+
+
+def make_table(found: Found) -> str:
+    """Return a row for each way that was tried."""
+    references = [find_best(found, ways) for ways in (("torch-1", "torch-2"), ("torch-malloc",))]
     rows = []
-    for way, rounds in of.items():
-        cells = ["failed", *"---"]
+    for (_subject, way), rounds in found.items():
+        cells = ["failed", *"----"]
         if rounds:
-            ratios = [figures.rate / best[number] for number, figures in rounds.items() if number in best]
-            cpu = statistics.median(1000 * figures.cpu_seconds / figures.num_images for figures in rounds.values())
+            cells = [format_spread([figures.rate for figures in rounds.values()])]
+            for best in references:
+                ratios = [figures.rate / best[number] for number, figures in rounds.items() if number in best]
+                cells.append(format_ratio(statistics.median(ratios) if ratios else None))
+            cells.append(
+                format_number(statistics.median(1000 * one.cpu_seconds / one.num_images for one in rounds.values()))
+            )
             waiting = statistics.median(figures.waited_seconds / figures.seconds for figures in rounds.values())
-            cells = [
-                format_spread([figures.rate for figures in rounds.values()]),
-                format_ratio(statistics.median(ratios) if ratios else None),
-                format_number(cpu),
-                f"{waiting:.0%}".replace("%", " %"),
-            ]
+            cells.append(f"{100 * waiting:.0f} %")
         rows.append([WAYS[way].title, *cells])
-    return format_table(["loader", "images/s", "x torch", "trainer's CPU s per 1,000", "waiting"], rows, 1)
+    header = ["loader", "images/s", "x torch", "x malloc", "trainer's CPU s per 1,000", "waiting"]
+    return format_table(header, rows, 1)
 
 
 def main() -> None:
