@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,14 @@ def ask(loader: str, images: str, seconds: float) -> Phase:
         return Phase(**ask_trainer("others.measure", arguments, env, folder, 120 + 4 * seconds))
 
 
+def describe_others() -> str:
+    """Return the versions of the other projects; says what to install if one is missing."""
+    distributions = importlib.metadata.packages_distributions()
+    if missing := [name for name in ("ray", "tensorflow") if name not in distributions]:
+        sys.exit(f"{' and '.join(missing)} not found: tests/benchmark/others.py begins with what to install, and where")
+    return ", ".join(f"{name} {importlib.metadata.version(distributions[name][0])}" for name in ("ray", "tensorflow"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.others", description=__doc__.splitlines()[0])
     parser.add_argument("--loaders", nargs="+", choices=TITLES, default=list(TITLES), help="some of them")
@@ -178,6 +187,7 @@ def main() -> None:
         return
     rounds, seconds = (1, 0.5) if args.quick else (args.rounds, args.seconds)
     stop_by_signals()
+    versions = describe_others()
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="rpcdl-images-") as images:
         datasets.write_files(Path(images), _NUM_FILES)
@@ -196,7 +206,6 @@ def main() -> None:
             ratio = median_ratio(found, subject, loader, "torch", "rate")
             cells = [format_spread(rates), format_ratio(ratio), format_number(cpu)]
         rows.append([TITLES[loader], *cells])
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("ray", "tensorflow-cpu"))
     table = format_table(["loader", "images/s", "x torch", "trainer's CPU s per 1,000"], rows, 1)
     text = (
         f"{table}\n\n"
