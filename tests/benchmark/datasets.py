@@ -102,20 +102,53 @@ class Photographs(Endless):
     """The two sample photographs of scikit-learn (640x427 JPEGs), decoded and cropped at random to uint8 3x224x224."""
 
     def __init__(self) -> None:
-        # Found beside the package instead of by load_sample_images(), which decodes them and takes a second to import.
-        import importlib.util
-
-        spec = importlib.util.find_spec("sklearn")
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError("the photographs are scikit-learn's: pip install scikit-learn")
-        folder = Path(spec.origin).parent / "datasets" / "images"
-        self.files = [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
+        self.files = _read_photographs()
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        image = Image.open(io.BytesIO(self.files[index % len(self.files)])).convert("RGB")
-        left, top = random.randint(0, image.width - _SIZE), random.randint(0, image.height - _SIZE)
-        crop = np.asarray(image)[top : top + _SIZE, left : left + _SIZE]
+        crop = _crop(self.files[index % len(self.files)])
         return torch.from_numpy(crop.transpose(2, 0, 1).copy())
+
+
+class Files(Endless):
+    """JPEGs of a folder: each is read, decoded, cropped at random and flipped or not, to 3x224x224."""
+
+    def __init__(self, folder: str, dtype: str = "uint8") -> None:
+        self.paths = sorted(Path(folder).glob("*.jpg"))
+        self.dtype = getattr(torch, dtype)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        crop = _crop(self.paths[index % len(self.paths)].read_bytes())
+        if random.random() < 0.5:
+            crop = crop[:, ::-1]
+        return torch.from_numpy(crop.transpose(2, 0, 1).copy()).to(self.dtype)
+
+
+def write_files(folder: Path, number: int) -> None:
+    """Write JPEGs of 500x375, as the middle one of ImageNet is, cut from the photographs at random."""
+    photographs = [Image.open(io.BytesIO(content)).convert("RGB") for content in _read_photographs()]
+    choose = random.Random(0)
+    for i in range(number):
+        image = photographs[i % len(photographs)]
+        left, top = choose.randint(0, image.width - 500), choose.randint(0, image.height - 375)
+        image.crop((left, top, left + 500, top + 375)).save(folder / f"{i:04d}.jpg", quality=90)
+
+
+def _read_photographs() -> list[bytes]:
+    # Found beside the package instead of by load_sample_images(), which decodes them and takes a second to import.
+    import importlib.util
+
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("the photographs are scikit-learn's: pip install scikit-learn")
+    folder = Path(spec.origin).parent / "datasets" / "images"
+    return [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
+
+
+def _crop(content: bytes) -> np.ndarray[Any, Any]:
+    """Decode a JPEG, and choose a part of it."""
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    left, top = random.randint(0, image.width - _SIZE), random.randint(0, image.height - _SIZE)
+    return np.asarray(image)[top : top + _SIZE, left : left + _SIZE]
 
 
 def get_only(samples: list[Any]) -> Any:

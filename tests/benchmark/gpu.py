@@ -4,6 +4,7 @@
 
     python -m tests.benchmark.gpu                        # about 9 minutes with a GPU and 16 cores
     python -m tests.benchmark.gpu --subjects training    # one part
+    python -m tests.benchmark.gpu --subjects elsewhere   # which is measured only if named: about 2 minutes
     python -m tests.benchmark.gpu --device cpu --quick   # without a GPU: does it work?
 
 It measures and prints, and asserts nothing. Progress goes to standard error, one Markdown table to standard output.
@@ -17,20 +18,29 @@ the GPU. The limit is the same loop on a batch that never leaves the GPU. The im
 
 **features**: 1,000 sparse features, each of two tensors of 64 int64: in one copy, or in one for each tensor.
 
-All workers are on this host. Each measurement is a fresh trainer process; rounds are interleaved. *CPU ms* is user and
-system time of the trainer with all its threads, without its workers, per batch. *x torch* and *x limit* are medians of
-the ratios within a round; the smallest and the largest rate of the rounds stand in brackets.
+**elsewhere**: the same training on JPEGs that are read, decoded, cropped and flipped (see ``elsewhere.py``). Trainer
+and torch's workers are pinned to 2 CPUs; our workers have the others, one each, at the far end of a link of 10 Gbit/s
+where network namespaces can be made. With 16 CPUs, ours are to give at least 3 times what torch gives.
+
+In the other parts, all workers are on this host, on all CPUs. Each measurement is a fresh trainer process; rounds are
+interleaved. *CPU ms* is user and system time of the trainer with all its threads, without its workers, per batch.
+*x torch* and *x limit* are medians of the ratios within a round; the smallest and the largest rate of the rounds stand
+in brackets.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +51,8 @@ from torch.utils.data import DataLoader
 from . import datasets
 from .bare import receive
 from .claims import Found, median_ratio
-from .loaders import environment, serve
+from .loaders import environment, node_server, serve
+from .places import Places, two_places
 from .processes import ChildError, ask_trainer, describe_machine, measure_rounds, stop_by_signals
 from .table import format_number, format_ratio, format_spread, format_table
 from .trainer import Phase, count_bytes, take
@@ -49,6 +60,10 @@ from .workloads import WORKLOADS
 
 # No measurement begins later than this, so that the whole takes less than 10 minutes.
 _LAST_START_SECONDS = 540.0
+
+# Of the link in the part "elsewhere": 14 CPUs decode about half of what it carries.
+_GIGABITS = 10.0
+_NUM_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,7 @@ SUBJECTS = {
     ),
     "training": Subject("uint8", (256, 2), ("ours-device", "ours", "torch", "resident"), "resident"),
     "features": Subject("tensors", (1, 1), ("ours-device", "ours", "torch")),
+    "elsewhere": Subject("jpeg", (128, 2), ("ours-device", "torch", "torch-malloc", "resident"), "resident"),
 }
 
 TITLES = {
@@ -82,6 +98,7 @@ TITLES = {
     "ours-device": "ours, TCP, device=",
     "ours-unix-device": "ours, Unix socket, device=",
     "torch": "torch DataLoader, pin_memory",
+    "torch-malloc": "torch, pin_memory, malloc as in ours",
     "bare": "bare sockets",
     "resident": "a batch on the GPU",
 }
@@ -89,7 +106,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One measurement, for the trainer process."""
+    """One measurement, for the trainer process; ``images`` is a folder of JPEGs, or empty."""
 
     subject: str
     contestant: str
@@ -98,6 +115,7 @@ class Task:
     num_workers: int
     batch_size: int
     seconds: float
+    images: str
 
 
 def _count_bytes(subject: str, batch_size: int) -> int:
@@ -166,7 +184,7 @@ class Training:
 
 
 def _make_step(task: Task, device: torch.device) -> Callable[[Any], None]:
-    if task.subject == "training":
+    if task.subject in ("training", "elsewhere"):
         return Training(device, task.batch_size)
     if task.subject == "features" and not task.contestant.endswith("device"):
 
@@ -181,6 +199,8 @@ def _make_step(task: Task, device: torch.device) -> Callable[[Any], None]:
 def _make_batches(task: Task, device: torch.device) -> Iterator[Any]:
     workload = WORKLOADS[SUBJECTS[task.subject].workload]
     factory, args = getattr(datasets, workload.dataset), workload.args
+    if task.images:
+        factory, args = datasets.Files, (task.images,)
     options: dict[str, Any] = {"batch_size": task.batch_size, "num_workers": task.num_workers}
     if workload.collate is not None:
         options["collate_fn"] = getattr(datasets, workload.collate)
@@ -190,7 +210,7 @@ def _make_batches(task: Task, device: torch.device) -> Iterator[Any]:
     if task.contestant == "resident":
         batch = torch.stack([factory(*args)[0]] * task.batch_size)
         return itertools.repeat(batch.to(device))
-    if task.contestant == "torch":
+    if task.contestant.startswith("torch"):
         return iter(DataLoader(factory(*args), pin_memory=has_device, **options))
     # The other contestants do without.
     from rpcdataloader import RPCDataloader, RPCDataset
@@ -225,18 +245,55 @@ def measure(**fields: Any) -> Phase:
     _check(task, first, device)
     step(first)
     del first
-    take(map(step, batches), task.seconds / 2, finish=finish)
+    # What workers make ahead is ready at the same time, and would be counted.
+    ahead = 2 * task.num_workers if task.images else 1
+    take(map(step, batches), task.seconds / 2, min_batches=ahead, finish=finish)
     return take(map(step, batches), task.seconds, finish=finish)
 
 
 # --- the harness
 
 
-def _ask(args: argparse.Namespace, subject: str, contestant: str, batch_size: int) -> Phase:
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """What the part "elsewhere" needs: two places, a folder of JPEGs, and words for the reader."""
+
+    places: Places
+    images: str
+    note: str
+
+
+@contextlib.contextmanager
+def _divide() -> Iterator[Divided]:
+    """Divide the CPUs, and write the images; both last as long as the block."""
+    num_here = 2 if len(os.sched_getaffinity(0)) > 3 else 1
+    with two_places(num_here) as (places, reason), tempfile.TemporaryDirectory(prefix="rpcdl-images-") as images:
+        places.limit(_GIGABITS)
+        datasets.write_files(Path(images), _NUM_FILES)
+        where = f"{places.between} ({reason})" if reason else places.between
+        shares = f"CPUs of trainer and torch: {num_here}, of ours: {len(places.elsewhere)}"
+        yield Divided(places, images, f"{shares}, behind {where}")
+
+
+def _ask(args: argparse.Namespace, subject: str, contestant: str, batch_size: int, divided: Divided | None) -> Phase:
     """Start servers and trainer, wait for the figures, stop both."""
-    workload = SUBJECTS[subject].workload
-    with environment() as (folder, env), serve(contestant, workload, args.num_workers, env, folder) as addresses:
-        task = Task(subject, contestant, addresses, args.device, args.num_workers, batch_size, args.seconds)
+    num_workers = args.num_workers
+    with contextlib.ExitStack() as stack:
+        folder, env = stack.enter_context(environment(contestant))
+        addresses = []
+        if divided is None:
+            server = serve(contestant, SUBJECTS[subject].workload, num_workers, env, folder)
+            addresses = stack.enter_context(server)
+        else:
+            places = divided.places
+            num_workers = len(places.elsewhere if contestant.startswith("ours") else places.here)
+            if contestant.startswith("ours"):
+                with places.entered_elsewhere():
+                    node = node_server(num_workers, env, folder, *places.server_options)
+                    addresses = [stack.enter_context(node)[0]]
+            stack.enter_context(places.entered_here())
+        images = divided.images if divided else ""
+        task = Task(subject, contestant, addresses, args.device, num_workers, batch_size, args.seconds, images)
         return Phase(**ask_trainer("gpu.measure", asdict(task), env, folder, 120 + 10 * args.seconds))
 
 
@@ -265,7 +322,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each, interleaved (default: 2)")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each, after a warm-up (default: 3)")
     parser.add_argument("--quick", action="store_true", help="one round of 0.2 s with two workers: does it work?")
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="some of them")
+    default = [name for name in SUBJECTS if name != "elsewhere"]
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=default, help="some, or elsewhere")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.seconds, args.num_workers = 1, 0.2, 2
@@ -277,19 +335,24 @@ def main() -> int:
     start = time.monotonic()
     batch_sizes = {name: SUBJECTS[name].batch_size[0 if has_device else 1] for name in args.subjects}
 
-    def measure_in_time(subject: str, contestant: str) -> Phase:
-        if time.monotonic() - start > _LAST_START_SECONDS:
-            raise ChildError("there is no time left")
-        return _ask(args, subject, contestant, batch_sizes[subject])
-
     planned = {name: SUBJECTS[name].contestants for name in args.subjects}
-    found = measure_rounds(planned, args.rounds, measure_in_time, lambda one: f"{one.rate:.1f} batches/s")
+    with contextlib.ExitStack() as stack:
+        divided = stack.enter_context(_divide()) if "elsewhere" in args.subjects else None
+
+        def measure_in_time(subject: str, contestant: str) -> Phase:
+            if time.monotonic() - start > _LAST_START_SECONDS:
+                raise ChildError("there is no time left")
+            return _ask(args, subject, contestant, batch_sizes[subject], divided if subject == "elsewhere" else None)
+
+        found = measure_rounds(planned, args.rounds, measure_in_time, lambda one: f"{one.rate:.1f} batches/s")
     print(make_table(found, batch_sizes))
     device = torch.cuda.get_device_name(args.device) if has_device else "no GPU, so these figures mean nothing"
     print(
         f"\nMedian of up to {args.rounds} interleaved rounds of {args.seconds:g} s, {args.num_workers} workers, "
         f"{describe_machine()}, {device}."
     )
+    if divided is not None:
+        print(f"elsewhere: {divided.note}.")
     return 0
 
 

@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 CLONE_NEWNET = 0x40000000  # of linux/sched.h
 
@@ -123,6 +123,15 @@ class Cable:
         # Of a millisecond: what the timer of the kernel may be late. And more than the largest packet before it is cut.
         burst = max(256 * 1024, int(gigabits * 1e9 / 8 / 1000))
         self.shape("tbf", "rate", f"{gigabits:g}gbit", "burst", str(burst), "latency", "20ms")
+
+    def receive_on(self, near: Iterable[int], far: Iterable[int]) -> None:
+        """Let the kernel handle what comes to the near end on these CPUs, and what comes to the far end on those."""
+        # A view of /sys that shows the interfaces of the host: that of this process shows its own.
+        write = 'mount -t sysfs sysfs /sys && echo "$2" >"/sys/class/net/$1/queues/rx-0/rps_cpus"'
+        for (host, interface, _address), cpus in zip(self._ends, (near, far), strict=True):
+            mask = f"{sum(1 << cpu for cpu in cpus):x}"
+            mask = ",".join(mask[max(0, end - 8) : end] for end in range(len(mask) % 8 or 8, len(mask) + 1, 8))
+            host.run("unshare", "--mount", "sh", "-c", write, "sh", interface, mask)
 
     def cut(self) -> None:
         """From now on, nothing arrives at either end, and nobody is told."""

@@ -24,7 +24,8 @@ _COLOURS = {
 
 def read_table(name: str) -> list[dict[str, str]]:
     """Return the rows of a recorded table: cells by the titles of their columns."""
-    header, _, *rows = [line.strip("|").split("|") for line in (FOLDER / f"{name}.md").read_text().splitlines()]
+    lines = (FOLDER / f"{name}.md").read_text().splitlines()
+    header, _, *rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     titles = [cell.strip() for cell in header]
     return [dict(zip(titles, (cell.strip() for cell in row), strict=True)) for row in rows]
 
@@ -84,6 +85,7 @@ def make_numbers(losses: dict[str, Any]) -> str:
     firsts = [number(row["of the second pass s"]) or 0.0 for row in read_table("parts")[:3]]
     loaders = ("ours, RPCDataset", "ours, this machine, fork", "torch, fork", "torch, spawn")
     ours, here, fork, spawn = (startup[name] / 1000 for name in loaders)
+    *_, both = read_table("elsewhere")
     return f"""\
 | | |
 |---:|---|
@@ -92,8 +94,11 @@ with the same 2 workers |
 | **{_range("float32-local")}** | as many of these on one machine, where workers and training share memory |
 | **{_range("jpeg-local")}** | as many decoded and cropped JPEGs on one machine; {load()["jpeg-malloc"]:.2f} x where \
 torch gets [our settings of malloc](docs/compared.md#performance) |
-| **{_range("busy")}** | as many as the [original RPCDataloader](docs/compared.md#which-one-to-use) 0.2.1, while the \
-training loop computes |
+| **{number(both["x torch"]):.1f} x** | as many JPEGs from disk, decoded and cropped, if one CPU behind a link of 10 \
+Gbit/s [helps](docs/compared.md#performance) the only one of a training; {number(both["x malloc"]):.1f} x where torch \
+gets these settings |
+| **{_range("busy")}** | as many float32 batches as the [original RPCDataloader](docs/compared.md#which-one-to-use) \
+0.2.1, while the training loop computes |
 | **{killed["lost"] + killed["changed"]} of {killed["batches"]:,}** | batches lost or changed when a node with \
 {killed["killed"]} of {killed["workers"]} workers is killed |
 | **{resumed["once"]:,} of {resumed["samples"]:,}** | samples seen once when {ranks[0]} ranks with {workers[0]} \
