@@ -25,6 +25,7 @@ from rpcdataloader.client.worker import PendingReply, RemoteWorker, WorkerOwner,
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.state import Change, append_change, catch_up, changes_after, derive_seed, last_of
+from rpcdataloader.server.datasets import change_shared
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded
@@ -141,7 +142,7 @@ class MutableDataset(RemoteDataset):
     def _build(self, session: RemoteSession) -> None:
         super()._build(session)
         if lacking := self._lacking(session):
-            if (reason := session.call(catch_up, self, self.key, lacking).wait()) is not None:
+            if (reason := session.call(change_shared, self, self.key, lacking).wait()) is not None:
                 self._leave_to_workers(session, f"after a change, {reason}")
             with self._lock:
                 self._made[session], self._sessions[session] = last_of(lacking), reason is None
