@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import numpy.random  # noqa: F401  # before anything is pickled: cloudpickle names the submodules that are loaded
@@ -64,8 +64,8 @@ class RemoteDataset(DatasetRef):
         self.definitions: Table = {} if pickled is None else pickled.definitions
         self.blocks = [] if pickled is None else pickled.blocks
         self.local: LocalNode | None = None
-        self._digest_of_blocks = b""
-        self._digesting = Lock()
+        # Once for all nodes: the threads that send would compute it for each.
+        self._digest = digest_blocks(self.blocks)
         self._shared = shared
         self._generators = get_states()
         self._pid = os.getpid()
@@ -160,31 +160,20 @@ class RemoteDataset(DatasetRef):
     ) -> dict[str, Any]:
         """Send the recipe, and wait for the answer."""
         payload = Build(self.key, self.name, shared, self._generators).encode()
-        blocks, found = ([], b"") if session.knows(self.key) else (self.blocks, self._digest())
+        blocks, found = ([], b"") if session.knows(self.key) else (self.blocks, self._digest)
         content = Encoded(payload, blocks, definitions=self.definitions)
         answer = session.submit(MessageType.BUILD, content, found)
         try:
             wait_until_updated()
             reply: dict[str, Any] = answer.wait()
         except ConnectionLostError:
-            if found:
-                self._check_unchanged(self.blocks)  # which the node has done, too
+            if found and digest_blocks(self.blocks) != found:  # which the node has seen, too
+                raise ValueError(
+                    f"the arguments of dataset {self.name} have changed since the first node got them, so others "
+                    "would build another dataset: give it a copy of what the script changes in place"
+                ) from None
             raise
         return reply
-
-    def _digest(self) -> bytes:
-        """The digest of the blocks, once for all nodes: the one thread that sends would compute it for each."""
-        with self._digesting:
-            if not self._digest_of_blocks:
-                self._digest_of_blocks = digest_blocks(self.blocks)
-            return self._digest_of_blocks
-
-    def _check_unchanged(self, blocks: Sequence[memoryview]) -> None:
-        if digest_blocks(blocks) != self._digest_of_blocks:
-            raise ValueError(
-                f"the arguments of dataset {self.name} have changed since the first node got them, so others "
-                "would build another dataset: give it a copy of what the script changes in place"
-            ) from None
 
     def _built(self, node: str, style: str, length: int | None) -> None:  # noqa: ARG002
         """Compare what nodes have built.
@@ -239,11 +228,9 @@ def ship(instance: object, name: str) -> RemoteDataset:
     defined = sorted(pickled.names & pickled.definitions.keys())
     named = [(name, pickled.definitions[name].identity_of(name)) for name in defined]
     found = digest_memory([*pickled.blocks, memoryview(repr((named, recorder.num_reloaded)).encode())])
+    new = _shipped.get(found) or RemoteDataset(name, pickled)  # without the lock: its digest takes seconds per gigabyte
     with _shipped_lock:
-        remote = _shipped.get(found)
-        if remote is None:
-            remote = RemoteDataset(name, pickled)
-            _shipped[found] = remote
+        remote = _shipped.setdefault(found, new)
         # The script may have changed those of an earlier instance.
         remote.blocks, remote.definitions = pickled.blocks, pickled.definitions
         return remote
