@@ -107,7 +107,7 @@ class Executor:
         # As they are when the first worker is requested, for those that are not born with them.
         self._functions: dict[bool, Frozen] = {}  # by whether they are for this machine
         self._changes: tuple[Change, ...] = dataset.begin_pass(self)  # that its workers make
-        self._told = 0  # number of the last change of which all workers know that stay for another epoch
+        self._told = last_of(self._changes)  # number of the last change of which all its workers know
         self._closed = Event()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)

@@ -14,7 +14,7 @@ from rpcdataloader.client.discovery import Local
 from rpcdataloader.client.mutable import MutableDataset
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host import state
-from rpcdataloader.host.state import Change, append_change, catch_up, changes_after
+from rpcdataloader.host.state import Change, append_change, catch_up, changes_after, last_of
 
 
 class Journal:
@@ -106,7 +106,8 @@ def test_workers_have_the_changes_with_which_their_pass_began_each_once(seed):
         passes.append(Pass(dataset, vars(copy.deepcopy(dataset.asked.dataset))))
 
     def begin_again():  # persistent workers
-        one, told = choices.choice(passes), 0
+        one = choices.choice(passes)
+        told = last_of(one.changes)
         one.changes, one.expected = dataset.begin_pass(one), vars(copy.deepcopy(dataset.asked.dataset))
         for owner, worker in workers:
             if owner is one:
