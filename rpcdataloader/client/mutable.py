@@ -1,8 +1,8 @@
 """The dataset behind an ``RPCDataset``, which the script may ask and change while passes run.
 
-A change is made at once in the worker that answers questions. It joins the list of changes, which only grows but for
-overwritten attributes; where a copy of the dataset is in that list is told by the number of the last change that it has
-made. A pass keeps the list with which it has begun: its workers make what their session has not made.
+A change is made at once in the worker that answers questions, and joins a list. A pass keeps the list with which it has
+begun. The number of the last change that a session or worker has made says what it lacks: a session makes the changes
+of the oldest running pass, and a worker those of its own pass that its session has not made.
 """
 
 from __future__ import annotations
@@ -121,12 +121,8 @@ class MutableDataset(RemoteDataset):
     def made_everywhere(self) -> int:
         """The number of the last change that all sessions have made: new workers inherit it."""
         with self._lock:
-            sessions = [session for session in self._sessions if session.is_usable]
-            return min((self._made_in(session) for session in sessions), default=0)
-
-    def _made_in(self, session: RemoteSession) -> int:
-        """The number of the last change in what workers inherit from a session; with the lock."""
-        return self._made.get(session, 0) if self._sessions[session] else 0
+            sessions = [(session, is_built) for session, is_built in self._sessions.items() if session.is_usable]
+            return min((self._made.get(session, 0) if is_built else 0 for session, is_built in sessions), default=0)
 
     def _lacking(self, session: RemoteSession) -> tuple[Change, ...]:
         """The changes that a session may make now: those with which the oldest running pass has begun.

@@ -269,6 +269,21 @@ def test_change_for_another_pass_reaches_no_new_worker_of_this_one(serve, build)
 
 
 @pytest.mark.parametrize("build", ["node", "worker"])
+def test_session_that_is_replaced_in_mid_pass_has_what_that_pass_began_with(shared_server, build):
+    dataset = RPCDataset(shared_server.address, State, 40, build=build)
+    dataset.epoch = 1
+    training = iter(RPCDataloader(dataset, num_workers=1, prefetch_factor=1))
+    samples = items([next(training)])
+    dataset.epoch = 2
+    assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {2}
+    os.kill(dataset.session, signal.SIGKILL)
+    samples += items(training)
+    assert len({pid for *_fields, pid in samples}) == 2
+    assert [sample[:2] for sample in samples] == [(index, 1) for index in range(40)]
+    assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {2}
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
 def test_change_that_fails_raises_and_is_not_applied_later(two_nodes, build):
     dataset = RPCDataset(two_nodes, State, build=build)
     dataset.epoch = 4
