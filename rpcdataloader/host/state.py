@@ -115,17 +115,22 @@ def forget_changes(key: int) -> None:
     _made.pop(key, None)
 
 
-def without_overwritten(changes: tuple[Change, ...]) -> tuple[Change, ...]:
-    """Drop attributes set again later, so that ``dataset.epoch = n`` does not make the list grow without limit.
+def append_change(changes: tuple[Change, ...], change: Change) -> tuple[Change, ...]:
+    """The changes, and one more. ``dataset.epoch = n`` replaces the last value, so that the list does not grow with it.
 
     Only within a row of attributes: any other change in between may have read the value.
     """
-    left: list[Change] = []
-    for change in changes:
-        if change.attribute is not None:
-            start = len(left)
-            while start > 0 and left[start - 1].attribute is not None:
-                start -= 1
-            left[start:] = [other for other in left[start:] if other.attribute != change.attribute]
-        left.append(change)
-    return tuple(left)
+    start = len(changes)
+    while change.attribute is not None and start > 0 and changes[start - 1].attribute is not None:
+        start -= 1
+    return *changes[:start], *(other for other in changes[start:] if other.attribute != change.attribute), change
+
+
+def last_of(changes: tuple[Change, ...]) -> int:
+    """The number of the last change; 0 without one."""
+    return changes[-1].number if changes else 0
+
+
+def changes_after(number: int, changes: tuple[Change, ...]) -> tuple[Change, ...]:
+    """Those of ``changes`` that a copy lacks which has made them up to ``number``."""
+    return tuple(change for change in changes if change.number > number)

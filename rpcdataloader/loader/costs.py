@@ -21,7 +21,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import IterableDataset, Sampler
 
-from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.mutable import MutableDataset
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.samples import MAX_SHOWN, whereabouts
 from rpcdataloader.fetch.seeding import generators_restored
@@ -331,7 +331,7 @@ def _measure(cost: Callable[[Any], float], samples: list[Any]) -> NDArray[np.flo
 
 def _fingerprint(dataset: Any, cost: Callable[[Any], float]) -> str:
     access = access_of(dataset) if isinstance(dataset, RPCDataset) else dataset
-    is_remote = isinstance(access, RemoteDataset)
+    is_remote = isinstance(access, MutableDataset)
     blocks = [*(access if is_remote else dumps(access, name="dataset")).blocks, *dumps(cost, name="cost").blocks]
     blocks += [memoryview(change.call.pickled) for change in (access.changes if is_remote else ())]
     return digest_memory(map(as_bytes, blocks)).hex()[:16]

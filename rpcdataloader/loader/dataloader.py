@@ -22,6 +22,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, make_key, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.local import LocalNode
+from rpcdataloader.client.mutable import MutableDataset
 from rpcdataloader.client.sharing import Partition, of_rank
 from rpcdataloader.client.worker import DatasetRef
 from rpcdataloader.errors import LocalProtocolError
@@ -371,13 +372,14 @@ class RPCDataloader(LoaderTools[_T_co]):
         with contextlib.ExitStack() as failed:
             here: Here | None = None
             if isinstance(settings.dataset, RPCDataset):
-                dataset: RemoteDataset = access_of(settings.dataset)
-                if (node := dataset.place_of_pass()) is not None:
+                remote: MutableDataset = access_of(settings.dataset)
+                dataset: RemoteDataset = remote
+                if (node := remote.place_of_pass()) is not None:
                     here = Here(node, None)
             else:
                 name = name_of(settings.dataset)
                 if isinstance(self._where, Local):
-                    dataset = RemoteDataset(name, None, shared=True)
+                    dataset = RemoteDataset(name, None)
                 else:
                     # Kept until the next one: an unchanged dataset is on its nodes already.
                     dataset = self._shipped = ship(settings.dataset, name)

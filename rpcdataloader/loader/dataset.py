@@ -15,9 +15,9 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.modules import choose_modules, choose_variables
+from rpcdataloader.client.mutable import MutableDataset
 from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
@@ -72,7 +72,7 @@ class RPCDataset(Dataset[Any]):
         Exception: An exception of the callable, with the remote traceback as its cause.
     """
 
-    _access: _Inline | RemoteDataset
+    _access: _Inline | MutableDataset
     _where: Where
 
     def __init__(
@@ -99,7 +99,7 @@ class RPCDataset(Dataset[Any]):
         additions = Additions.of(choose_variables(env), choose_modules(py_modules), forward_output)
         where = find_workers(workers) or Local()
         check_min_workers(min_workers, 0, where)
-        access: _Inline | RemoteDataset
+        access: _Inline | MutableDataset
         if isinstance(where, Inline):
             set_variables(additions.variables)
             access = _Inline(dataset(*args, **kwargs))
@@ -111,7 +111,7 @@ class RPCDataset(Dataset[Any]):
             if isinstance(where, Remote):
                 pickled = dumps_named(tuple(parts.values()), parts, with_rest=True, with_patches=True)
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
-            access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable, where=where)
+            access = MutableDataset(name, pickled, shared=build == "node", is_iterable=is_iterable, where=where)
             if has_local(where):
                 access.begin_here(_born_with(access, parts, additions))
             with get_client().additions.adding(additions):
@@ -188,7 +188,7 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         return RemoteIterator(settings, access, placement, recorder, here=here)
 
 
-def _born_with(access: RemoteDataset, parts: Mapping[str, Any], additions: Additions) -> Inherited:
+def _born_with(access: MutableDataset, parts: Mapping[str, Any], additions: Additions) -> Inherited:
     """What sessions of this machine have of a dataset.
 
     A fork inherits what this process builds, where the threads are that a constructor may need, as torch's workers do.
@@ -211,7 +211,7 @@ def _born_with(access: RemoteDataset, parts: Mapping[str, Any], additions: Addit
 
 
 def access_of(dataset: RPCDataset) -> Any:
-    """The object behind an RPCDataset: a :class:`RemoteDataset`, or an :class:`_Inline`."""
+    """The object behind an RPCDataset: a :class:`MutableDataset`, or an :class:`_Inline`."""
     access = dataset._access
     return access.dataset if isinstance(access, _Inline) else access
 

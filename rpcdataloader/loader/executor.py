@@ -30,7 +30,7 @@ from rpcdataloader.fetch.collate import registered
 from rpcdataloader.host.locks import Condition, Event
 from rpcdataloader.host.parts import find_parts, find_shared
 from rpcdataloader.host.seldom import Seldom
-from rpcdataloader.host.state import Change
+from rpcdataloader.host.state import Change, changes_after, last_of
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
 from rpcdataloader.loader.placement import Placement, build
 from rpcdataloader.loader.settings import PassSettings
@@ -103,13 +103,12 @@ class Executor:
         self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)
         self._settings = settings
         self._dataset = dataset
-        dataset.begin_pass(self)
         self._num_workers = len(placement.homes)
         self._here = here
         # As they are when the first worker is requested, for those that are not born with them.
         self._functions: dict[bool, Frozen] = {}  # by whether they are for this machine
-        self._changes: Sequence[Change] = ()  # to the dataset, which workers of the previous epoch lack
-        self._last_change = 0
+        self._changes: tuple[Change, ...] = dataset.begin_pass(self)  # that its workers make
+        self._told = last_of(self._changes)  # number of the last change of which all its workers know
         self._closed = Event()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)
@@ -223,7 +222,7 @@ class Executor:
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
         functions = self._functions_for(node)
-        changes = self._dataset.changes_of_workers(self)
+        changes = changes_after(self._dataset.made_everywhere(), self._changes)
         dataset = self._dataset, self._dataset.key, changes, {} if node.is_local else self._changed_tensors()
         call = Call(remote.open_loader, (*dataset, spec, functions), {})
         return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
@@ -245,23 +244,20 @@ class Executor:
         return functions
 
     def settle(self, workers: Sequence[RemoteWorker]) -> None:
-        """Make the changes to the dataset in the sessions of the workers, and find those that the workers lack."""
-        self._dataset.settle()
-        self._dataset.begin_pass(self)
-        self._changes = self._dataset.changes_after(self._last_change, self)
-        if self._changes:
+        """Let the epoch that begins have all changes to the dataset; make them in the sessions of the workers."""
+        self._changes = self._dataset.begin_pass(self)
+        if last_of(self._changes) > self._told:
             with contextlib.suppress(ConnectionLostError):  # noticed later
                 build(self._dataset, [worker.session for worker in workers if worker.session.is_ready])
 
     def settled(self) -> None:
         """Note that all workers are told of the changes, or are about to be."""
-        if self._changes:
-            self._last_change = self._changes[-1].number
+        self._told = last_of(self._changes)
 
     def restarting(self, begun: Pass, worker: RemoteWorker) -> Encoded:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""
         tensors = {} if worker.session.is_local else self._changed_tensors()
-        changed = self._dataset, self._dataset.key, self._changes, tensors
+        changed = self._dataset, self._dataset.key, changes_after(self._told, self._changes), tensors
         args = *changed, begun.progress.epoch, begun.first
         return dumps(tuple(Call(remote.start_epoch, args, {})), persistent_id=reference_of)
 

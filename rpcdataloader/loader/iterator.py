@@ -191,7 +191,6 @@ class RemoteIterator(PassIterator):
             options, turn = plan_options(settings, placement), begun.progress.turn
             split = make_part if settings.may_split and (wants is None or wants.may_split) else None
             engine = Engine(options, placement.homes, placement.others, describe=describe, turn=turn, split=split)
-            dataset.settle()
             executor = Executor(settings, dataset, placement, here)
             self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
             begun.source.when_ready(driver.condition.wake_all)  # which does not refer to the driver

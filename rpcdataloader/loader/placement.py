@@ -184,7 +184,6 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
     ready = [session for session in sessions if session.is_ready]
     if wait and not ready:
         ready = [_wait_for_one(sessions)]
-    dataset.settle()
     try:
         build(dataset, ready)
     except ConnectionLostError:
@@ -193,7 +192,7 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
 
 
 def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
-    """Build a dataset on ``sessions``, which are ready, or make its settled changes there, at the same time.
+    """Build a dataset on ``sessions``, which are ready, or make its changes there, at the same time.
 
     A session that does not answer is waited for without limit if there is no other. Once another one has the dataset,
     it has the connect timeout left; then its thread goes on waiting, and it joins the pass when it answers.

@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.resources import read
-from rpcdataloader.host.state import forget_changes, set_states
+from rpcdataloader.host.state import Change, catch_up, forget_changes, set_states
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
 
@@ -178,6 +178,13 @@ def make(parts: tuple[Any, ...], name: str) -> Any:
     if not style_of(dataset):
         raise TypeError(f"{name} made no dataset: it has no __getitem__, and is no IterableDataset")
     return dataset
+
+
+def change_shared(dataset: Any, key: int, changes: Sequence[Change]) -> str | None:
+    """Make changes to a session's dataset; returns why workers cannot inherit it any more, or None."""
+    files = open_files()
+    catch_up(dataset, key, changes)
+    return why_not_shared(dataset, files)
 
 
 def length_of(dataset: object) -> int | None:

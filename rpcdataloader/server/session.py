@@ -33,9 +33,8 @@ from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCEr
 from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.host.parts import follow
 from rpcdataloader.host.seldom import Seldom
-from rpcdataloader.host.state import catch_up
 from rpcdataloader.server import events
-from rpcdataloader.server.datasets import DatasetTable, Parts, open_files, parts_of, why_not_shared
+from rpcdataloader.server.datasets import DatasetTable, Parts, parts_of
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import forward_warnings, redirect_output
 from rpcdataloader.server.processes import (
@@ -272,10 +271,7 @@ class Session:
         func, args, kwargs, _keep = loads(
             message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True
         )
-        files = open_files()
-        result = func(*args, **kwargs)
-        # A change to a dataset may open what workers would share with it.
-        return why_not_shared(args[0], files) if func is catch_up else result
+        return func(*args, **kwargs)
 
     def _resolve(self, reference: Reference) -> Any:
         _kind, key, path = reference

@@ -214,6 +214,22 @@ def test_setting_an_attribute_reaches_sessions_and_workers_of_today_and_tomorrow
     assert dataset.call_all(lambda state: state.size + 1)[0] == 21
 
 
+def read_table(state, log):
+    datasets.note(log, os.getpid())
+    state.table = torch.ones(1000)
+
+
+def test_change_is_made_once_per_node_and_inherited_by_its_workers(two_nodes, tmp_path):
+    log = str(tmp_path / "log")
+    dataset = RPCDataset(two_nodes, State, 60)
+    dataset.call_all(functools.partial(read_table, log=log))
+    for _epoch in range(2):
+        workers = {sample[3] for sample in items_of_all(RPCDataloader(dataset, batch_size=1))}
+    made_in = notes(log)
+    assert len(made_in) == len(set(made_in)) == 3, "in two sessions, and in the worker that answers questions"
+    assert not workers & set(map(int, made_in))
+
+
 @pytest.mark.parametrize("build", ["node", "worker"])
 def test_change_in_mid_pass_is_for_the_next_one_and_for_each_process_once(two_nodes, build):
     dataset = RPCDataset(two_nodes, State, 60, build=build)
@@ -250,6 +266,21 @@ def test_change_for_another_pass_reaches_no_new_worker_of_this_one(serve, build)
     assert {epoch for _index, epoch, _changes, _pid in trained} == {0}
     assert len({pid for _index, _epoch, _changes, pid in trained}) >= 4
     assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {6}
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_session_that_is_replaced_in_mid_pass_has_what_that_pass_began_with(shared_server, build):
+    dataset = RPCDataset(shared_server.address, State, 40, build=build)
+    dataset.epoch = 1
+    training = iter(RPCDataloader(dataset, num_workers=1, prefetch_factor=1))
+    samples = items([next(training)])
+    dataset.epoch = 2
+    assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {2}
+    os.kill(dataset.session, signal.SIGKILL)
+    samples += items(training)
+    assert len({pid for *_fields, pid in samples}) == 2
+    assert [sample[:2] for sample in samples] == [(index, 1) for index in range(40)]
+    assert {epoch for _index, epoch, _changes, _pid in items(RPCDataloader(dataset, num_workers=1))} == {2}
 
 
 @pytest.mark.parametrize("build", ["node", "worker"])
