@@ -14,7 +14,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
 	@echo "make test   run the tests, without the slow ones and the benchmarks"
-	@echo "make instruments  run the slow tests that compare many ways, pipelines and stops with their models"
+	@echo "make instruments  run the slow tests that compare many ways, pipelines and stops with their models, and a few others"
 	@echo "make test-pythons  run unit tests, and some others, on each Python that is here"
 	@echo "make test-engines  run the tests on Ray and Dask, which are installed into an environment of their own"
 	@echo "make simulate  try to break the decisions of a pass, in simulated clusters: make simulate SECONDS=600"

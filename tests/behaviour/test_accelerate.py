@@ -177,6 +177,8 @@ def train_as_rank(address, server, store):
     return {"indices": seen.indices[:6], "gathered": gathered, "dispatched": dispatched, "resumed": resumed}
 
 
+@pytest.mark.slow
+@pytest.mark.instruments
 def test_processes_of_a_job_get_the_shards_that_accelerate_makes(library_zygote, shared_server, tmp_path):
     one, two = run_ranks(library_zygote, train_as_rank, 2, shared_server.address, shared_server.pid, tmp_path / "store")
     for epoch in (slice(0, 3), slice(3, 6)):

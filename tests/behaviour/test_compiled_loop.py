@@ -47,6 +47,8 @@ print(json.dumps({name: attempt(loader) for name, loader in loaders.items()}))
 """
 
 
+@pytest.mark.slow
+@pytest.mark.instruments
 @pytest.mark.usefixtures("clean_client")
 def test_compiled_loop_gives_what_it_gives_with_the_loader_of_torch(library_zygote, shared_server):
     ended = library_zygote.start(SCRIPT, shared_server.address).wait(120)

@@ -251,6 +251,8 @@ def is_typed(block: Block) -> bool:
     return block.language == "console" and any(not is_launch(command) for command, _ in block.commands)
 
 
+@pytest.mark.slow
+@pytest.mark.instruments
 @pytest.mark.parametrize("session", sessions_with(is_typed))
 def test_commands_of_session_run(session, desk):
     for block in blocks_of(session):
@@ -265,6 +267,8 @@ def test_commands_of_session_run(session, desk):
             assert re.fullmatch(as_pattern(desk.fill_in(expected)), output), f"{command} prints\n{output}"
 
 
+@pytest.mark.slow
+@pytest.mark.instruments
 @pytest.mark.timeout(300)
 def test_first_training_goes_on_after_a_kill(desk):
     """What the first page types into two terminals."""
