@@ -122,12 +122,15 @@ def find_shared(namespace: Mapping[str, Any], *wholes: Any) -> dict[Any, torch.T
     found = {((_ITEM, 0), (_ITEM, name)): value for name, value in list(namespace.items())}
     for number, whole in enumerate(wholes, 1):
         found |= {((_ITEM, number), *path): part for part, path in find_parts(whole, with_all=True).values()}
-    return {path: part.clone() for path, part in found.items() if type(part) is torch.Tensor and _tells(part)}
+    kinds = torch.Tensor, torch.nn.Parameter
+    return {path: part.detach().clone() for path, part in found.items() if type(part) in kinds and _tells(part)}
 
 
 def _tells(tensor: torch.Tensor) -> bool:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:  # a sparse one has no memory of its own
+        return False
     is_shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
-    return tensor.device.type == "cpu" and is_shared and tensor.nbytes <= _MAX_SHARED
+    return is_shared and tensor.nbytes <= _MAX_SHARED
 
 
 def set_shared(values: Mapping[Any, torch.Tensor], *copies: Any) -> None:
@@ -136,4 +139,4 @@ def set_shared(values: Mapping[Any, torch.Tensor], *copies: Any) -> None:
         with contextlib.suppress(LookupError, TypeError):  # a copy has another form, or a global is not used there
             part = follow(copies, path)
             if isinstance(part, torch.Tensor) and part.shape == value.shape:
-                part.copy_(value)
+                part.detach().copy_(value)

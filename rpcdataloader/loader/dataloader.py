@@ -273,12 +273,13 @@ class RPCDataloader(LoaderTools[_T_co]):
                 raise named from exc.__cause__
             if self.persistent_workers:
                 self._pass = iterator
-        self._saved = None
-        if self._progress is not None:
-            self._progress[1].is_replaced = False
-        self._progress = settings, iterator.progress
         if isinstance(iterator, InlineIterator):
             iterator.recorder = self._recorder = self._make_recorder()
+        before, self._progress = self._progress, (settings, iterator.progress)
+        # From here on without a call: Ctrl-C must not come between the state and the iterator that goes on with it.
+        if before is not None:
+            before[1].is_replaced = False
+        self._saved = None
         return iterator
 
     def _iterate_here(self) -> Iterator[Any]:

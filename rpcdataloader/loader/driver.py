@@ -65,6 +65,7 @@ class Driver:
         pid: Process that began the pass; its forks must not continue it.
         condition: Lock for the attributes that follow, on which the consumer waits.
         is_closed: True once the pass is over.
+        is_complete: True once its last batch was delivered.
         begun: The present epoch.
         seats: Requested workers that are not lost, by number.
         ahead: The batch that is on its way to a device, while the consumer has the previous one.
@@ -95,7 +96,7 @@ class Driver:
         self.now = executor.now
         self.pid = os.getpid()
         self.condition = executor.condition
-        self.is_closed = False
+        self.is_closed = self.is_complete = False
         self.begun = begun
         self.streams = list(begun.progress.streams)
         self.seats: dict[int, Seat] = {}
@@ -141,7 +142,7 @@ class Driver:
         self.executor.settle(self.workers)
         begun.progress.is_midway = True
         with self.condition:
-            self.ahead = self.taken = None
+            self.ahead, self.taken, self.is_complete = None, None, False
             # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
             self.streams = list(begun.progress.streams)
             self.begun = begun
@@ -289,7 +290,7 @@ class Driver:
                 self.taken, self.ahead = self.ahead, None
                 if self.taken is not None:
                     self.send_ahead(self._carrier)
-        return self.taken
+        return self.taken if self.engine.failure is None else None
 
     def send_ahead(self, carrier: Carrier) -> None:
         """Send the next delivery's batch to the device, if it is here and none is on its way; with the condition."""
@@ -299,7 +300,7 @@ class Driver:
         if answer is not None and answer.movable is not None:
             try:
                 answer.copies = carrier.carry(answer.movable, answer.probe is not None)
-            except BaseException as exc:
+            except Exception as exc:
                 # The frames would keep a batch alive.
                 answer.error = exc.with_traceback(None)
             answer.movable = None
@@ -422,7 +423,7 @@ class Driver:
         while True:
             try:
                 opening = opening or self._opening(action)
-            except BaseException as exc:
+            except Exception as exc:
                 self.fail(exc)
                 return
             with self.condition:
@@ -491,7 +492,7 @@ class Driver:
         self.note_setup()
         records = self.recorder.records()
         # Of a pass that was left, the first window says nothing.
-        is_known = self.begun.progress.finished or records.totals.batches > records.setup.window
+        is_known = self.is_complete or records.totals.batches > records.setup.window
         return diagnose(records) if is_known else None
 
     def note_setup(self) -> None:

@@ -92,31 +92,37 @@ class PassIterator(ABC):
         progress = self.progress
         try:
             with self._turn:
-                if progress.is_replaced and not progress.finished:
-                    raise LocalProtocolError(REPLACED)
-                while True:
-                    progress.settle()
-                    # torch's loaders open a range for every batch, which takes as long as all recording.
-                    taken = shown(RANGE, self._next) if profiler._is_profiler_enabled else self._next()
-                    answer, returned = taken
-                    if (lacks := answer.lacks) is None or answer.error is not None:
-                        break
-                    answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
-                    if answer.error is not None or not lacks.is_whole:
-                        break
-                    progress.returned += (returned,)
-                    answer = None
-                if self._reported_length is not None and progress.num_yielded >= self._reported_length:
-                    try:
-                        self._warn_of_length(self._reported_length, progress.num_yielded + 1)
-                    except UserWarning as warning:  # which takes the place of the batch, as with torch
-                        answer.error = answer.error or warning
+                if progress.is_midway:  # since a call that a second exception has interrupted while it said so
+                    self._fail(interruption(None))
+                try:
+                    while True:
+                        if progress.is_replaced and not progress.finished:
+                            raise LocalProtocolError(REPLACED)
+                        progress.settle()
+                        # torch's loaders open a range for every batch, which takes as long as all recording.
+                        next_ = self._next
+                        answer, returned = shown(RANGE, next_) if profiler._is_profiler_enabled else next_()
+                        if (lacks := answer.lacks) is None or answer.error is not None:
+                            break
+                        answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
+                        if answer.error is not None or not lacks.is_whole:
+                            break
+                        progress.returned += (returned,)
+                        answer, progress.is_midway = None, False
+                    self._check_length(answer, progress.num_yielded)
+                except BaseException as exc:
+                    # Such as of Ctrl-C, between any two steps: half of a decision may be carried out.
+                    if progress.is_midway:
+                        self._fail(interruption(exc))
+                    raise
+                progress.is_midway = False
             # It counts as it is returned. From here on no signal handler can raise, as those run at calls.
             progress.returned += (returned,)
-            progress.is_midway = False
+        except StopIteration:
+            progress.finished = True
+            raise
         except BaseException as exc:
-            # Such as of Ctrl-C, between any two steps: a batch may be lost, or half of a decision be carried out.
-            if progress.is_midway or answer is not None:
+            if answer is not None:  # the batch is lost
                 self._fail(interruption(exc))
             raise
         error, answer.error = answer.error, None
@@ -128,14 +134,20 @@ class PassIterator(ABC):
         finally:
             del error  # whose traceback refers to this frame
 
-    def _warn_of_length(self, reported: int, num_yielded: int) -> None:
-        # As torch does.
-        warnings.warn(
-            f"Length of IterableDataset {self._name} was reported to be {reported} (by len of its loader), but "
-            f"{num_yielded} samples have been fetched. For multiprocessing data-loading, this happens when a worker "
-            "takes more than its part of the dataset; torch.utils.data.get_worker_info() says which worker it is.",
-            stacklevel=3,
-        )
+    def _check_length(self, answer: Answer, num_yielded: int) -> None:
+        """Warn, as torch does, of more batches than the dataset has said."""
+        if (reported := self._reported_length) is None or num_yielded < reported:
+            return
+        try:
+            warnings.warn(
+                f"Length of IterableDataset {self._name} was reported to be {reported} (by len of its loader), but "
+                f"{num_yielded + 1} samples have been fetched. For multiprocessing data-loading, this happens when a "
+                "worker takes more than its part of the dataset; torch.utils.data.get_worker_info() says which worker "
+                "it is.",
+                stacklevel=3,
+            )
+        except UserWarning as warning:  # which takes the place of the batch, as with torch
+            answer.error = answer.error or warning
 
     @abstractmethod
     def _next(self) -> tuple[Answer, Returned]:
@@ -208,6 +220,7 @@ class RemoteIterator(PassIterator):
                 if placement.followed is not None:
                     executor.watch(placement.followed, driver.nodes_changed)
                 driver.advance(driver.may_draw(has_batch=True), time.monotonic())
+                begun.progress.is_midway = False
             except BaseException:
                 driver.close()
                 raise
@@ -263,7 +276,7 @@ class RemoteIterator(PassIterator):
         if delivery is None:
             progress.is_midway = False
             driver.begun.source.check_end()
-            progress.finished = True
+            driver.is_complete = True
             # Without the condition: why the loop has waited goes to handlers of the user.
             driver.tell() if self._settings.persistent_workers else driver.close()
             raise StopIteration
@@ -473,7 +486,6 @@ class InlineIterator(PassIterator):
         if task is None or (self._settings.iterable and answer.error is None and answer.stream is None):
             progress.is_midway = False
             source.check_end()
-            progress.finished = True
             if self.recorder.batches:
                 tell(self.recorder, lambda: diagnose(self.recorder.records()), self._name, self._settings.partition)
             raise StopIteration

@@ -225,9 +225,10 @@ class TaskSource:
             raise RuntimeError(f"{self._error} has ended the sampler before its end; {_REMEDY}")
 
 
-def interruption(error: BaseException) -> RuntimeError:
+def interruption(error: BaseException | None) -> RuntimeError:
     """The failure of a pass after an exception between two steps of the consumer: such as of Ctrl-C, at any of them."""
-    return RuntimeError(f"{type(error).__name__} has interrupted this pass over the loader; {_REMEDY}")
+    name = "an exception" if error is None else type(error).__name__
+    return RuntimeError(f"{name} has interrupted this pass over the loader; {_REMEDY}")
 
 
 def kept(indices: Any) -> Any:

@@ -31,6 +31,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.loader.iterator import RemoteIterator
+from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import has_begun, restore_generators, state_of_rank, to_first_state, to_state
 from rpcdataloader.loader.tasks import Progress
@@ -49,6 +50,7 @@ class LoaderTools(DataLoader[_T_co]):
     _recorder: Recorder | None = None  # of the last iterator
     _trace: Callable[[Probe, Setup], None] | None = None  # while a block is active
     _where: Where | None
+    _kept_source: Source | None
     _saved: Mapping[str, Any] | None
     _progress: tuple[PassSettings, Progress] | None
 
@@ -200,8 +202,9 @@ class LoaderTools(DataLoader[_T_co]):
         state = state_of_rank(settings, state_dict)
         if state.get("finished"):
             end_pass(settings, state)
-        elif not has_begun(state):
+        elif not has_begun(state) and "generators" in state:
             restore_generators(settings, state)
+            self._kept_source = None  # whose workers would keep their seed
         self._saved = copy.deepcopy(state)
         if self._progress is not None:
             self._progress[1].is_replaced = True

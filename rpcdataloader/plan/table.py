@@ -203,8 +203,8 @@ class Table:
         return number
 
     def end_of_input(self) -> None:
-        """Note that the sampler has no more tasks; streams report their own ends."""
-        self._ended = self._ended or not self._has_streams
+        """Note that the sampler has no more tasks. Streams report their own ends; of one, an exception has ended it."""
+        self._ended = True
 
     def awaited(self) -> Entry | None:
         """The oldest unanswered task, or part of one; None if all are answered."""
@@ -647,4 +647,4 @@ class Table:
                 self._waiting.remove(number)
         self._turn.remove(stream)
         self.window = self._wanted_window = len(self._turn) * self._prefetch_factor
-        self._ended = not self._turn
+        self._ended = self._ended or not self._turn

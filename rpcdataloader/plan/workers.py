@@ -63,7 +63,8 @@ class Pace:
 
     Attributes:
         task_seconds: Average task time, above which a worker without an answer is overdue, too; None before the first.
-        seen_seconds: Average time of an answer as seen from here; None before the first.
+        seen_seconds: Average time of an answer as seen from here, but for the first of each worker, which has to begin;
+            None before.
         late_seconds: Time above which an answer is a straggler; infinite while too little is known.
     """
 
@@ -75,17 +76,19 @@ class Pace:
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         self._num_answers = 0
 
-    def answered(self, task_seconds: float, seen_seconds: float | None) -> None:
+    def answered(self, task_seconds: float, seen_seconds: float | None, *, is_first: bool = False) -> None:
         """Note that a task was answered.
 
         Args:
             task_seconds: Seconds that it took on its worker.
             seen_seconds: Seconds from when its worker could begin until the answer was here; None if unknown.
+            is_first: True for the worker's first answer.
         """
         self.task_seconds = _smooth(self.task_seconds, task_seconds)
         if seen_seconds is None:
             return
-        self.seen_seconds = _smooth(self.seen_seconds, seen_seconds)
+        if not is_first:
+            self.seen_seconds = _smooth(self.seen_seconds, seen_seconds)
         self._recent.append(seen_seconds)
         self._num_answers += 1
         few = self._num_answers < _RENEWAL
@@ -133,12 +136,14 @@ class WorkerPace:
         self.has_failed = has_failed
         if has_failed:
             # As seen from here: where everything is slow, the others take longer than they work.
-            self.rests_until = self.since + share * (self.common.seen_seconds or _LATE_SECONDS)
+            seconds = self.common.seen_seconds or self.common.task_seconds or _LATE_SECONDS
+            self.rests_until = self.since + share * seconds
         elif task_seconds is not None:
             task_seconds /= share
             self.task_seconds = _smooth(self.task_seconds if self._num_averaged > 1 else None, task_seconds)
             self._num_averaged += 1
-            self.common.answered(task_seconds, (now - self.since) / share if was_running else None)
+            seen_seconds = (now - self.since) / share if was_running else None
+            self.common.answered(task_seconds, seen_seconds, is_first=self._num_averaged == 1)
         if was_running:
             self.since = now
         self._note_finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 P = TypeVar("P")
@@ -10,11 +11,10 @@ P = TypeVar("P")
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 MAX_KEPT_BYTES = 1 << 30
 
-# A piece that so many leases did not use goes; a large one after fewer, whose number times its size is this. If that is
-# more, after as many turns as all pieces have. One giant batch must not stay with every worker of a node, and pieces
-# that take turns must.
-MAX_UNUSED_LEASES = 256
-_MAX_UNUSED_BYTES = 1 << 30
+# A piece that so many leases did not use goes; after fewer if there are others of its size. Or, if that is more, after
+# as many turns as all pieces have. One giant batch must not stay with every worker of a node, nor what was needed while
+# the workers began; pieces that take turns must.
+MAX_UNUSED_LEASES, MAX_SPARE_LEASES = 256, 32
 _TURNS = 2
 
 # A piece serves a lease of at least this part of its size.
@@ -72,16 +72,25 @@ class Shelf(Generic[P]):
         """Take out the pieces that are too much, or were not used for long; the longest unused first."""
         unused = []
         while self._free:
-            size_bytes = min(self._free, key=lambda size: self._free[size][0][1])
-            piece, num_leases = self._free[size_bytes][0]
-            limit = min(MAX_UNUSED_LEASES, _MAX_UNUSED_BYTES // size_bytes)
-            limit = max(limit, _TURNS * (self._num_free + self._num_lent))
-            if self.kept_bytes <= self._max_bytes and self._num_leases - num_leases <= limit:
+            turns = _TURNS * (self._num_free + self._num_lent)
+            sizes = self._free if self.kept_bytes > self._max_bytes else [*filter(self._has_unused(turns), self._free)]
+            if not sizes:
                 break
-            self._free[size_bytes].popleft()
+            size_bytes = min(sizes, key=lambda size: self._free[size][0][1])
+            piece, _num_leases = self._free[size_bytes].popleft()
             self._removed(size_bytes)
             unused.append(piece)
         return unused
+
+    def _has_unused(self, turns: int) -> Callable[[int], bool]:
+        """Whether the first piece of a size was not used for long: for that many leases, and more."""
+
+        def has_unused(size_bytes: int) -> bool:
+            pieces = self._free[size_bytes]
+            limit = MAX_SPARE_LEASES if len(pieces) > 1 else MAX_UNUSED_LEASES
+            return self._num_leases - pieces[0][1] > max(limit, turns)
+
+        return has_unused
 
     def take_all(self) -> list[P]:
         """Take out all pieces."""

@@ -235,6 +235,38 @@ def test_streams_go_on_with_the_next_sample(where, caplog):
     assert loader.num_skipped == 5
 
 
+class RaisesOnce:
+    """A batch sampler."""
+
+    def __iter__(self):
+        self.number = 0
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number == 3:
+            raise OSError("once")
+        if self.number > 6:
+            raise StopIteration
+        return [self.number]
+
+
+def test_sampler_that_raises_after_a_skipped_batch_ends_nothing(where):
+    num_workers = 0 if where == "inline" else 1
+    loader = RPCDataloader(
+        Bad(2), batch_sampler=RaisesOnce(), workers=where, num_workers=num_workers, on_error="skip", collate_fn=len
+    )
+    batches, found = iter(loader), []
+    while True:
+        try:
+            found.append(next(batches))
+        except OSError as error:
+            found.append(str(error))
+        except StopIteration:
+            break
+    assert sorted(map(str, found)) == ["1", "1", "1", "1", "once"]
+
+
 class Interrupted(BadStream):
     is_due = True
 

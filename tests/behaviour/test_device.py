@@ -312,3 +312,21 @@ def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     wait_until(lambda: run.is_closed, what="the end of the iterator")
     wait_until(lambda: run.ahead is None and not num_answered(run), what="what it had")
     assert device.copied
+
+
+def test_interrupt_while_a_batch_is_sent_to_the_device_loses_none(device, server, monkeypatch):
+    """It comes at once, and ends the pass; the state goes on."""
+    loader = RPCDataloader(Images(), 2, workers=server.address, num_workers=1, device=NAME)
+    batches = iter(loader)
+    found = next(batches)["index"].tolist()
+    tasks = batches.driver.engine.table.tasks
+    wait_until(lambda: all(task.size_bytes is not None for task in tasks.values()), what="more than one batch is here")
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "copy", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt has interrupted this pass"):
+        next(batches)
+    loader.load_state_dict(loader.state_dict())
+    found += [number for batch in loader for number in batch["index"].tolist()]
+    assert found == list(range(20))

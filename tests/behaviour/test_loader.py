@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from rpcdataloader import (
     CostBatchSampler,
@@ -28,7 +28,9 @@ from rpcdataloader import (
     rpc_async,
 )
 from rpcdataloader.errors import LocalProtocolError, RPCTimeoutError
+from rpcdataloader.loader.iterator import PassIterator
 from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.table import Table
 from tests.behaviour.differential_rows import Sized
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, wait_until
 from tests.support import datasets
@@ -219,6 +221,85 @@ def test_epoch_whose_beginning_a_signal_handler_interrupts_leaves_no_iterator_th
         assert received + found == list(range(60)) or found in ([], list(range(60)))
         assert flat(loader) == list(range(60))
     assert num_interrupted >= 2
+
+
+class Waits(IterableDataset):
+    """Its third number waits for an event."""
+
+    def __init__(self):
+        self.is_there, self.may_go = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        for number in range(6):
+            if number == 2:
+                self.is_there.set()
+                assert self.may_go.wait(30 * TIMEOUT_SCALE)
+            yield number
+
+
+def test_interrupt_while_another_thread_has_its_turn_ends_nothing():
+    stream, found = Waits(), []
+    batches = iter(RPCDataloader(stream, None, workers="inline"))
+    found += [next(batches), next(batches)]
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(next, batches)
+        assert stream.is_there.wait(30 * TIMEOUT_SCALE)
+
+        def interrupt(_signal, _frame):
+            raise Alarm
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            with pytest.raises(Alarm):
+                next(batches)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            stream.may_go.set()
+        found.append(third.result())
+    assert [*found, *batches] == list(range(6))
+
+
+def test_thread_that_returns_a_batch_leaves_the_turn_of_another_alone(workers):
+    """An interrupt ends the pass while a batch is out of the engine, whatever other threads do meanwhile."""
+    batches = iter(RPCDataloader(range(10), 1, workers=workers, num_workers=1))
+    returns, has_left, may_go = [], threading.Event(), threading.Event()
+    found = flat([next(batches)])
+
+    def stop_after_the_turn(frame, event, _argument):
+        if frame.f_code is not PassIterator.__next__.__code__:
+            return None
+        if event == "line" and frame.f_locals.get("answer") is not None and not batches._turn._is_owned():
+            has_left.set()
+            assert may_go.wait(30 * TIMEOUT_SCALE)
+        return stop_after_the_turn
+
+    def take():
+        sys.settrace(stop_after_the_turn)
+        try:
+            returns.extend(flat([next(batches)]))
+        finally:
+            sys.settrace(None)
+
+    other = threading.Thread(target=take)
+    other.start()
+    assert has_left.wait(30 * TIMEOUT_SCALE)
+
+    def interrupt(frame, event, argument):
+        if event == "return" and frame.f_code is Table.pop_deliverable.__code__ and argument is not None:
+            may_go.set()
+            other.join()
+            raise Alarm
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(Alarm):
+            next(batches)
+    finally:
+        sys.setprofile(None)
+    with pytest.raises(RuntimeError, match="Alarm has interrupted this pass"):
+        next(batches)
+    assert found + returns == [0, 1]
 
 
 def test_warning_that_is_an_error_takes_the_place_of_a_batch_as_with_torch():

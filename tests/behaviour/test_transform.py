@@ -520,3 +520,11 @@ def test_sample_that_cannot_be_copied_is_an_error_that_names_it(wide_servers):
     batches = iter(RPCDataloader(Locked(), 2, transform=len, workers=wide_servers[0].address))
     with pytest.raises(SerializationError, match=r"samples\[1\]\['lock'\] is a _thread.lock"):
         next(batches)
+
+
+def test_state_from_before_the_first_pass_begins_the_stream_anew_with_persistent_workers():
+    loader = make("local", num_workers=1, persistent_workers=True)
+    state = loader.state_dict()
+    expected = as_lists(loader)
+    loader.load_state_dict(state)
+    assert as_lists(loader) == expected

@@ -151,7 +151,9 @@ class Judge:
         self.window = self.wanted_window = max(1, self.num_wanted) * options.prefetch_factor
         self.num_seen = self.num_measured = 0
         self.max_seen = self.max_seconds = 0.0
-        self.min_seen = math.inf
+        # Least and most seconds: of tasks, and of answers as seen from here but for the first of each worker.
+        self.task_range: tuple[float, float] | None = None
+        self.seen_range: tuple[float, float] | None = None
         self.to_cancel: set[tuple[int, float]] = set()  # copies that nobody waits for any more
         self.turn: deque[int] = deque()
         self.owners: dict[int, int] = {}
@@ -251,7 +253,7 @@ class Judge:
             return False
         member, share = self.members[worker], self.members[worker].in_flight[number]
         member.has_failed = has_failed
-        least, most = (self.min_seen, self.max_seen) if self.num_seen else (1.0, 1.0)
+        least, most = self.seen_range or self.task_range or (1.0, 1.0)
         member.rests = member.since + share * least, member.since + share * max(most, _SHORTEST)
         self._drop_copy(worker, number, None if has_failed else task_seconds, now)
         task = self.find(number)
@@ -1017,14 +1019,17 @@ class Judge:
         share = member.in_flight[number]
         self.num_answers += 1
         if seconds is not None:
-            member.is_measured = True
+            was_measured, member.is_measured = member.is_measured, True
             self.num_measured += 1
             self.has_measured = True
             self.max_seconds = max(self.max_seconds, seconds / share)
+            self.task_range = _widened(self.task_range, seconds / share)
             if was_running:
                 self.num_seen += 1
                 seen = (now - member.since) / share
-                self.min_seen, self.max_seen = min(self.min_seen, seen), max(self.max_seen, seen)
+                self.max_seen = max(self.max_seen, seen)
+                if was_measured:
+                    self.seen_range = _widened(self.seen_range, seen)
         if was_running:
             member.since = now
             member.ended = None
@@ -1049,3 +1054,8 @@ class Judge:
             if owner is not None:
                 owner.in_flight.pop(number, None)
         self.turn.remove(stream)
+
+
+def _widened(known: tuple[float, float] | None, value: float) -> tuple[float, float]:
+    """A range that has this value, too."""
+    return (value, value) if known is None else (min(known[0], value), max(known[1], value))

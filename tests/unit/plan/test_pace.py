@@ -90,3 +90,19 @@ def test_task_is_kept_from_a_worker_that_is_overdue():
     other.sent(1, 10.0)
     assert keep_until(stuck, [other], 13.9) == 13.9
     assert keep_until(stuck, [other], 14.0) == pytest.approx(min(other.overdue_at(), stuck.stale_at()))
+
+
+def test_worker_that_has_failed_rests_as_long_as_answers_take_but_not_as_long_as_beginning_takes():
+    pace = Pace(16)
+    other, record = worker(pace), worker(pace)
+    other.sent(0, 0.0)
+    other.answered(0, 0.1, 60.0)  # it had to begin
+    for number, now, rest in (0, 60.0, 0.1), (1, 60.2, 0.1):
+        record.sent(number, now)
+        record.answered(number, None, now, has_failed=True)
+        assert record.rests_until == pytest.approx(now + rest)
+    other.sent(1, 60.0)
+    other.answered(1, 0.1, 60.5)  # five times as long as it worked: the machine is busy
+    record.sent(2, 61.0)
+    record.answered(2, None, 61.0, has_failed=True)
+    assert record.rests_until == pytest.approx(61.5)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rpcdataloader.wire import shelf as shelves
-from rpcdataloader.wire.shelf import MAX_UNUSED_LEASES, Shelf, round_up
+from rpcdataloader.wire.shelf import MAX_SPARE_LEASES, MAX_UNUSED_LEASES, Shelf, round_up
 
 UNIT = 4096
 
@@ -30,14 +30,28 @@ def test_pieces_that_take_turns_are_found_again(num_blocks):
     assert num_new == 4 * num_blocks
 
 
-@pytest.mark.parametrize(("giant", "num_leases"), [(100 * UNIT, MAX_UNUSED_LEASES), (1 << 26, 16)])
-def test_a_piece_that_others_leave_unused_goes_the_sooner_the_larger_it_is(giant, num_leases):
+def test_a_spare_piece_goes_sooner_than_the_last_one_of_its_size():
     shelf = Shelf()
-    for name, size_bytes in ("giant", giant), ("small", UNIT):
+    for size in 2, 1, 1:
+        assert shelf.take(size * UNIT) is None
+    for name, size in ("other", 2), ("first", 1), ("second", 1):  # an older one of another size keeps nothing here
+        shelf.put(name, size * UNIT)
+    gone = {}
+    for number in range(1, MAX_UNUSED_LEASES):
+        assert shelf.take(UNIT) == "second"
+        shelf.put("second", UNIT)
+        if unused := shelf.take_unused():
+            gone[number] = unused
+    assert gone == {MAX_SPARE_LEASES + 1: ["first"]}
+
+
+def test_a_piece_that_others_leave_unused_goes():
+    shelf = Shelf()
+    for name, size_bytes in ("giant", 100 * UNIT), ("small", UNIT):
         assert shelf.take(size_bytes) is None
         shelf.put(name, size_bytes)
     gone = []
-    for _ in range(num_leases):
+    for _ in range(MAX_UNUSED_LEASES):
         assert not gone
         assert shelf.take(UNIT) == "small"
         shelf.put("small", UNIT)
