@@ -7,7 +7,6 @@ being read, see :class:`~rpcdataloader.wire.slabs.Block`; memory of workers on t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,9 +91,11 @@ class Carrier:
         return DeviceCopies(self, memory, event, start)
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # in a forked child
+        try:  # without a global: at the end of the interpreter, there are none
             for end, _blocks in self._read:
                 end.synchronize()
+        except RuntimeError:  # in a forked child
+            pass
 
     def is_device_busy(self) -> bool:
         """Whether the stream of the calling thread has work left, so that a wait of the loop costs nothing."""

@@ -48,6 +48,8 @@ _received: weakref.WeakKeyDictionary[type, Mapping[str, Any] | None] = weakref.W
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 
+_SUBCLASSES = "__subclasses__"
+
 # Of modules, the tokens of the globals that were received with functions.
 _received_globals: dict[str, dict[str, Any]] = {}
 
@@ -114,7 +116,10 @@ def _origin_of(name: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Names that code may look up among its globals, in the functions and classes that it defines included."""
+    """Names that code may look up among its globals, in the functions and classes that it defines included.
+
+    With ``__subclasses__``, if it asks for these.
+    """
     found = {
         str(instruction.argval): None
         for instruction in dis.get_instructions(code)
@@ -126,7 +131,17 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
             found |= dict.fromkeys(names_in(constant))
         elif isinstance(constant, str) and "globals" in code.co_names:  # globals().get("NAME")
             found[constant] = None
+    if _SUBCLASSES in code.co_names:
+        found[_SUBCLASSES] = None
     return tuple(found)
+
+
+def globals_of_script(code: types.CodeType) -> set[str]:
+    """The same, for code of the script: with its classes, if the code asks for subclasses, which nothing may name."""
+    names = set(names_in(code))
+    if _SUBCLASSES in names:
+        names |= {name for name, value in list(main_globals().items()) if isinstance(value, type) and is_of_main(value)}
+    return names
 
 
 def data_of(function: types.FunctionType) -> dict[str, Any]:

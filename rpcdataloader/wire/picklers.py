@@ -33,12 +33,12 @@ from rpcdataloader.wire.by_value import (
     CachedFunction,
     content_of,
     digest_of,
+    globals_of_script,
     is_dispatcher,
     is_of_main,
     main_globals,
     module_of,
     named,
-    names_in,
     reduce_cached,
     reduce_cached_property,
     reduce_cell,
@@ -402,7 +402,7 @@ class RequestPickler(Pickler):
 
     def _reduce_by_value(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and obj.__globals__ is main_globals():
-            self.used |= dict.fromkeys(names_in(obj.__code__), obj.__qualname__)
+            self.used |= dict.fromkeys(globals_of_script(obj.__code__), obj.__qualname__)
         return super()._reduce_by_value(obj)
 
 

@@ -11,11 +11,11 @@ P = TypeVar("P")
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 MAX_KEPT_BYTES = 1 << 30
 
-# A piece that so many leases did not use goes; after fewer if there are others of its size. Or, if that is more, after
-# as many turns as all pieces have. One giant batch must not stay with every worker of a node, nor what was needed while
-# the workers began; pieces that take turns must.
-MAX_UNUSED_LEASES, MAX_SPARE_LEASES = 256, 32
+# A piece that was not used for so many turns of all pieces goes; the last one of its size after so many leases, too.
+# One giant batch must not stay with every worker of a node, nor what was needed while the workers began; pieces that
+# take turns must.
 _TURNS = 2
+MAX_UNUSED_LEASES = 256
 
 # A piece serves a lease of at least this part of its size.
 _LEAST_PART = 0.5
@@ -83,12 +83,12 @@ class Shelf(Generic[P]):
         return unused
 
     def _has_unused(self, turns: int) -> Callable[[int], bool]:
-        """Whether the first piece of a size was not used for long: for that many leases, and more."""
+        """Whether the first piece of a size was not used for long."""
 
         def has_unused(size_bytes: int) -> bool:
             pieces = self._free[size_bytes]
-            limit = MAX_SPARE_LEASES if len(pieces) > 1 else MAX_UNUSED_LEASES
-            return self._num_leases - pieces[0][1] > max(limit, turns)
+            limit = turns if len(pieces) > 1 else max(turns, MAX_UNUSED_LEASES)
+            return self._num_leases - pieces[0][1] > limit
 
         return has_unused
 

@@ -184,6 +184,7 @@ def make():
     return of_transform, lambda: int(of_transform), of_collate, lambda samples: (*samples[0], int(of_collate))
 
 of_script, of_both, (of_transform, transform, of_collate, collate) = shared(), shared(), make()
+parameter = torch.nn.Parameter(shared())
 weights = torch.eye(2).to_sparse()  # has no memory that could be shared
 
 class Told(Numbers):
@@ -191,14 +192,37 @@ class Told(Numbers):
         self.own, self.both, self.transform = shared(), of_both, transform
 
     def __getitem__(self, index):
-        return int(of_script), int(of_both), int(self.own), int(self.both), self.transform()
+        return int(of_script), int(of_both), int(self.own), int(self.both), int(parameter), self.transform()
 
 told = Told()
 loader = load(told, collate_fn=collate, persistent_workers=True)
 for epoch in 0, 1, 0, 2:
-    for each in of_script, of_both, of_transform, of_collate, told.own:
+    for each in of_script, of_both, of_transform, of_collate, told.own, parameter.detach():
         each.fill_(epoch)
-    assert [*loader] == [(epoch,) * 6] * 2
+    assert [*loader] == [(epoch,) * 7] * 2
+""")
+
+
+def test_subclasses_that_nothing_names_reach_workers(passes):
+    passes("""
+class Plugin:
+    pass
+
+class First(Plugin):
+    pass
+
+class Second(First):
+    pass
+
+def names(plugin):
+    return sorted(name for each in plugin.__subclasses__() for name in [each.__name__, *names(each)])
+
+class Asks(Numbers):
+    def __getitem__(self, index):
+        return names(Plugin)
+
+assert names(Plugin) == ["First", "Second"]
+assert list(load(Asks(), collate_fn=list)) == [[names(Plugin)] * 2] * 2
 """)
 
 

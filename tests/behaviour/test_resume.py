@@ -11,6 +11,7 @@ import pickle
 import random
 import sys
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,9 +29,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
 from rpcdataloader.errors import LocalProtocolError, RPCError
+from rpcdataloader.loader import iterator as iterators
+from rpcdataloader.loader.driver import Driver
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, Sliced, augment_batch, notes
 from tests.support.differential import seed, seeded, steps
@@ -690,6 +694,79 @@ def test_pass_over_a_stream_that_is_interrupted_here_ends_and_goes_on_from_its_s
     assert loader.state_dict()["streams"] == [[9, 3, "", None, False, 0]]
 
 
+@pytest.mark.parametrize("where", ["inline", "workers"])
+def test_interrupt_at_the_end_of_a_pass_leaves_a_state_of_its_end(address, where, monkeypatch):
+    loader = RPCDataloader(Numbers(6), 2, workers="inline" if where == "inline" else address)
+    batches = iter(loader)
+    assert len(list(itertools.islice(batches, 3))) == 3
+    with monkeypatch.context() as patch:
+        for owner in iterators, Driver:
+            patch.setattr(owner, "tell", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    state = loader.state_dict()
+    assert not state["finished"]
+    assert list(batches) == []
+    assert loader.state_dict()["finished"]
+    loader.load_state_dict(state)
+    assert [len(list(loader)) for _epoch in range(2)] == [0, 3]
+
+
+def test_second_interrupt_while_a_first_one_is_noted_hides_nothing(monkeypatch):
+    """Of a launcher that sends two signals."""
+    batches = iter(RPCDataloader(Interrupting([9]), 3, collate_fn=list, workers="inline"))
+    assert next(batches) == [0, 1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(iterators.InlineIterator, "_fail", Mock(side_effect=SystemExit))
+        with pytest.raises(SystemExit):
+            next(batches)
+    with pytest.raises(RuntimeError, match="an exception has interrupted this pass"):
+        next(batches)
+
+
+class Interrupting(Parts):
+    def __iter__(self):
+        for number in super().__iter__():
+            if number == 4:
+                raise KeyboardInterrupt
+            yield number
+
+
+def test_interrupt_of_iter_leaves_a_loaded_state_to_the_next_one(monkeypatch):
+    loader = RPCDataloader(Numbers(6), 2, workers="inline")
+    first = next(iter(loader)).tolist()
+    loader.load_state_dict(loader.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(RPCDataloader, "_make_recorder", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    assert first + torch.cat(list(loader)).tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_stream_whose_sampler_an_interrupt_has_ended_says_so(address, num_before, monkeypatch):
+    """torch's samplers of streams are generators, which an exception ends; they never end by themselves."""
+
+    def count(_sampler):
+        for number in itertools.count():
+            if number == 20 and interrupts:
+                raise interrupts.pop()
+            yield None
+
+    monkeypatch.setattr(_InfiniteConstantSampler, "__iter__", count)
+    interrupts, found = [KeyboardInterrupt], []
+    loader = RPCDataloader(Parts([20, 19]), 2, workers=address, num_workers=2)
+    batches = iter(loader)
+    found += itertools.islice(batches, num_before)
+    with pytest.raises(KeyboardInterrupt):
+        found += map(next, itertools.repeat(batches))
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt has ended the sampler before its end"):
+        found += map(next, itertools.repeat(batches))
+    loader.load_state_dict(loader.state_dict())
+    found += loader
+    assert sorted(torch.cat(found).tolist()) == sorted([*range(20), *range(100, 119)])
+
+
 def test_state_stays_as_it_was_when_the_loader_goes_on():
     loader, rest = (RPCDataloader(Buffered([9]), 2, workers="inline") for _ in range(2))
     iterator = iter(loader)
@@ -931,6 +1008,7 @@ OF_STREAM = {"dataset": Parts([9])}
         (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
         (lambda: {"version": 1}, {}, "its version is 1, not 4"),
         (lambda: {"version": 4, "base_seed": 1}, {}, "ValueError: this is only a part of a state"),
+        (lambda: {"version": 4, "base_seed": None, "epoch": 1}, {}, "ValueError: this is only a part of a state"),
         (OF_STREAM, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
         ({}, OF_STREAM, "ValueError: the state is of a loader with a map-style"),
         (OF_STREAM, {**OF_STREAM, "transform": abs}, "here is an iterable-style dataset with a tr"),
