@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 P = TypeVar("P")
@@ -11,11 +10,10 @@ P = TypeVar("P")
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 MAX_KEPT_BYTES = 1 << 30
 
-# A piece that was not used for so many turns of all pieces goes; the last one of its size after so many leases, too.
-# One giant batch must not stay with every worker of a node, nor what was needed while the workers began; pieces that
-# take turns must.
-_TURNS = 2
+# A piece that so many leases did not use goes; or, if that is more, as many turns as all pieces have. One giant batch
+# must not stay with every worker of a node, and pieces that take turns must.
 MAX_UNUSED_LEASES = 256
+_TURNS = 2
 
 # A piece serves a lease of at least this part of its size.
 _LEAST_PART = 0.5
@@ -72,25 +70,15 @@ class Shelf(Generic[P]):
         """Take out the pieces that are too much, or were not used for long; the longest unused first."""
         unused = []
         while self._free:
-            turns = _TURNS * (self._num_free + self._num_lent)
-            sizes = self._free if self.kept_bytes > self._max_bytes else [*filter(self._has_unused(turns), self._free)]
-            if not sizes:
+            size_bytes = min(self._free, key=lambda size: self._free[size][0][1])
+            piece, num_leases = self._free[size_bytes][0]
+            limit = max(MAX_UNUSED_LEASES, _TURNS * (self._num_free + self._num_lent))
+            if self.kept_bytes <= self._max_bytes and self._num_leases - num_leases <= limit:
                 break
-            size_bytes = min(sizes, key=lambda size: self._free[size][0][1])
-            piece, _num_leases = self._free[size_bytes].popleft()
+            self._free[size_bytes].popleft()
             self._removed(size_bytes)
             unused.append(piece)
         return unused
-
-    def _has_unused(self, turns: int) -> Callable[[int], bool]:
-        """Whether the first piece of a size was not used for long."""
-
-        def has_unused(size_bytes: int) -> bool:
-            pieces = self._free[size_bytes]
-            limit = turns if len(pieces) > 1 else max(turns, MAX_UNUSED_LEASES)
-            return self._num_leases - pieces[0][1] > limit
-
-        return has_unused
 
     def take_all(self) -> list[P]:
         """Take out all pieces."""

@@ -30,21 +30,6 @@ def test_pieces_that_take_turns_are_found_again(num_blocks):
     assert num_new == 4 * num_blocks
 
 
-def test_a_spare_piece_goes_sooner_than_the_last_one_of_its_size():
-    shelf = Shelf()
-    for size in 2, 1, 1:
-        assert shelf.take(size * UNIT) is None
-    for name, size in ("other", 2), ("first", 1), ("second", 1):  # an older one of another size keeps nothing here
-        shelf.put(name, size * UNIT)
-    gone = {}
-    for number in range(1, MAX_UNUSED_LEASES):
-        assert shelf.take(UNIT) == "second"
-        shelf.put("second", UNIT)
-        if unused := shelf.take_unused():
-            gone[number] = unused
-    assert gone == {2 * 3 + 1: ["first"]}  # two turns of three pieces
-
-
 def test_a_piece_that_others_leave_unused_goes():
     shelf = Shelf()
     for name, size_bytes in ("giant", 100 * UNIT), ("small", UNIT):
