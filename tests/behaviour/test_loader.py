@@ -249,7 +249,7 @@ def test_interrupt_while_another_thread_has_its_turn_ends_nothing():
             raise Alarm
 
         before = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.setitimer(signal.ITIMER_REAL, 0.3 * TIMEOUT_SCALE)
         try:
             with pytest.raises(Alarm):
                 next(batches)
