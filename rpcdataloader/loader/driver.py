@@ -108,7 +108,7 @@ class Driver:
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
         self.has_changed = True
         self.wants: Wants | None = None
-        self.follower: Callable[[], None] | None = None
+        self.follower: Callable[[], None] = lambda: None
 
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
         """Open the first workers; before anything else, as no node counts as up until then.
@@ -178,8 +178,7 @@ class Driver:
             todo = self.act(now)
             self.has_changed = True
             self.condition.notify_all()
-        if self.follower is not None:
-            self.follower()
+        self.follower()
         if todo is not None:
             self.carry_out(todo)
 
@@ -207,8 +206,7 @@ class Driver:
             if self.engine.failure is None and not self.is_closed:
                 self.engine.failure = error.with_traceback(None)
             self.condition.notify_all()
-        if self.follower is not None:
-            self.follower()
+        self.follower()
 
     def lost(self, number: int, loss: Loss) -> None:
         """Report that a worker has ended, or could not be started."""
@@ -247,10 +245,8 @@ class Driver:
                     # Otherwise a stream that has ended meanwhile has left less room.
                     wants_input = table.wants_input and self.may_draw()
                 todo = self.act(self.now())
-            if todo is not None and profiler._is_profiler_enabled:
+            if todo is not None:
                 shown("RPCDataloader.send", self.carry_out, todo)
-            elif todo is not None:
-                self.carry_out(todo)
             if not wants_input:
                 break
 
@@ -259,7 +255,7 @@ class Driver:
         recorder, source, progress = self.recorder, self.begun.source, self.begun.progress
         since = self.now() if began >= recorder.next_probe else None
         progress.is_midway = False  # an exception of the sampler changes nothing here
-        shown("RPCDataloader.draw", source.draw) if profiler._is_profiler_enabled else source.draw()
+        shown("RPCDataloader.draw", source.draw)
         progress.is_midway = True
         if since is not None and (task := source.task) is not None:
             now = self.now()

@@ -115,7 +115,7 @@ class Executor:
         self._known = [node.address for node in nodes if not node.is_local]
         # As they were sent with the dataset; workers of this machine share the tensors themselves.
         self._shared = self._find_shared() if self._known or placement.followed else {}
-        self._set: set[Path] = set()  # those that the script has set since: they may be as before again
+        self._ever_set: set[Path] = set()  # those that the script has set since: they may be as before again
 
     @property
     def is_over(self) -> bool:
@@ -265,8 +265,10 @@ class Executor:
     def _changed_tensors(self) -> dict[Path, torch.Tensor]:
         """Values of shared tensors that the script has ever set since they were sent."""
         found, sent = self._find_shared() if self._shared else {}, self._shared
-        self._set |= {path for path, each in found.items() if path not in sent or not torch.equal(each, sent[path])}
-        return {path: each for path, each in found.items() if path in self._set}
+        self._ever_set |= {
+            path for path, each in found.items() if path not in sent or not torch.equal(each, sent[path])
+        }
+        return {path: each for path, each in found.items() if path in self._ever_set}
 
     def _find_shared(self) -> dict[Path, torch.Tensor]:
         return find_shared(main_globals(), self._settings.dataset, self._settings.collate_fn)

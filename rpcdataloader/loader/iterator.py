@@ -13,8 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.autograd import profiler
-
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import of_rank
@@ -99,9 +97,7 @@ class PassIterator(ABC):
                         if progress.is_replaced and not progress.finished:
                             raise LocalProtocolError(REPLACED)
                         progress.settle()
-                        # torch's loaders open a range for every batch, which takes as long as all recording.
-                        next_ = self._next
-                        answer, returned = shown(RANGE, next_) if profiler._is_profiler_enabled else next_()
+                        answer, returned = shown(RANGE, self._next)
                         if (lacks := answer.lacks) is None or answer.error is not None:
                             break
                         answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
@@ -301,7 +297,7 @@ class RemoteIterator(PassIterator):
             if blocked:
                 recorder.blocked += blocked
         if answer.copies is not None:
-            shown("RPCDataloader.copy", answer.copies.wait) if profiler._is_profiler_enabled else answer.copies.wait()
+            shown("RPCDataloader.copy", answer.copies.wait)
         if answer.error is not None:
             answer.error = self._explained(answer.error, task)
         return answer, Returned.of(task, delivery.stream, answer.stream, answer.lacks)
@@ -364,11 +360,10 @@ class RemoteIterator(PassIterator):
         if deadline is not None and deadline <= now:
             return None
         until = driver.falls_asleep(now, deadline)
-        seconds, wait = None if until == math.inf else until - now, driver.condition.wait
         progress = self.progress
         progress.is_midway = False
         try:
-            shown("RPCDataloader.wait", wait, seconds) if profiler._is_profiler_enabled else wait(seconds)
+            shown("RPCDataloader.wait", driver.condition.wait, None if until == math.inf else until - now)
         finally:
             driver.sleeps_until = -math.inf
         progress.is_midway = True

@@ -115,7 +115,6 @@ def begin_pass(
         makes_requests=makes_requests,
         num_expected=_length_of(settings.sampler) if settings.may_split else None,
         is_ready=is_ready,
-        when_ready=getattr(samples, "when_ready", lambda _wake: None),
         watch=None if nothing_left else way.watch,
         drawn=[] if progress.first is None else [progress.first[0]],
     )

@@ -268,8 +268,7 @@ class Seat(WorkerOwner):
             todo = driver.act(now)
             if driver.sleeps_until != -math.inf:
                 driver.wake()
-        if driver.follower is not None:
-            driver.follower()
+        driver.follower()
         if todo is not None:
             driver.carry_out(todo)
         if batch is not None:

@@ -121,7 +121,9 @@ def _check_version(state: Any) -> None:
             f"{VERSION}"
         )
     of_pass = {*_PLAIN} - {"base_seed"}
-    if (has_begun(state) or state.keys() & of_pass) and (state.get("base_seed") is None or not of_pass <= state.keys()):
+    is_of_pass = has_begun(state) and state.keys() >= of_pass
+    is_first = not has_begun(state) and state.keys().isdisjoint(of_pass) and state.keys() >= {"start", "generators"}
+    if not (is_of_pass or is_first):
         raise ValueError(
             "this is only a part of a state, as torch.distributed.checkpoint loads it into a loader that has no pass "
             "yet: save pickle.dumps(loader.state_dict()) there, under a name for each rank"
@@ -143,8 +145,7 @@ def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
         if "sampler" in (state["sampler"] or {}):
             kinds = ("one without load_state_dict", "one with a state of its own")
             _check_same("sampler", kinds[1], kinds[any(map(is_stateful, settings.samplers))])
-    num_here = len(settings.own_generators)
-    num_saved = len(state["generators"]) if "generators" in state else num_here  # of an earlier build, before a pass
+    num_saved, num_here = len(state["generators"]), len(settings.own_generators)
     if num_saved != num_here:
         raise ValueError(
             f"the state is of a loader whose samplers draw from {num_saved} generators of their own, but here there "
@@ -201,7 +202,7 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
     for state in states:
         _check_version(state)
     ranks = capture_order(settings)["ranks"]
-    own = next((state for state in states if state.get("start", {}).get("ranks") == ranks), states[0])
+    own = next((state for state in states if state["start"]["ranks"] == ranks), states[0])
     _check_state(settings, own)
     return own
 

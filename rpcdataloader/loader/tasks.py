@@ -80,8 +80,6 @@ class TaskSource:
     # Function to call before the first batch is drawn. Its result is called afterwards, with True at the sampler's end;
     # it returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
     watch: Callable[[], Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None] | None = None
-    # Function that lets another be called each time that this may have changed.
-    when_ready: Callable[[Callable[[], None]], None] = lambda _wake: None
     drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
     task: Task | None = None  # the next task, from when it is drawn until the consumer takes it
     _is_over: bool = False  # True once the sampler is at its end; one that is its own iterator may begin again
@@ -208,6 +206,11 @@ class TaskSource:
     def knows_states(self) -> bool:
         """Whether the sampler has a state of its own, and is not the source of a ``transform``."""
         return self.get_state is not None and self.is_ready is None
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """Let a function be called, in any thread, each time that the sampler may no longer wait for a stream."""
+        if self.is_ready is not None:
+            self.samples.when_ready(wake)  # type: ignore[attr-defined]  # the source of a transform
 
     def find_end(self) -> None:
         """Learn whether the last task was the last: the state of a sampler after it may be that of the next epoch."""

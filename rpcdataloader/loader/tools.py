@@ -173,8 +173,8 @@ class LoaderTools(DataLoader[_T_co]):
     def _captured_state(self) -> Callable[[], dict[str, Any]]:
         """Return a function that gives the present state."""
         if self._saved is not None or self._progress is None:
-            first = dict(self._saved or to_first_state(PassSettings.of(self)))
-            return lambda: first
+            state = dict(self._saved or to_first_state(PassSettings.of(self)))
+            return lambda: state
         settings, progress = self._progress
         now = progress.copy()
         return lambda: to_state(settings, now.settle())
@@ -202,7 +202,7 @@ class LoaderTools(DataLoader[_T_co]):
         state = state_of_rank(settings, state_dict)
         if state.get("finished"):
             end_pass(settings, state)
-        elif not has_begun(state) and "generators" in state:
+        elif not has_begun(state):
             restore_generators(settings, state)
             self._kept_source = None  # whose workers would keep their seed
         self._saved = copy.deepcopy(state)

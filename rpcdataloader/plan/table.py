@@ -203,7 +203,7 @@ class Table:
         return number
 
     def end_of_input(self) -> None:
-        """Note that the sampler has no more tasks. Streams report their own ends; of one, an exception has ended it."""
+        """Note that the sampler has no more tasks; for streams, which end by themselves, after an exception in it."""
         self._ended = True
 
     def awaited(self) -> Entry | None:

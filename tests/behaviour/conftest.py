@@ -182,3 +182,14 @@ def silent_port() -> Iterator[str]:
             with contextlib.suppress(BlockingIOError):
                 filler.connect(listener.getsockname())
         yield "{}:{}".format(*listener.getsockname())
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Make this process a rank, as launchers do."""
+
+    def become(rank: int, world_size: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return become

@@ -28,17 +28,6 @@ from tests.support.datasets import Augmented, Numbers, augment_batch, notes
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    """Make this process a rank, as launchers do."""
-
-    def become(rank, world_size):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-
-    return become
-
-
 def note_server(log, _number):
     """An init function, once it has its log: notes on which node server the worker is."""
     datasets.note(log, datasets.node_server())

@@ -37,15 +37,6 @@ def nodes(shared_server, monkeypatch):
     monkeypatch.setenv("RPCDATALOADER_WORKERS", shared_server.address)
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    def become(rank, world_size):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-
-    return become
-
-
 def plain(batch):
     return {name: value.tolist() for name, value in batch.items()}
 
