@@ -25,7 +25,8 @@ from rpcdataloader.host.environment import Additions, set_variables
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader.executor import Here
-from rpcdataloader.loader.iterator import InlineIterator, RemoteIterator
+from rpcdataloader.loader.inline import InlineIterator
+from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, choose_nodes, has_local, prepare
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.server.datasets import length_of, make, open_files, style_of, why_not_shared

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, default_collate
 
-from rpcdataloader.client.discovery import Inline
+from rpcdataloader.client.discovery import Inline, Where
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.fetch.collate import registered
@@ -21,6 +21,7 @@ from rpcdataloader.host.environment import Module
 from rpcdataloader.host.resources import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
+from rpcdataloader.loader.waits import Auto
 
 _MAX_SAMPLERS = 16
 
@@ -177,6 +178,43 @@ def check_numbers(**values: Any) -> None:
         if not isinstance(value, numbers.Integral if is_count else numbers.Real):
             or_auto = " or 'auto'" * (name == "num_workers")
             raise TypeError(f"{name} must be a {'whole ' * is_count}number{or_auto}, but is {value!r}")
+
+
+def check_transform(loader: Any, where: Where | None) -> None:
+    """Check that a loader can have its ``transform``, which may have changed since the loader was made.
+
+    Raises:
+        ValueError: It has no workers, or its dataset is no stream.
+        TypeError: The ``transform`` is no function.
+    """
+    if loader.transform is None:
+        if loader.source_workers != 1:
+            raise ValueError("source_workers iterate over a dataset with a transform: give one")
+        return
+    if not callable(loader.transform):
+        raise TypeError(f"transform must be a function of a sample, but is {loader.transform!r}")
+    if where is None:
+        raise ValueError("transform needs workers: give workers or num_workers")
+    if not isinstance(loader.dataset, IterableDataset):
+        raise ValueError("transform is for iterable-style datasets; a map-style one transforms in __getitem__")
+    check_numbers(source_workers=loader.source_workers)
+    if loader.source_workers < 1:
+        raise ValueError(f"source_workers must be at least 1, but is {loader.source_workers}")
+
+
+def check_num_workers(num_workers: int | str, dataset: object, transform: object) -> int:
+    """Check the user's choice, which may have changed since the loader was made."""
+    chosen = Auto() if num_workers == "auto" else num_workers
+    check_numbers(num_workers=chosen)
+    assert not isinstance(chosen, str)
+    if chosen < 0:
+        raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
+    if isinstance(chosen, Auto) and transform is None and isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "num_workers='auto' cannot be used with an iterable-style dataset: the number of workers decides which "
+            "shards each of them reads, and so the batches; give a number"
+        )
+    return chosen
 
 
 def make_partition(partition: Any) -> Partition | None:

@@ -50,9 +50,9 @@ class LoaderTools(DataLoader[_T_co]):
     _recorder: Recorder | None = None  # of the last iterator
     _trace: Callable[[Probe, Setup], None] | None = None  # while a block is active
     _where: Where | None
-    _kept_source: Source | None
-    _saved: Mapping[str, Any] | None
-    _progress: tuple[PassSettings, Progress] | None
+    _kept_source: Source | None = None  # of a loader with a transform
+    _saved: Mapping[str, Any] | None = None  # for the next iterator
+    _progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
 
     def diagnosis(self) -> Diagnosis:
         """Return why the training loop waits for its batches, and a remedy.

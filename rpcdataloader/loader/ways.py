@@ -186,6 +186,8 @@ class Stateful(Replay):
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
         owners: dict[str, Any] = {"sampler": self._sampler, "iterator": samples if is_stateful(samples) else None}
         stateful = {name: owner for name, owner in owners.items() if owner is not None}
+        if not stateful:
+            return None
         copier = StateCopier()
 
         def get_state() -> dict[str, Any]:
@@ -195,7 +197,7 @@ class Stateful(Replay):
             except StopIteration as stop:
                 raise stopped("state_dict() of the sampler") from stop
 
-        return get_state if stateful else None
+        return get_state
 
 
 def _generators_of(settings: PassSettings) -> Callable[[], None]:

@@ -33,7 +33,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from rpcdataloader import CostBatchSampler, ResumableDistributedSampler, RPCDataloader, RPCDataset, get_sample_seed
 from rpcdataloader.errors import LocalProtocolError, RPCError
-from rpcdataloader.loader import iterator as iterators
+from rpcdataloader.loader import inline
 from rpcdataloader.loader.driver import Driver
 from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, Sliced, augment_batch, notes
@@ -700,7 +700,7 @@ def test_interrupt_at_the_end_of_a_pass_leaves_a_state_of_its_end(address, where
     batches = iter(loader)
     assert len(list(itertools.islice(batches, 3))) == 3
     with monkeypatch.context() as patch:
-        for owner in iterators, Driver:
+        for owner in inline, Driver:
             patch.setattr(owner, "tell", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             next(batches)
@@ -717,7 +717,7 @@ def test_second_interrupt_while_a_first_one_is_noted_hides_nothing(monkeypatch):
     batches = iter(RPCDataloader(Interrupting([9]), 3, collate_fn=list, workers="inline"))
     assert next(batches) == [0, 1, 2]
     with monkeypatch.context() as patch:
-        patch.setattr(iterators.InlineIterator, "_fail", Mock(side_effect=SystemExit))
+        patch.setattr(inline.InlineIterator, "_fail", Mock(side_effect=SystemExit))
         with pytest.raises(SystemExit):
             next(batches)
     with pytest.raises(RuntimeError, match="an exception has interrupted this pass"):

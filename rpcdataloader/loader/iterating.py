@@ -1,0 +1,214 @@
+"""``iter(loader)``: where a pass begins.
+
+It is torch's own iterator where torch loads; the iterator of persistent workers, which go on; one that loads in this
+process (``workers="inline"``); or one with new workers, on nodes or in a place on this machine that is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+from rpcdataloader.client.client import get_client
+from rpcdataloader.client.datasets import RemoteDataset, make_key, ship
+from rpcdataloader.client.discovery import Inline, Local, Remote
+from rpcdataloader.client.local import LocalNode
+from rpcdataloader.client.mutable import MutableDataset
+from rpcdataloader.client.sharing import Partition, of_rank
+from rpcdataloader.client.worker import DatasetRef
+from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.host.environment import Additions, set_variables
+from rpcdataloader.host.resources import available_cpus
+from rpcdataloader.loader.copying import find_device, make_carrier
+from rpcdataloader.loader.dataset import RPCDataset, access_of
+from rpcdataloader.loader.executor import Here
+from rpcdataloader.loader.inline import InlineIterator
+from rpcdataloader.loader.iterator import PassIterator, RemoteIterator
+from rpcdataloader.loader.passes import functions_of
+from rpcdataloader.loader.placement import Placement, choose_nodes, has_local, warn_once
+from rpcdataloader.loader.settings import PassSettings, check_num_workers, check_transform, make_partition, name_of
+from rpcdataloader.loader.states import has_begun, streams_of
+from rpcdataloader.loader.tools import LoaderTools, TimedBatches, keep_out_of_graphs
+from rpcdataloader.loader.waits import Wants
+from rpcdataloader.server.local import Inherited
+from rpcdataloader.wire.slabs import PageablePool
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class LoaderIteration(LoaderTools[_T_co]):
+    """The passes over an ``RPCDataloader``, and what it keeps from one to the next."""
+
+    device: Any
+    min_workers: int
+    partition: Any
+    transform: Callable[[Any], Any] | None
+
+    _pass: PassIterator | None = None  # with persistent workers
+    _shipped: RemoteDataset | None = None
+    _wants: Wants | None = None
+    _memory: PageablePool | None = None  # for batches, kept from pass to pass
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
+        keep_out_of_graphs()
+        check_transform(self, self._where)
+        if self._where is None:
+            return self._iterate_here()
+        is_overridden = type(self)._get_iterator is not LoaderIteration._get_iterator
+        return self._get_iterator() if is_overridden else self._iterate()
+
+    def _get_iterator(self) -> Any:
+        """Begin a pass with new workers: torch's method, which subclasses call to begin anew, or override."""
+        check_transform(self, self._where)
+        if self._where is None:
+            return super()._get_iterator()
+        self._pass = None
+        return self._iterate()
+
+    def _iterate(self) -> PassIterator:
+        """Begin a pass with the workers that are kept, if any."""
+        self.num_workers = check_num_workers(self.num_workers, self.dataset, self.transform)
+        settings = PassSettings.of(self)
+        # A state of the beginning has nothing to resume, but begins anew.
+        saved = self._saved if self._saved is not None and has_begun(self._saved) else None
+        iterator = self._pass
+        if iterator is None or self._saved is not None or not iterator.reset(self._IterableDataset_len_called):
+            ended = saved if saved is not None and saved["finished"] and not self.persistent_workers else None
+            saved = None if ended is not None else saved
+            iterator = self._pass = None  # ends its workers, whose places are needed
+            try:
+                iterator = self._begin(settings, saved, ended)
+            except Exception as exc:
+                if (named := of_rank(exc, settings.partition)) is exc:
+                    raise
+                raise named from exc.__cause__
+            if self.persistent_workers:
+                self._pass = iterator
+        if isinstance(iterator, InlineIterator):
+            iterator.recorder = self._recorder = self._make_recorder()
+        before, self._progress = self._progress, (settings, iterator.progress)
+        # From here on without a call: Ctrl-C must not come between the state and the iterator that goes on with it.
+        if before is not None:
+            before[1].is_replaced = False
+        self._saved = None
+        return iterator
+
+    def _iterate_here(self) -> Iterator[Any]:
+        """torch's own iterator, for ``num_workers=0`` and no workers."""
+        here = self
+        if self.num_workers:  # set since; with them, torch's processes would load
+            here = copy.copy(self)
+            here.num_workers = 0
+        device = find_device(self.device)
+        send = None if device is None else make_carrier(device, PageablePool()).send
+        self._recorder = self._make_recorder()
+        partition = PassSettings.of(self).partition
+        return TimedBatches(DataLoader.__iter__(here), send, name_of(self.dataset), partition, self._recorder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # State of this process alone; a copy begins without it.
+        here = ("_pass", "_wants", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace")
+        return {**self.__dict__, **dict.fromkeys(here)}
+
+    def _begin(
+        self, settings: PassSettings, saved: Mapping[str, Any] | None, ended: Mapping[str, Any] | None
+    ) -> PassIterator:
+        """Begin a pass: the rest of ``saved``, or the one after ``ended``."""
+        if self.pin_memory and self.pin_memory_device:
+            warnings.warn(
+                "pin_memory_device is deprecated, the current accelerator will be used as the device,"
+                f"ignore pin_memory_device='{self.pin_memory_device}'.",
+                stacklevel=3,
+            )
+        if isinstance(self._where, Inline):
+            set_variables(settings.env)
+            local = access_of(settings.dataset) if isinstance(settings.dataset, RPCDataset) else settings.dataset
+            streams: Sequence[StreamState] = () if ended is None else streams_of(ended["streams"])
+            is_elsewhere = ended is not None
+            if saved is ended is None and self._progress is not None and (last := self._progress[1]).finished:
+                streams, is_elsewhere = last.streams, last.is_elsewhere
+            length = self._IterableDataset_len_called
+            return InlineIterator(settings, local, saved, length, streams, is_elsewhere=is_elsewhere)
+        with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):
+            return self._begin_remote(settings, saved)
+
+    def _begin_remote(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator:
+        assert self._where is not None
+        assert not isinstance(self._where, Inline)
+        recorder, pickling = self._make_recorder(), 0.0
+        with contextlib.ExitStack() as failed:
+            here: Here | None = None
+            if isinstance(settings.dataset, RPCDataset):
+                remote: MutableDataset = access_of(settings.dataset)
+                dataset: RemoteDataset = remote
+                if (node := remote.place_of_pass()) is not None:
+                    here = Here(node, None)
+            else:
+                name = name_of(settings.dataset)
+                if isinstance(self._where, Local):
+                    dataset = RemoteDataset(name, None)
+                else:
+                    # Kept until the next one: an unchanged dataset is on its nodes already.
+                    dataset = self._shipped = ship(settings.dataset, name)
+                if has_local(self._where):
+                    here = self._begin_here(settings, dataset)
+                recorder.start.is_instance, pickling = True, time.monotonic() - recorder.start.begun
+            local = dataset.local
+            if here is not None:
+                failed.callback(here.node.close)
+                local = here.node
+            dataset.spent, recorder.start.dataset = 0.0, lambda: pickling + dataset.spent
+            placement = self._choose_nodes(local, 0 if saved is None or saved["finished"] else len(saved["streams"]))
+            if self._wants is None or self._wants.num_workers is not self.num_workers:
+                self._wants = Wants(self.num_workers, self.min_workers)
+            self._memory = get_client().allocator
+            iterator = RemoteIterator(
+                settings, dataset, placement, recorder, saved, self._IterableDataset_len_called, self._wants, here
+            )
+            failed.pop_all()
+        recorder.start.in_iter = time.monotonic() - recorder.start.begun
+        self._last, self._recorder = weakref.ref(iterator), recorder
+        return iterator
+
+    def _begin_here(self, settings: PassSettings, dataset: RemoteDataset) -> Here:
+        """A place on this machine for the workers of one pass."""
+        functions, parts = DatasetRef(make_key()), {"dataset": settings.dataset, **functions_of(settings)}
+        objects = {dataset.key: settings.dataset, functions.key: functions_of(settings)}
+        additions = Additions.of(settings.env, settings.py_modules, settings.forward_output)
+        inherited = Inherited(available_cpus(), objects, additions=additions, parts=parts)
+        return Here(get_client().local_node(self.multiprocessing_context, inherited), functions)
+
+    def _choose_nodes(self, local: LocalNode | None, num_streams: int) -> Placement:
+        """Choose the nodes of a pass.
+
+        Args:
+            num_streams: Number of streams that go on; 0 if none does.
+        """
+        assert isinstance(self._where, (Local, Remote))
+        share = Partition() if self.partition is None else make_partition(self.partition)
+        placement = choose_nodes(
+            self._where,
+            local,
+            partition=share,
+            num_workers=num_streams or self.num_workers,
+            min_workers=self.min_workers,
+        )
+        if num_streams:
+            # Each stream of an iterable-style dataset continues, on the present nodes.
+            homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
+            return dataclasses.replace(placement, homes=tuple(homes))
+        if placement.followed is None and self.num_workers > len(placement.homes):
+            warn_once(
+                f"num_workers is {self.num_workers}, but this process's share of the workers of {self._where} is "
+                f"{len(placement.homes)}: start them with more --num-workers"
+            )
+        return placement
