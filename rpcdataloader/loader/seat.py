@@ -278,13 +278,13 @@ class Seat(WorkerOwner):
         """Report an answer; returns the batch of which it is the last part."""
         driver, engine = self._driver, self._driver.engine
         worker, number, settings = self.number, sent.number, self._driver.settings
-        seconds = None
+        spent = None
         if (timings := answer.timings) is not None:
-            seconds = sum(timings)
+            spent = sum(timings)
             answer.worker = worker
             # Not the end of a stream, and not a part of a batch.
             if answer.stream is not None or not (settings.iterable or sent.task.whole):
-                driver.recorder.tasks[worker].append(seconds)
+                driver.recorder.tasks[worker].append(spent)
             if answer.arrived:
                 driver.recorder.received(answer.arrived, answer.received)
             if sent.probe is not None:
@@ -296,13 +296,7 @@ class Seat(WorkerOwner):
         num_missing = 0 if answer.lacks is None else answer.lacks.num_samples
         failed = answer.error is not None or 2 * num_missing > sent.task.num_samples
         task = engine.answered(
-            worker,
-            number,
-            size_bytes=answer.size_bytes,
-            task_seconds=seconds,
-            now=now,
-            has_failed=failed,
-            answer=answer,
+            worker, number, size_bytes=answer.size_bytes, task_seconds=spent, now=now, has_failed=failed, answer=answer
         )
         if task is not None and task.stream is not None and answer.stream is not None:
             driver.streams[task.stream] = answer.stream

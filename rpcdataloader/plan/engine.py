@@ -117,18 +117,33 @@ class Engine(Generic[N]):
 
     # Answers
 
-    def answered(self, worker: int, number: float, **told: Any) -> Entry | None:
-        """Note that a worker answered a task with a batch, a part of one, or an exception.
-
-        Args:
-            told: Further arguments of :meth:`Table.replied`.
+    def answered(
+        self,
+        worker: int,
+        number: float,
+        *,
+        size_bytes: int,
+        task_seconds: float | None = None,
+        now: float = 0.0,
+        has_failed: bool = False,
+        answer: Any = None,
+    ) -> Entry | None:
+        """Note that a worker answered a task with a batch, a part of one, or an exception: :meth:`Table.replied`.
 
         Returns:
             The task, if ``answer`` will be delivered; otherwise None, and the caller forgets it. If it is a part, and
             its batch has all of them, the caller joins them and calls :meth:`joined` or :meth:`unfit`.
         """
         self.crew.num_deaths = 0
-        task = self.table.replied(worker, number, **told)
+        task = self.table.replied(
+            worker,
+            number,
+            size_bytes=size_bytes,
+            task_seconds=task_seconds,
+            now=now,
+            has_failed=has_failed,
+            answer=answer,
+        )
         if task is not None and task.holders:  # with a superfluous copy
             self._out += [Cancel(loser.id, number) for loser in task.holders]
         return task
