@@ -235,7 +235,7 @@ def is_same_state(one: Any, other: Any) -> bool:
 
 
 def _restores(value: Any) -> Callable[[], object] | None:
-    """A function that sets a generator to where it is now; None for other objects."""
+    """A function that sets a generator of the dataset, of any kind, to where it is now; None for other objects."""
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
     if isinstance(value, torch.Generator):

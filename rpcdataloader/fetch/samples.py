@@ -4,7 +4,7 @@ The present sample is kept as numbers that outlive the process: a session reads 
 take two stores for a batch, and one for each sample: a store takes 40 ns, a message would take a system call.
 
 Samples are left out because the dataset raised an exception: the batch gets smaller, and a :class:`Skipped` beside it
-says what is missing.
+says what is missing. The worker has exceptions until then; the trainer counts once the batch is delivered.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def keep_whereabouts(batch: memoryview, sample: memoryview) -> None:
 def stopped(what: str) -> RuntimeError:
     """The error in place of user code's ``StopIteration``, which would end the epoch in silence in a ``next``.
 
-    Python does the same in generators (PEP 479), with the original as the cause.
+    Python does the same in generators (PEP 479), with the original as the cause. Each caller catches it where it calls
+    user code: a context manager would cost a microsecond per sample.
     """
     return RuntimeError(f"{what} raised StopIteration, which would have ended the epoch")
 

@@ -49,6 +49,7 @@ class StreamLoader(BatchLoader):
             self._before = stream
         elif self._spec.before is not None:
             self._before = self._spec.before
+        # What follows becomes a StreamState after a batch. Apart, as each sample changes some of it.
         # The last state that was asked for, before the end, with its number of samples.
         self._kept: tuple[Any, int] | None = None
         self._iterator: Iterator[Any] | None = None

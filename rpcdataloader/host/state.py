@@ -97,6 +97,7 @@ def catch_up(dataset: Any, key: int, changes: Sequence[Change]) -> Any:
     result = None
     for number, _attribute, call, seed in changes:
         if number > _made.get(key, 0):
+            # Once per change. Those of a sample are faster to set, and in a room that stands on this one.
             random.seed(seed)
             np.random.seed(np.random.SeedSequence(seed).generate_state(4))
             torch.default_generator.manual_seed(seed)

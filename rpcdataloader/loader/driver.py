@@ -30,9 +30,9 @@ from rpcdataloader.loader.copying import Carrier
 from rpcdataloader.loader.executor import Executor, Opening
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.sampler import Source
-from rpcdataloader.loader.seat import Answer, Intake, Seat
+from rpcdataloader.loader.seat import Answer, Decoder, Seat
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.waits import Wants, tell
+from rpcdataloader.loader.waits import WantedWorkers, tell
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
@@ -70,12 +70,12 @@ class Driver:
         seats: Requested workers that are not lost, by number.
         ahead: The batch that is on its way to a device, while the consumer has the previous one.
         taken: The next batch, out of the engine, while the sampler is asked for what takes its place there.
-        streams: State of each stream after its last answer.
+        streams: State of each stream after its last answer; the progress has that after its last delivered batch.
         sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
         sleeps_since: Time at which it fell asleep.
         later_since: Time since which a later batch is here while it sleeps.
         has_changed: True if the workers are others than those in the records.
-        wants: Decides how many workers the loop wants; None for a pass that is no loader's.
+        wanted: Decides how many workers the loop wants; None for a pass that is no loader's.
         follower: Function to call, without the condition, after each event; of a pass that draws from this one.
     """
 
@@ -85,13 +85,13 @@ class Driver:
         engine: Engine[Node],
         executor: Executor,
         begun: Pass,
-        intake: Intake,
+        decoder: Decoder,
         recorder: Recorder,
     ) -> None:
         self.settings = settings
         self.engine = engine
         self.executor = executor
-        self.intake = intake
+        self.decoder = decoder
         self.recorder = recorder
         self.now = executor.now
         self.pid = os.getpid()
@@ -101,13 +101,13 @@ class Driver:
         self.streams = list(begun.progress.streams)
         self.seats: dict[int, Seat] = {}
         self._openings: dict[int, Opening] = {}  # ready first requests, by place
-        self._carrier = intake.carrier
+        self._carrier = decoder.carrier
         self.ahead: Entry | None = None
         self.taken: Entry | None = None
         self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
         self.has_changed = True
-        self.wants: Wants | None = None
+        self.wanted: WantedWorkers | None = None
         self.follower: Callable[[], None] = lambda: None
 
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
@@ -195,8 +195,8 @@ class Driver:
                     self.send_ahead(self._carrier)
                 return
             engine.unfit()
-            if self.wants is not None:
-                self.wants.may_split = False
+            if self.wanted is not None:
+                self.wanted.may_split = False
 
         self.feed(note)
 
@@ -342,15 +342,15 @@ class Driver:
 
     def decide(self) -> None:
         """Decide, from time to time, how many workers the loop wants, and use no others."""
-        wants = self.wants
-        if wants is None or not wants.decide(self.now(), self.recorder, self._places):
+        wanted = self.wanted
+        if wanted is None or not wanted.decide(self.now(), self.recorder, self._places):
             return
         roster = self.engine.crew.roster
-        if wants.most is not None and (wants.most != roster.most or wants.most > roster.num_used):
-            if wants.most != (before := roster.most or self.engine.num_workers):
+        if wanted.most is not None and (wanted.most != roster.most or wanted.most > roster.num_used):
+            if wanted.most != (before := roster.most or self.engine.num_workers):
                 label = self.settings.partition.label
-                logger.info("%swants %d workers for %s, after %d", label, wants.most, self.executor.name, before)
-            self.feed(lambda engine, _now: engine.crew.use(wants.most))
+                logger.info("%swants %d workers for %s, after %d", label, wanted.most, self.executor.name, before)
+            self.feed(lambda engine, _now: engine.crew.use(wanted.most))
 
     def _places(self) -> dict[int, int]:
         with self.condition:

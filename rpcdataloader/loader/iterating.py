@@ -38,7 +38,7 @@ from rpcdataloader.loader.placement import Placement, choose_nodes, has_local, w
 from rpcdataloader.loader.settings import PassSettings, check_num_workers, check_transform, make_partition, name_of
 from rpcdataloader.loader.states import has_begun, streams_of
 from rpcdataloader.loader.tools import LoaderTools, TimedBatches, keep_out_of_graphs
-from rpcdataloader.loader.waits import Wants
+from rpcdataloader.loader.waits import WantedWorkers
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -55,7 +55,7 @@ class LoaderIteration(LoaderTools[_T_co]):
 
     _pass: PassIterator | None = None  # with persistent workers
     _shipped: RemoteDataset | None = None
-    _wants: Wants | None = None
+    _wanted: WantedWorkers | None = None
     _memory: PageablePool | None = None  # for batches, kept from pass to pass
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
@@ -116,7 +116,7 @@ class LoaderIteration(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        here = ("_pass", "_wants", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace")
+        here = ("_pass", "_wanted", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace")
         return {**self.__dict__, **dict.fromkeys(here)}
 
     def _begin(
@@ -168,11 +168,11 @@ class LoaderIteration(LoaderTools[_T_co]):
                 local = here.node
             dataset.spent, recorder.start.dataset = 0.0, lambda: pickling + dataset.spent
             placement = self._choose_nodes(local, 0 if saved is None or saved["finished"] else len(saved["streams"]))
-            if self._wants is None or self._wants.num_workers is not self.num_workers:
-                self._wants = Wants(self.num_workers, self.min_workers)
+            if self._wanted is None or self._wanted.num_workers is not self.num_workers:
+                self._wanted = WantedWorkers(self.num_workers, self.min_workers)
             self._memory = get_client().allocator
             iterator = RemoteIterator(
-                settings, dataset, placement, recorder, saved, self._IterableDataset_len_called, self._wants, here
+                settings, dataset, placement, recorder, saved, self._IterableDataset_len_called, self._wanted, here
             )
             failed.pop_all()
         recorder.start.in_iter = time.monotonic() - recorder.start.begun

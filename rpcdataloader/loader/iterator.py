@@ -27,10 +27,10 @@ from rpcdataloader.loader.driver import Driver, shown
 from rpcdataloader.loader.executor import Executor, Here, describe_wait
 from rpcdataloader.loader.passes import begin_pass, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options, prepare
-from rpcdataloader.loader.seat import Answer, Intake
+from rpcdataloader.loader.seat import Answer, Decoder
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Returned, Task, describe, interruption, make_part
-from rpcdataloader.loader.waits import Wants, to_status
+from rpcdataloader.loader.waits import WantedWorkers, to_status
 from rpcdataloader.plan.actions import ReportWait
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.exceptions import copy_to_raise
@@ -169,7 +169,7 @@ class RemoteIterator(PassIterator):
 
     Args:
         placement: Nodes of the workers; for an iterable-style dataset, of the streams.
-        wants: The number of workers that the loader wants.
+        wanted: The number of workers that the loader wants.
         here: The place of workers on this machine that are this pass's own.
 
     Attributes:
@@ -184,29 +184,29 @@ class RemoteIterator(PassIterator):
         recorder: Recorder,
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
-        wants: Wants | None = None,
+        wanted: WantedWorkers | None = None,
         here: Here | None = None,
     ) -> None:
         super().__init__(settings, dataset.name, reported_length)
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, DeviceCopies] | None = None  # the last probe
         with undone_afterwards(saved):
-            intake = Intake(settings, get_client().allocator)
+            decoder = Decoder(settings, get_client().allocator)
             begun = begin_pass(settings, saved, len(placement.homes), makes_requests=True)
             options, turn = plan_options(settings, placement), begun.progress.turn
-            split = make_part if settings.may_split and (wants is None or wants.may_split) else None
+            split = make_part if settings.may_split and (wanted is None or wanted.may_split) else None
             engine = Engine(options, placement.homes, placement.others, describe=describe, turn=turn, split=split)
             executor = Executor(settings, dataset, placement, here)
-            self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
+            self.driver = driver = Driver(settings, engine, executor, begun, decoder, recorder)
             begun.source.when_ready(driver.condition.wake_all)  # which does not refer to the driver
-            if wants is not None:
-                driver.wants = wants
-                engine.crew.use(wants.most)
+            if wanted is not None:
+                driver.wanted = wanted
+                engine.crew.use(wanted.most)
             self._end = weakref.finalize(self, get_client().janitor.leave, driver.close)
             self._end.atexit = False
             try:
                 # After the sampler has begun, which may change the dataset: workers of this machine see that.
-                prepare(dataset, placement.homes[: None if wants is None else wants.most], wait=False)
+                prepare(dataset, placement.homes[: None if wanted is None else wanted.most], wait=False)
                 driver.start(
                     dict.fromkeys(placement.homes), placement.missing, expects_more=placement.followed is not None
                 )
@@ -218,7 +218,7 @@ class RemoteIterator(PassIterator):
                 driver.close()
                 raise
         # Seconds of a sleep from which on it is recorded at once; shorter ones are summed.
-        self._noted = NOTED_WAIT if intake.is_device_busy is None else _LEAST_HIDDEN
+        self._noted = NOTED_WAIT if decoder.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         get_client().reporter.add(self.report)
 
@@ -313,7 +313,7 @@ class RemoteIterator(PassIterator):
         driver, recorder = self.driver, self.driver.recorder
         if not recorder.batches:
             recorder.start.num_workers = answer.num_workers
-        if blocked >= self._noted and (is_busy := driver.intake.is_device_busy) is not None and is_busy():
+        if blocked >= self._noted and (is_busy := driver.decoder.is_device_busy) is not None and is_busy():
             waited = blocked = 0.0  # hidden by the device's work
         ready, self._ready = self._ready if blocked else 0.0, 0.0
         if (probe := answer.probe) is None:
@@ -391,7 +391,7 @@ class RemoteIterator(PassIterator):
         with driver.condition:
             wait, present = driver.engine.long_wait(now), driver.engine.num_workers
         more = 0 if diagnosis.more_workers is None else diagnosis.more_workers[1]
-        wanted = present if driver.wants is None else driver.wants.wanted(present, more)
+        wanted = present if driver.wanted is None else driver.wanted.number(present, more)
         # A stream's workers cannot be fewer.
         wanted = max(wanted, present) if self._settings.iterable else wanted
         return to_status(diagnosis, self._name, self._rank, wait, wanted)

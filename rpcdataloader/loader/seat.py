@@ -1,4 +1,4 @@
-"""A worker of a pass: its tasks, and its answers, decoded in the thread that receives them."""
+"""A seat, which is one worker of a pass: its tasks, and its answers, decoded in the thread that receives them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Answer:
     probe: Probe | None = None
 
 
-class Intake:
-    """The way of replies into this process, in the memory that the user has chosen.
+class Decoder:
+    """Turns replies into batches, in the memory that the user has chosen.
 
     Args:
         allocator: Memory for blocks, where the user has chosen none.
@@ -188,9 +188,9 @@ class Seat(WorkerOwner):
         self._is_at_work = False  # since it has answered the first request of this epoch
         self._sending = Lock()  # held while the queue is emptied
         self._driver = driver
-        self._intake = driver.intake
+        self._decoder = driver.decoder
         self.purpose = driver.executor.name
-        self._decode = driver.intake.decode
+        self._decode = driver.decoder.decode
 
     def enqueue(self, load: Load, begun: Pass) -> None:
         """Queue a task; with the pass's condition, so that the order is that of the decisions."""
@@ -206,7 +206,7 @@ class Seat(WorkerOwner):
             while self._queue:
                 sent = self._queue.popleft()
                 self.sent[sent.number] = sent
-                request = Request(functools.partial(self._replied, sent), self._intake.allocator, is_task=True)
+                request = Request(functools.partial(self._replied, sent), self._decoder.allocator, is_task=True)
                 if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, self._driver.now()
                 try:
@@ -232,7 +232,7 @@ class Seat(WorkerOwner):
         if not isinstance(reply, Message):
             return
         try:
-            init = self._intake.check(reply)
+            init = self._decoder.check(reply)
         except BaseException as exc:
             error = exc.with_traceback(None)
             self._driver.feed(lambda engine, _now: engine.worker_failed(self.number, error))
@@ -263,7 +263,7 @@ class Seat(WorkerOwner):
             now = driver.now()
             batch = self._tell_engine(sent, answer, now)
             answers = [] if batch is None else [part.answer for part in batch.parts]
-            if (carrier := self._intake.carrier) is not None:
+            if (carrier := self._decoder.carrier) is not None:
                 driver.send_ahead(carrier)
             todo = driver.act(now)
             if driver.sleeps_until != -math.inf:
@@ -272,7 +272,7 @@ class Seat(WorkerOwner):
         if todo is not None:
             driver.carry_out(todo)
         if batch is not None:
-            driver.joined(batch, sent.begun, self._intake.join(answers))
+            driver.joined(batch, sent.begun, self._decoder.join(answers))
 
     def _tell_engine(self, sent: Sent, answer: Answer, now: float) -> Entry | None:
         """Report an answer; returns the batch of which it is the last part."""

@@ -35,6 +35,9 @@ def name_of(dataset: Any) -> str:
 class PassSettings:
     """The checked arguments of a loader as its iterators use them; ``RPCDataloader`` documents them.
 
+    The engine, the workers and the diagnosis know nothing of this room: what they need has records of their own,
+    ``PlanOptions``, ``LoaderSpec`` and ``Setup``.
+
     Raises:
         ValueError: A value is out of range.
         TypeError: A value has a wrong type.
@@ -53,7 +56,9 @@ class PassSettings:
     persistent_workers: bool = False
     prefetch_factor: int = 2
     in_order: bool = True
-    partition: Partition = field(default_factory=current_partition)  # this process's ranks, for the seeds
+    # This process's rank, for seeds and messages. Its share of the workers may be that of another (``partition=None``),
+    # and its part of the order is the sampler's.
+    partition: Partition = field(default_factory=current_partition)
     max_in_flight_bytes: int = None  # type: ignore[assignment]  # a share of the memory
     max_retries: int = 3
     reconnect_timeout: float = 300.0

@@ -67,7 +67,8 @@ class TaskSource:
     samples: Iterator[Any]
     auto_collation: bool
     progress: Progress | None = None  # learns where the sampler ends
-    number: int = 0  # number of the next batch
+    # Number of the next batch in the whole pass. The progress counts delivered ones, the engine those of this process.
+    number: int = 0
     position: int = 0  # position of its first sample
     # Batches to leave out: the number of each, and its digest, if known.
     leave_out: Mapping[int, int | None] = field(default_factory=dict)
@@ -472,5 +473,5 @@ def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> t
 
 
 def join_digests(before: int, batch: int) -> int:
-    """The digest of delivered batches and of the next one."""
+    """The digest of delivered batches and of the next one: of their digests, which were taken when they were drawn."""
     return (before * 0x100000001B3 + batch) & 0xFFFF_FFFF_FFFF_FFFF

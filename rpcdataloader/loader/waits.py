@@ -91,7 +91,7 @@ class Auto(int):
         return "auto"
 
 
-class Wants:
+class WantedWorkers:
     """The number of workers that a loader wants, from pass to pass.
 
     Args:
@@ -113,7 +113,7 @@ class Wants:
         """Number of workers to use at most; None for all."""
         return self._demand.wanted if isinstance(self.num_workers, Auto) else None
 
-    def wanted(self, present: int, more: int) -> int:
+    def number(self, present: int, more: int) -> int:
         """Number of workers that are wanted; before a decision, the present ones, and more as the diagnosis advises."""
         wanted = self._demand.wanted or present + more
         return min(wanted, int(self.num_workers) or wanted)  # reports are JSON, which has no numbers of NumPy

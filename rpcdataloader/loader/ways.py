@@ -201,7 +201,10 @@ class Stateful(Replay):
 
 
 def _generators_of(settings: PassSettings) -> Callable[[], None]:
-    """Return a function that sets the global generators, and those of samplers, to where they are now."""
+    """Return a function that sets the global generators, and those of samplers, to where they are now.
+
+    Only in this process: ``states`` has them as plain values, for files.
+    """
     everywhere, own = get_states(), [(generator, generator.get_state()) for generator in settings.own_generators]
 
     def restore() -> None:

@@ -1,8 +1,11 @@
-"""The workers of a pass: opened where the roster says, replaced when they end, given up when that is futile. Pure.
+"""The crew, the workers of a pass: opened where the roster says, replaced when they end, or given up. Pure.
 
 The roster knows the node of each place, and the nodes worth trying. The crew knows the workers themselves, from the
 request until the loss, and what the end of each means for its place and its node. Worker numbers are never reused, so
 late news of a lost worker cannot be taken for another's.
+
+A worker that has not come within the connect timeout is *late*, and its node is *mute* until one comes. For the roster,
+nodes that could not be reached within that time are mute, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The present and intended node of each worker of a pass, as nodes come and go.
+"""The roster: the present and intended node of each worker of a pass, as nodes come and go.
 
 Every place has a home: the node that this rank's share gave it. A place is vacant while its worker is gone, and is
 filled at home again when home is back. While all homes are gone, all places are filled on the other nodes, spread

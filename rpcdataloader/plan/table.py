@@ -8,7 +8,7 @@ even if it is an exception. The other copy occupies its worker until that has an
 consumer needs a certain batch only once no other one is left to send.
 
 While fewer batches are ready or under way than there could be, the next one is made in *parts*, by several workers (see
-:mod:`rpcdataloader.plan.parts`). A part is a task, with a number between that of its batch and the next one: it is
+:mod:`rpcdataloader.plan.splitting`). A part is a task, with a number between that of its batch and the next one: it is
 sent, answered, lost and doubled as a batch is. A worker has one part of a batch at a time, so that workers which come
 later get the others. Once all of them are answered, the caller joins them, and says so. A batch is made again as a
 whole if its parts do not fit together, or if one of them is to blame for a death.
@@ -33,7 +33,7 @@ from itertools import takewhile
 from typing import Any
 
 from rpcdataloader.plan.actions import Load, PlanOptions
-from rpcdataloader.plan.parts import RAMP, choose_size, choose_workers
+from rpcdataloader.plan.splitting import RAMP, choose_size, choose_workers
 from rpcdataloader.plan.workers import FINISH, PATIENCE, Pace, WorkerPace, choose_backup, keep_until
 
 # The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A

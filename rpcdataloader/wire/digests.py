@@ -2,6 +2,8 @@
 
 SHA-256 takes 1.3 s per gigabyte. Large pieces of memory are first reduced to one block by a multiplicative hash in
 numpy, on several threads. It finds every change but those made to deceive it, and these pieces are the caller's own.
+What a peer could forge has SHA-256 under a MAC (``frames``), and pickles of one client have a shorter digest
+(``by_value``).
 """
 
 from __future__ import annotations

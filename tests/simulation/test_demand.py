@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rpcdataloader.diagnosis.records import Setup
-from rpcdataloader.loader.waits import Auto, Wants
+from rpcdataloader.loader.waits import Auto, WantedWorkers
 from tests.simulation.pipeline import Pipeline, Scenario, Worker
 
 TASK = 0.2  # seconds of a worker for a batch
@@ -38,7 +38,7 @@ class Elastic(Pipeline):
     """A pipeline that has as many of its workers as its loop wants."""
 
     def __init__(self, scenario: Scenario, consumers: Sequence[float], seed: int, length: float) -> None:
-        self.wants = Wants(Auto(), 1)
+        self.wants = WantedWorkers(Auto(), 1)
         self.decisions: list[tuple[float, int]] = []
         self.waits: list[tuple[float, float]] = []  # times, and seconds until then
         self.present: set[int] = set()

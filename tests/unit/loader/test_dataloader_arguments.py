@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.host.environment import Module
-from rpcdataloader.loader.waits import Wants
+from rpcdataloader.loader.waits import WantedWorkers
 from tests.support.datasets import Numbers
 
 ADDRESS = "node07.invalid:6543"
@@ -223,7 +223,7 @@ def test_what_is_set_later_is_checked_by_the_next_pass(workers, name, value, mes
 def test_numbers_of_numpy_are_numbers():
     numbers = {"num_workers": 2, "max_in_flight_bytes": 1 << 30, "max_retries": 2, "prefetch_factor": 3}
     RPCDataloader(range(10), workers=ADDRESS, **{name: np.int64(number) for name, number in numbers.items()})
-    assert json.dumps(Wants(np.int64(1), np.int64(0)).wanted(present=1, more=2)) == "1"  # for a report
+    assert json.dumps(WantedWorkers(np.int64(1), np.int64(0)).number(present=1, more=2)) == "1"  # for a report
 
 
 # RPCDataset

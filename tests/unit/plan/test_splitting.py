@@ -8,7 +8,7 @@ import pytest
 
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.engine import Engine
-from rpcdataloader.plan.parts import LEAST_SECONDS, RAMP, choose_size, choose_workers
+from rpcdataloader.plan.splitting import LEAST_SECONDS, RAMP, choose_size, choose_workers
 from rpcdataloader.plan.table import Table
 
 
