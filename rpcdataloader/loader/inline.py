@@ -111,7 +111,7 @@ class InlineIterator(PassIterator):
                 task.indices, task.position, task.number
             )
         except Exception as error:
-            # The exception takes the place of the batch; an interrupt does not.
+            # In place of the batch. What is no Exception is raised by ``next``.
             answer.error, answer.stream = error, take_state(error)
         return answer
 
@@ -136,7 +136,7 @@ class InlineIterator(PassIterator):
         streams = self.progress.streams if self.progress.finished else ()
         before = self.progress.base_seed, self.progress.epoch
         begun = begin_pass(self._settings, before=before, streams_before=streams)
-        # Without a call in between, at which a signal handler may raise.
+        # In one step, see ``tasks``.
         self._reported_length, self._pass, self._failure = reported_length, begun, None
         if self._pass.source.knows_states:
             self._draw()

@@ -96,7 +96,7 @@ class LoaderIteration(LoaderTools[_T_co]):
         if isinstance(iterator, InlineIterator):
             iterator.recorder = self._recorder = self._make_recorder()
         before, self._progress = self._progress, (settings, iterator.progress)
-        # From here on without a call: Ctrl-C must not come between the state and the iterator that goes on with it.
+        # In one step, see ``tasks``: the state, and the iterator that goes on with it.
         if before is not None:
             before[1].is_replaced = False
         self._saved = None

@@ -87,7 +87,7 @@ class PassIterator(ABC):
         progress = self.progress
         try:
             with self._turn:
-                if progress.is_midway:  # since a call that a second exception has interrupted while it said so
+                if progress.is_midway:  # since a call that a second exception has ended while it said so
                     self._fail(interruption(None))
                 try:
                     while True:
@@ -104,12 +104,12 @@ class PassIterator(ABC):
                         answer, progress.is_midway = None, False
                     self._check_length(answer, progress.num_yielded)
                 except BaseException as exc:
-                    # Such as of Ctrl-C, between any two steps: half of a decision may be carried out.
+                    # Between any two steps: half of a decision may be carried out.
                     if progress.is_midway:
                         self._fail(interruption(exc))
                     raise
                 progress.is_midway = False
-            # It counts as it is returned. From here on no signal handler can raise, as those run at calls.
+            # It counts as it is returned. In one step, see ``tasks``: from here on no signal handler can raise.
             progress.returned += (returned,)
         except StopIteration:
             progress.finished = True

@@ -125,7 +125,7 @@ class _RawSamples(Iterator[Any]):
             progress = self._batches.progress
             num_yielded = progress.num_yielded
             try:
-                # In one step: a signal handler may raise between two, and the batch would be lost.
+                # In one step, see ``tasks``.
                 self._taken.extend(map(next, (self._batches,)))
             except Exception as error:
                 if progress.num_yielded == num_yielded or isinstance(error, BadSamplesError):
@@ -136,7 +136,7 @@ class _RawSamples(Iterator[Any]):
         taken = self._taken[0]
         indices: list[Any] = [FailedSample(taken)] if isinstance(taken, Exception) else RawIndices(taken)
         result = indices if self._auto_collation else indices[0]
-        # Now, without a call in between, at which a signal handler may raise.
+        # In one step.
         self._taken = []
         return result
 

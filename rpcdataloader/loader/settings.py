@@ -83,7 +83,7 @@ class PassSettings:
         }
         if loader.transform is not None:
             source = loader._follow_source()
-            # In this process, an interrupted batch is loaded again.
+            # In this process, a batch that was left is loaded again.
             may_repeat = bool(loader.retry_on) or isinstance(loader._where, Inline)
             transformed = Transformed(loader.transform, f"{source.name} (transform)", may_repeat=may_repeat)
             values |= {"dataset": transformed, "sampler": source, "iterable": False}

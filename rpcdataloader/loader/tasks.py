@@ -1,4 +1,9 @@
-"""Tasks of a pass: batches from the sampler, numbered, as requests to workers; and their delivery."""
+"""Tasks of a pass: batches from the sampler, numbered, as requests to workers; and their delivery.
+
+A signal handler, as of Ctrl-C, may raise at any call. ``PassIterator.__next__`` ends the pass then, except where the
+sampler is asked, and where is counted what was returned: these go on with the next call. So what they take or count is
+stored *in one step*, by one call or without any.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +105,7 @@ class TaskSource:
     def draw(self) -> None:
         """Draw :attr:`task`, unless it is here; None at the sampler's end, and if an exception has ended it before.
 
-        User code runs here: after an exception, Ctrl-C included, this can be called again, and nothing is lost.
+        User code runs here: after any exception, this can be called again, and nothing is lost.
 
         Raises:
             SerializationError: The indices cannot be pickled.
@@ -143,7 +148,7 @@ class TaskSource:
                 raise
             if is_wanted and self.progress is not None and task.digest is not None:
                 self.progress.note_upcoming(task.number, task.digest)
-            # Now, without a call in between: what has raised leaves no gap.
+            # In one step: what has raised leaves no gap.
             self.position += num_samples
             self.number += 1
             task.is_last = self.number == self.num_expected
@@ -169,7 +174,7 @@ class TaskSource:
             raise error
         watched = None if self.watch is None else self.watch()
         try:
-            # In one step: a signal handler may raise between two, and the batch would be lost.
+            # In one step.
             self.drawn.extend(map(next, (self.samples,)))
             if watched is not None and (again := watched(not self.drawn)) is not None:
                 (self.samples, self.get_state), self.drawn = again, []
@@ -177,7 +182,7 @@ class TaskSource:
             self.watch = None
             self._is_over = not self.drawn
         except BaseException as exc:
-            # A generator that raises gives nothing more, as at its end. A signal handler may also raise after it.
+            # A generator that raises gives nothing more, as at its end. The exception may also come after it has given.
             has_ended = inspect.isgenerator(self.samples) and self.samples.gi_frame is None
             self._error = type(exc).__name__ if has_ended else ""
             raise
@@ -230,7 +235,7 @@ class TaskSource:
 
 
 def interruption(error: BaseException | None) -> RuntimeError:
-    """The failure of a pass after an exception between two steps of the consumer: such as of Ctrl-C, at any of them."""
+    """The failure of a pass after an exception between two steps of the consumer."""
     name = "an exception" if error is None else type(error).__name__
     return RuntimeError(f"{name} has interrupted this pass over the loader; {_REMEDY}")
 
@@ -330,8 +335,8 @@ class Progress:
     is_elsewhere: bool = False  # True if the only stream has ended in another process, and is not read in this one
     turn: int = 0  # stream whose batch comes next
     num_settled: int = 0  # number of batches delivered in this process, without empty ones and ``returned``
-    # Delivered batches that are not in these numbers yet. The consumer adds one as the last thing before it returns it,
-    # in one step without a call: so no signal handler can raise in between, nor see a state with a batch that it lacks.
+    # Delivered batches that are not in these numbers yet. The consumer adds one in one step, as the last thing before
+    # it returns it: so no state lacks a batch that was returned, or has one that was lost.
     returned: tuple[Returned, ...] = ()
     is_midway: bool = False  # True while the consumer takes the next batch: an exception ends the pass then
     leg: int = 0  # number of times that the pass has gone on with another number of ranks
@@ -388,7 +393,7 @@ class Progress:
         return self
 
     def _count(self, first: Returned) -> None:
-        """Count the first of those returned: all or nothing, as a signal handler may raise at each call."""
+        """Count the first of those returned, in one step."""
         number, num_samples, batch_digest, sampler_state, stream, state, lacks = first
         num_settled, num_skipped, in_step = self.num_settled + 1, self.num_skipped, self.in_step
         if lacks is not None:
@@ -423,7 +428,7 @@ class Progress:
                 batch = ahead[num_batches]
             if ahead:
                 ahead = {number: batch for number, batch in ahead.items() if number > num_batches}
-        # Together, and without a call; other threads may have returned more.
+        # In one step. Other threads may have returned more.
         self.returned = self.returned[1:]
         self.num_settled, self.num_skipped, self.in_step = num_settled, num_skipped, in_step
         self.num_batches, self.num_samples, self.digest = num_batches, total, found
