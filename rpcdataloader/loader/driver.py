@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
@@ -24,7 +24,6 @@ from torch.autograd import profiler
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Recorder, Setup
-from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.loader.copying import Carrier
 from rpcdataloader.loader.executor import Executor, Opening
@@ -32,11 +31,14 @@ from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.seat import Answer, Decoder, Seat
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.waits import WantedWorkers, tell
+from rpcdataloader.loader.waits import WantedWorkers, diagnose, tell
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
+
+if TYPE_CHECKING:
+    from rpcdataloader.diagnosis.verdict import Diagnosis
 
 logger = logging.getLogger("rpcdataloader.loader")
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rpcdataloader.diagnosis.records import Recorder
-from rpcdataloader.diagnosis.verdict import diagnose
 from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import make_carrier, pin
@@ -18,7 +17,7 @@ from rpcdataloader.loader.seat import Answer
 from rpcdataloader.loader.settings import PassSettings, name_of
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Returned, Task
-from rpcdataloader.loader.waits import tell
+from rpcdataloader.loader.waits import diagnose, tell
 from rpcdataloader.wire.exceptions import copy_to_raise, take_state
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 

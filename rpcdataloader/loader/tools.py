@@ -17,16 +17,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from rpcdataloader.client.discovery import Inline, Where
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
-from rpcdataloader.diagnosis.trace import Trace
-from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
-from rpcdataloader.diagnosis.words import NO_PASS
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.locks import Lock
@@ -35,8 +32,11 @@ from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import has_begun, restore_generators, state_of_rank, to_first_state, to_state
 from rpcdataloader.loader.tasks import Progress
-from rpcdataloader.loader.waits import tell
+from rpcdataloader.loader.waits import diagnose, tell
 from rpcdataloader.loader.ways import end_pass
+
+if TYPE_CHECKING:
+    from rpcdataloader.diagnosis.verdict import Diagnosis
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -65,6 +65,9 @@ class LoaderTools(DataLoader[_T_co]):
             return iterator.driver.diagnosis()
         records = None if self._recorder is None else self._recorder.snapshot()
         if records is None or not (self._has_workers or records.totals.batches):
+            from rpcdataloader.diagnosis.verdict import Diagnosis
+            from rpcdataloader.diagnosis.words import NO_PASS
+
             return Diagnosis(0.0, "unclear", NO_PASS, short="no batch yet")
         return diagnose(records)
 
@@ -91,6 +94,8 @@ class LoaderTools(DataLoader[_T_co]):
                 "this loader loads in the training process, so the loop waits for each batch: give num_workers=1 or "
                 "more for a trace"
             )
+        from rpcdataloader.diagnosis.trace import Trace
+
         partition, trace, before = current_partition(), Trace(time.monotonic()), self._trace
         try:
             file = _of_rank(os.fspath(path), partition).open("w")

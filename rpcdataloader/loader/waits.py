@@ -9,14 +9,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
 
 from rpcdataloader.client.sharing import Partition
-from rpcdataloader.diagnosis.figures import measure
 from rpcdataloader.diagnosis.records import Recorder, Records
-from rpcdataloader.diagnosis.verdict import HARMLESS, URGENT, Diagnosis
 from rpcdataloader.plan.demand import LEAST_BATCHES, LEAST_SECONDS, Demand, Seen
 from rpcdataloader.wire.messages import printable
 from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus
+
+if TYPE_CHECKING:
+    from rpcdataloader.diagnosis.verdict import Diagnosis
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -24,6 +26,13 @@ logger = logging.getLogger("rpcdataloader.loader")
 diagnosis_logger = logging.getLogger("rpcdataloader.diagnosis")
 
 _failures = itertools.count()  # of diagnoses that were to be logged
+
+
+def diagnose(records: Records) -> Diagnosis:
+    """The reason why the loop waits; what finds it is imported when it is first asked for."""
+    from rpcdataloader.diagnosis.verdict import diagnose
+
+    return diagnose(records)
 
 
 def tell(
@@ -52,6 +61,8 @@ def tell(
 
 
 def _say(prefix: str, own: Diagnosis, slowest: LoopStatus | None) -> None:
+    from rpcdataloader.diagnosis.verdict import HARMLESS, URGENT
+
     is_urgent, text = own.is_urgent, own.text if own.bound != "none" else ""
     if slowest is not None and slowest.wait_share >= own.wait_share + HARMLESS and slowest.bound != "unclear":
         is_urgent, text = slowest.wait_share >= URGENT, printable(slowest.text)
@@ -137,6 +148,8 @@ class WantedWorkers:
 
 def look(records: Records, places: Mapping[int, int], since: float) -> Seen | None:
     """Return what was measured since a time; None if that is too little."""
+    from rpcdataloader.diagnosis.figures import measure
+
     figures = measure(replace(records, probes=tuple(probe for probe in records.probes if probe.delivered >= since)))
     if figures is None:
         return None

@@ -44,6 +44,11 @@ BELOW = {
 PURE = {f"rpcdataloader.wire.{name}" for name in ("address", "frames", "handshake", "messages", "shelf", "status")}
 PURE |= {"rpcdataloader.status.report", "rpcdataloader.loader.order"}
 PURE |= {name for name in SOURCES if name.startswith(("rpcdataloader.plan.", "rpcdataloader.diagnosis."))}
+# What a plain pass does without until it is asked: the rooms that it runs through import these where they are used. No
+# room imports a leaf that is a room (pools, check, status), or a module of the root.
+LEAVES = {f"rpcdataloader.diagnosis.{name}" for name in ("figures", "trace", "verdict", "words")}
+LEAVES |= {"rpcdataloader.loader.costs"}
+SPINE = {"client", "diagnosis", "fetch", "host", "loader", "plan", "server", "wire"}
 IMPURE = {"asyncio", "multiprocessing", "select", "selectors", "signal", "socket", "ssl", "subprocess"}
 IMPURE |= {"threading", "time"}
 
@@ -98,6 +103,20 @@ def test_imports_point_downwards_and_pure_modules_stay_pure():
         graph[module] = {name for name, _node, for_types_only in found if get_part(module) and not for_types_only}
     assert faults == []
     graphlib.TopologicalSorter(graph).prepare()  # raises an error for a cycle
+
+
+def test_rooms_that_every_pass_runs_through_import_no_leaf_before_it_is_used():
+    rooms = {name for part in SPINE for name in BELOW[part]}
+    assert rooms <= SPINE | {"errors", "launch"}
+    modules = [name for name in SOURCES if get_part(name) in SPINE and name not in LEAVES]
+    assert SOURCES.keys() >= LEAVES
+    assert [
+        f"{module}:{node.lineno} imports {target}"
+        for module in modules
+        for target, node, for_types_only in find_imports(module)
+        # Statements of functions are indented.
+        if target in LEAVES and not (for_types_only or node.col_offset)
+    ] == []
 
 
 def test_no_lock_that_ctrl_c_may_leave_locked():
