@@ -169,8 +169,7 @@ class Recorder:
     """Records one pass after the other, at half a microsecond per batch without probe.
 
     Consumer and receiver threads have sums of their own, without a lock. Lists grow only with a probe, at most once per
-    :data:`PROBE_INTERVAL`, or with a long wait. For a batch without either, the consumer adds to :attr:`batches`,
-    :attr:`waited` and :attr:`blocked` itself, and sets :attr:`last`.
+    :data:`PROBE_INTERVAL`, or with a long wait: :meth:`delivered`. For a batch without either, :meth:`took` only adds.
 
     Args:
         lock: Lock that is held while lists change or are copied; reentrant, as signal handlers may ask for a diagnosis.
@@ -224,10 +223,11 @@ class Recorder:
         self._late: dict[int, float] = {}
         self.is_told = False
 
-    def took(self, now: float, began: float) -> None:
-        """Record that ``next``, called at ``began``, returns a batch which the consumer has loaded itself."""
+    def took(self, now: float, began: float, blocked: float = 0.0) -> None:
+        """Record that ``next``, called at ``began``, returns a batch that is no probe, after no long sleep."""
         self.batches += 1
         self.waited += now - began
+        self.blocked += blocked
         self.last = now
 
     def probe(self, now: float, draw: float, number: int) -> Probe:

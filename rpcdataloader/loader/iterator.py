@@ -286,13 +286,8 @@ class RemoteIterator(PassIterator):
         now = time.monotonic()
         if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
-        else:  # what Recorder.delivered does, without the call
-            recorder = driver.recorder
-            recorder.batches += 1
-            recorder.waited += now - began
-            recorder.last = now
-            if blocked:
-                recorder.blocked += blocked
+        else:
+            driver.recorder.took(now, began, blocked)
         if answer.copies is not None:
             shown("RPCDataloader.copy", answer.copies.wait)
         if answer.error is not None:
