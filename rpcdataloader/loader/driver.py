@@ -29,7 +29,7 @@ from rpcdataloader.loader.copying import Carrier
 from rpcdataloader.loader.executor import Executor, Opening
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.sampler import Source
-from rpcdataloader.loader.seat import Answer, Decoder, Seat
+from rpcdataloader.loader.seat import Answer, BatchDecoder, Seat
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.waits import WantedWorkers, diagnose, tell
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
@@ -87,7 +87,7 @@ class Driver:
         engine: Engine[Node],
         executor: Executor,
         begun: Pass,
-        decoder: Decoder,
+        decoder: BatchDecoder,
         recorder: Recorder,
     ) -> None:
         self.settings = settings

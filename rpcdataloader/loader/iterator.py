@@ -27,7 +27,7 @@ from rpcdataloader.loader.driver import Driver, shown
 from rpcdataloader.loader.executor import Executor, Here, describe_wait
 from rpcdataloader.loader.passes import begin_pass, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options, prepare
-from rpcdataloader.loader.seat import Answer, Decoder
+from rpcdataloader.loader.seat import Answer, BatchDecoder
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Returned, Task, describe, interruption, make_part
 from rpcdataloader.loader.waits import WantedWorkers, to_status
@@ -191,7 +191,7 @@ class RemoteIterator(PassIterator):
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, DeviceCopies] | None = None  # the last probe
         with undone_afterwards(saved):
-            decoder = Decoder(settings, get_client().allocator)
+            decoder = BatchDecoder(settings, get_client().allocator)
             begun = begin_pass(settings, saved, len(placement.homes), makes_requests=True)
             options, turn = plan_options(settings, placement), begun.progress.turn
             split = make_part if settings.may_split and (wanted is None or wanted.may_split) else None

@@ -60,7 +60,7 @@ class Answer:
     probe: Probe | None = None
 
 
-class Decoder:
+class BatchDecoder:
     """Turns replies into batches, in the memory that the user has chosen.
 
     Args:
