@@ -35,6 +35,7 @@ from rpcdataloader.fetch.samples import (
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
+from rpcdataloader.host.process import ThreadSettings
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
@@ -88,6 +89,7 @@ class LoaderSpec:
     skips: bool = False  # True to leave out samples whose dataset raises an exception
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a sample is retried
     max_retries: int = 0  # limit on that
+    thread: ThreadSettings | None = None  # of the thread that has begun the pass; None to keep those of the worker
 
     @property
     def ended_stream(self) -> StreamState:

@@ -88,6 +88,8 @@ def _open(dataset: Any, spec: LoaderSpec) -> float:
     kind = StreamLoader if spec.iterable else BatchLoader
     _loader, began, seconds = None, time.perf_counter(), 0.0
     try:
+        if spec.thread is not None:
+            spec.thread.apply()
         loader = kind(dataset, spec, _lender or PageablePool())
         seconds = time.perf_counter() - began
         loader.go_on()

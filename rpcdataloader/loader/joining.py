@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from rpcdataloader.fetch.collate import is_named_tuple
-from rpcdataloader.wire.slabs import Allocator, PinnedAllocator
+from rpcdataloader.wire.slabs import PinnedAllocator
 from rpcdataloader.wire.tensors import Movable, is_dense, plan, rebuild
 
 
-def join(parts: Sequence[tuple[Any, Any]], allocator: Allocator, movable: Movable | None = None) -> Any:
+def join(parts: Sequence[tuple[Any, Any]], pinned: PinnedAllocator | None, movable: Movable | None = None) -> Any:
     """Return the batch.
 
     Args:
         parts: Kind of the samples of each part, and what they were collated to.
-        allocator: Memory for the tensors of the batch.
+        pinned: Memory for the tensors of the batch; None for fresh memory. Only both ends of a pass are in parts, and
+            a pool would keep it in between.
         movable: An empty one, to move the tensors afterwards; None if they stay.
 
     Raises:
@@ -29,9 +30,13 @@ def join(parts: Sequence[tuple[Any, Any]], allocator: Allocator, movable: Movabl
     _join(batches, columns.append)
     shapes = [(column[0].dtype, (sum(map(len, column)), *column[0].shape[1:])) for column in columns]
     index, sizes = plan(shapes)
-    memory = [allocator.allocate(size_bytes).tensor for size_bytes in sizes]
-    is_pinned = isinstance(allocator, PinnedAllocator)
-    tensors = rebuild(index, memory, in_place=is_pinned) if movable is None else movable.rebuild(index, memory)
+    memory = [
+        torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        if pinned is None
+        else pinned.allocate(size_bytes).tensor
+        for size_bytes in sizes
+    ]
+    tensors = rebuild(index, memory, in_place=pinned is not None) if movable is None else movable.rebuild(index, memory)
     for tensor, column in zip(tensors, columns, strict=True):
         torch.cat(column, out=tensor)
     following = iter(tensors)

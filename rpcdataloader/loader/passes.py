@@ -6,13 +6,14 @@ import contextlib
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import BatchSampler
 
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.host.process import ThreadSettings
 from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
@@ -40,6 +41,7 @@ class Pass:
     first: int  # position at which all ranks together begin; above 0 where a sampler resumes in the middle
     ranks: tuple[int, int]  # rank and world size
     resumed: tuple[StreamState, ...]  # saved states from which streams continue
+    thread: ThreadSettings = field(default_factory=ThreadSettings.current)  # of the script's, for its workers
 
 
 def undone_afterwards(saved: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[None]:
@@ -161,6 +163,7 @@ def loader_spec(
         before=progress.before[worker_id] if is_new and progress.before else None,
         skips=settings.skips,
         max_retries=settings.max_retries,
+        thread=begun.thread,
     )
 
 

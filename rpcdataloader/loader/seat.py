@@ -31,7 +31,7 @@ from rpcdataloader.wire.exceptions import take_state
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import STAGES_BYTES, Stages
 from rpcdataloader.wire.pickling import Encoded, result_of
-from rpcdataloader.wire.slabs import Allocator, pinned_allocator
+from rpcdataloader.wire.slabs import Allocator, PinnedAllocator, pinned_allocator
 from rpcdataloader.wire.tensors import Movable
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ class BatchDecoder:
         joined.movable = None if self.carrier is None else Movable()
         try:
             if parts:
-                result = join(parts, self.allocator, joined.movable)
+                pinned = self.allocator if isinstance(self.allocator, PinnedAllocator) else None
+                result = join(parts, pinned, joined.movable)
                 joined.result = pin(result) if self._pins else result
         except Exception:
             logger.debug("the parts of a batch do not fit together", exc_info=True)

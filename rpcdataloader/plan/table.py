@@ -34,7 +34,7 @@ from typing import Any
 
 from rpcdataloader.plan.actions import Load, PlanOptions
 from rpcdataloader.plan.splitting import RAMP, choose_size, choose_workers
-from rpcdataloader.plan.workers import FINISH, PATIENCE, Pace, WorkerPace, choose_backup, keep_until
+from rpcdataloader.plan.workers import FINISH, PATIENCE, Pace, WorkerPace, choose_backup, keep_until, take_turns
 
 # The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A
 # memory limit must hold when sizes vary, where an average is too low half of the time; without the sinking, one giant
@@ -409,11 +409,11 @@ class Table:
         if now >= best.overdue_at():  # it comes last
             best = min((one for one in roomy if now < one.overdue_at()), key=FINISH, default=best)
         elif best.finish <= PATIENCE * self._least_finish:
-            return best  # without a look at all of the others
+            return take_turns(best, roomy)  # without a look at all of the others
         self._least_finish = min((worker.finish for worker in self._full.values()), default=math.inf)
         kept_until = keep_until(best, self._full.values(), now)
         if kept_until <= now:
-            return best
+            return take_turns(best, roomy)
         self._kept_until = kept_until
         return None
 

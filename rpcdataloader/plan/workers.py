@@ -7,7 +7,8 @@ network is full, all answers take long, and none is a straggler.
 All times are those of a whole batch: a part of one counts as if the worker had made the batch at that speed.
 
 A task goes to the worker that is expected to finish it first: workers without measurements come before all others, and
-that with the fewest tasks in flight before these. A worker whose running task is overdue comes last. One that has
+that with the fewest tasks in flight before these. Those that should finish at about the same time take turns, so that
+none needs memory for more batches than the others. A worker whose running task is overdue comes last. One that has
 failed gets none, while others work, until it would have finished: where files are missing, all fails at once.
 """
 
@@ -52,6 +53,10 @@ _RENEWAL = 8  # answers between two computations, which keeps it cheap
 PATIENCE = 1.5
 
 FINISH = attrgetter("finish")
+_SINCE = attrgetter("since")
+
+# Ratio of expected finishes up to which they are the same: measured task times differ by chance.
+_SAME = 1.25
 
 
 class Pace:
@@ -162,6 +167,14 @@ class WorkerPace:
     def stale_at(self) -> float:
         """Time at which the worker's measurements become too old; infinite while it is at work."""
         return math.inf if self.in_flight else self.since + _STALE_FACTOR * self.finish
+
+
+def take_turns(best: WorkerPace, workers: Collection[WorkerPace]) -> WorkerPace:
+    """Of the idle workers, if the best is one, that which has waited longest of those that are about as fast."""
+    if best.in_flight:
+        return best
+    limit = _SAME * best.finish
+    return min([worker for worker in workers if worker.finish <= limit and not worker.in_flight], key=_SINCE)
 
 
 def choose_backup(workers: Iterable[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:

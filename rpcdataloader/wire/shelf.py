@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Generic, TypeVar
 
 P = TypeVar("P")
@@ -10,9 +10,10 @@ P = TypeVar("P")
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 MAX_KEPT_BYTES = 1 << 30
 
-# A piece that so many leases did not use goes; or, if that is more, as many turns as all pieces have. One giant batch
-# must not stay with every worker of a node, and pieces that take turns must.
-MAX_UNUSED_LEASES = 256
+# A piece that so many leases did not use goes, and sooner if they were all of its size: then there are more pieces than
+# batches. Or, if that is more, after as many turns as all pieces have. One giant batch must not stay with every worker
+# of a node; a size that is used now and then, and pieces that take turns, must.
+MAX_UNUSED_LEASES, MAX_SURPLUS_LEASES = 128, 32
 _TURNS = 2
 
 # A piece serves a lease of at least this part of its size.
@@ -41,9 +42,11 @@ class Shelf(Generic[P]):
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
-        # By size, the last return last, with the number of leases before it. No list is empty.
-        self._free: dict[int, deque[tuple[P, int]]] = {}
+        # By size, the last return last, with the numbers of leases before it: all, and those of the size. No list is
+        # empty.
+        self._free: dict[int, deque[tuple[P, int, int]]] = {}
         self._num_free = self._num_lent = self._num_leases = 0
+        self._num_of_size: Counter[int] = Counter()
         self.kept_bytes = 0
 
     def take(self, size_bytes: int) -> P | None:
@@ -55,7 +58,8 @@ class Shelf(Generic[P]):
             if not larger:
                 return None
             size_bytes = min(larger)
-        piece, _num_leases = self._free[size_bytes].pop()  # warm in the cache
+        self._num_of_size[size_bytes] += 1
+        piece, *_leases = self._free[size_bytes].pop()  # warm in the cache
         self._removed(size_bytes)
         return piece
 
@@ -64,25 +68,30 @@ class Shelf(Generic[P]):
         self._num_lent -= 1
         self._num_free += 1
         self.kept_bytes += size_bytes
-        self._free.setdefault(size_bytes, deque()).append((piece, self._num_leases))
+        leases = self._num_leases, self._num_of_size[size_bytes]
+        self._free.setdefault(size_bytes, deque()).append((piece, *leases))
 
     def take_unused(self) -> list[P]:
         """Take out the pieces that are too much, or were not used for long; the longest unused first."""
         unused = []
-        while self._free:
-            size_bytes = min(self._free, key=lambda size: self._free[size][0][1])
-            piece, num_leases = self._free[size_bytes][0]
-            limit = max(MAX_UNUSED_LEASES, _TURNS * (self._num_free + self._num_lent))
-            if self.kept_bytes <= self._max_bytes and self._num_leases - num_leases <= limit:
-                break
-            self._free[size_bytes].popleft()
+        while sizes := [size for size in self._free if self.kept_bytes > self._max_bytes or self._is_unused(size)]:
+            size_bytes = min(sizes, key=lambda size: self._free[size][0][1])
+            piece, *_leases = self._free[size_bytes].popleft()
             self._removed(size_bytes)
             unused.append(piece)
         return unused
 
+    def _is_unused(self, size_bytes: int) -> bool:
+        """Whether no lease has used the piece that has been here for longest, for long."""
+        _piece, num_leases, num_of_size = self._free[size_bytes][0]
+        turns = _TURNS * (self._num_free + self._num_lent)
+        if self._num_leases - num_leases > max(MAX_UNUSED_LEASES, turns):
+            return True
+        return self._num_of_size[size_bytes] - num_of_size > max(MAX_SURPLUS_LEASES, turns)
+
     def take_all(self) -> list[P]:
         """Take out all pieces."""
-        pieces = [piece for each in self._free.values() for piece, _num_leases in each]
+        pieces = [piece for each in self._free.values() for piece, *_leases in each]
         self._free.clear()
         self._num_free = self.kept_bytes = 0
         return pieces

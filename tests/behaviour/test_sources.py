@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import itertools
 import os
-import socket
 import sys
 
 import pytest
-import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 
@@ -178,33 +175,6 @@ def test_module_that_parses_the_arguments_of_the_script_does_so_in_workers(serve
     edited.path.write_text(ASKS_FOR_ARGUMENTS)
     monkeypatch.setattr(sys, "argv", ["train.py", "--scale", "3"])
     assert loaded(edited.load().Scaled(), serve("--num-workers", "2").address) == ([0, 3, 6], [0, 3, 6])
-
-
-class Settings:
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, _index):
-        with contextlib.closing(socket.socket()) as made:
-            return torch.ones(1).dtype, made.gettimeout(), sys.getrecursionlimit(), sys.argv
-
-
-def test_settings_of_the_process_reach_workers_of_sessions_that_are_there(serve, monkeypatch):
-    loader = RPCDataloader(
-        Settings(), None, collate_fn=tuple, workers=serve("--num-workers", "1").address, num_workers=1
-    )
-    dtype, timeout, limit = torch.get_default_dtype(), socket.getdefaulttimeout(), sys.getrecursionlimit()
-    try:
-        for number, kind in enumerate((torch.float32, torch.float64)):
-            torch.set_default_dtype(kind)
-            socket.setdefaulttimeout(0.001 + number)
-            sys.setrecursionlimit(2000 + number)
-            monkeypatch.setattr(sys, "argv", ["train.py", str(number)])
-            assert list(loader) == [(kind, 0.001 + number, 2000 + number, ["train.py", str(number)])]
-    finally:
-        torch.set_default_dtype(dtype)
-        socket.setdefaulttimeout(timeout)
-        sys.setrecursionlimit(limit)
 
 
 MAKES_FUNCTIONS = """

@@ -136,11 +136,11 @@ def make_parts(samples, cuts):
 def test_joined_batch_is_that_of_one_worker(kind, cuts):
     samples = [JOINED[kind](number) for number in range(NUM)]
     expected = make(samples, 0, NUM, is_part=False)
-    assert_same(join(make_parts(samples, cuts), PageablePool()), expected)
+    assert_same(join(make_parts(samples, cuts), None), expected)
     pinned = PinnedAllocator(lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
     assert_same(join(make_parts(samples, cuts), pinned), expected)
     movable = Movable()
-    assert_same(join(make_parts(samples, cuts), PageablePool(), movable), expected)
+    assert_same(join(make_parts(samples, cuts), None, movable), expected)
     large = sum(each.nbytes >= MIN_BLOCK_BYTES for each in movable._tensors)
     assert len(movable.blocks) == large + (len(movable._tensors) > large)  # all small ones share a slab
 
@@ -151,7 +151,7 @@ def test_samples_that_differ_are_not_joined(kind, cut):
     parts = make_parts([SAMPLES_THAT_DIFFER[kind](number) for number in range(NUM)], [cut])
     if None not in parts:
         with pytest.raises(ValueError, match="do not fit"):
-            join(parts, PageablePool())
+            join(parts, None)
 
 
 @pytest.mark.parametrize("kind", OTHER_TYPES)
@@ -171,14 +171,14 @@ def test_parts_that_came_in_another_form_are_not_joined():
     one = ("kind", {"a": torch.zeros(2, 3)})
     for other in ({"b": torch.zeros(2, 3)}, {"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 3).double()}, [], "x", None):
         with pytest.raises(ValueError, match="do not fit"):
-            join([one, ("kind", other)], PageablePool())
+            join([one, ("kind", other)], None)
     with pytest.raises(ValueError, match="do not fit"):
-        join([one, ("another kind", one[1])], PageablePool())
+        join([one, ("another kind", one[1])], None)
 
 
 def test_samples_of_a_part_have_the_seeds_of_their_positions():
     expected = make(Augmented(NUM), 0, NUM, is_part=False)
-    assert_same(join(make_parts(Augmented(NUM), [3]), PageablePool()), expected)
+    assert_same(join(make_parts(Augmented(NUM), [3]), None), expected)
 
 
 def test_datasets_and_functions_that_see_the_whole_batch_make_no_parts(monkeypatch):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rpcdataloader.plan.workers import Pace, WorkerPace, keep_until
+from rpcdataloader.plan.workers import Pace, WorkerPace, keep_until, take_turns
 
 
 def worker(pace=None) -> WorkerPace:
@@ -90,6 +90,21 @@ def test_task_is_kept_from_a_worker_that_is_overdue():
     other.sent(1, 10.0)
     assert keep_until(stuck, [other], 13.9) == 13.9
     assert keep_until(stuck, [other], 14.0) == pytest.approx(min(other.overdue_at(), stuck.stale_at()))
+
+
+def test_idle_workers_that_are_about_as_fast_take_turns():
+    """Or the fastest of them would hold the batches of all in its memory."""
+    fast, same, slow = workers_that_take(1.0, 1.2, 1.5)
+    given = []
+    for now in range(10, 16):
+        record = take_turns(fast, [fast, same, slow])
+        record.sent(1, now)
+        record.answered(1, record.task_seconds, now + 0.5)
+        given.append(record)
+    assert given == [fast, same] * 3
+    for record in fast, same:
+        record.sent(1, 20.0)
+    assert take_turns(same, [fast, same]) is same  # which finishes first
 
 
 def test_worker_that_has_failed_rests_as_long_as_answers_take_but_not_as_long_as_beginning_takes():

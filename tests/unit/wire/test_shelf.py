@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rpcdataloader.wire import shelf as shelves
-from rpcdataloader.wire.shelf import MAX_UNUSED_LEASES, Shelf, round_up
+from rpcdataloader.wire.shelf import MAX_SURPLUS_LEASES, MAX_UNUSED_LEASES, Shelf, round_up
 
 UNIT = 4096
 
@@ -43,6 +43,22 @@ def test_a_piece_that_others_leave_unused_goes():
         gone = shelf.take_unused()
     assert gone == ["giant"]
     assert shelf.kept_bytes == UNIT
+
+
+def test_pieces_that_their_size_does_not_need_go_sooner_than_those_of_a_rare_size():
+    shelf = Shelf()
+    for name, size_bytes in ("rare", 8 * UNIT), ("a", UNIT), ("b", UNIT):
+        shelf.take(size_bytes)
+        shelf.put(name, size_bytes) if name == "rare" else None
+    shelf.put("a", UNIT)
+    shelf.put("b", UNIT)
+    gone = []
+    for _ in range(MAX_SURPLUS_LEASES + 1):
+        assert not gone
+        shelf.put(shelf.take(UNIT), UNIT)
+        gone = shelf.take_unused()
+    assert gone == ["a"]
+    assert shelf.kept_bytes == 9 * UNIT
 
 
 def test_what_is_too_much_goes_the_longest_unused_first():

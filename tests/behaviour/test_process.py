@@ -1,0 +1,121 @@
+"""Workers of node servers have the settings of the script's process and thread, as forks of it do."""
+
+from __future__ import annotations
+
+import csv
+import decimal
+import os
+import socket
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from rpcdataloader import RPCDataloader
+from rpcdataloader.host.process import ProcessSettings, ThreadSettings
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+class Settings:
+    """A dataset that tells what holds where it is loaded."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _index):
+        return look()
+
+
+def look() -> dict[str, object]:
+    found: dict[str, object] = {
+        "arguments": sys.argv,
+        "depth": sys.getrecursionlimit(),
+        "field": csv.field_size_limit(),
+        "dtype": torch.ones(1).dtype,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "third": str(decimal.Decimal(1) / 3),
+        "grad": torch.ones(1, requires_grad=True).sum().requires_grad,
+        "digits": digits(),
+    }
+    with socket.socket() as made:
+        found["timeout"] = made.gettimeout()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "file")
+        with open(path, "w", encoding="utf-8"):
+            found["mode"] = oct(os.stat(path).st_mode)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            np.float64(1) / np.float64(0)
+        found["zero"] = "inf"
+    except FloatingPointError:
+        found["zero"] = "error"
+    try:
+        warnings.warn("rarely right", UserWarning, stacklevel=1)
+        found["warning"] = "none"
+    except UserWarning:
+        found["warning"] = "error"
+    return found
+
+
+def digits() -> object:
+    try:
+        return len(str(10**5000))
+    except ValueError:
+        return "too many"
+
+
+def choose(number: int) -> None:
+    """Set all that :func:`look` tells, one way or the other."""
+    sys.argv = ["train.py", str(number)]
+    sys.setrecursionlimit(2000 + number)
+    csv.field_size_limit(5000 + number)
+    torch.set_default_dtype((torch.float32, torch.float64)[number])
+    torch.use_deterministic_algorithms(bool(number))
+    decimal.getcontext().prec = 5 + number
+    torch.set_grad_enabled(not number)
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits((0, 1000)[number])
+    socket.setdefaulttimeout(1.0 + number)
+    os.umask((0o022, 0o077)[number])
+    np.seterr(divide=("raise", "ignore")[number])
+    warnings.filterwarnings(("ignore", "error")[number], "rarely", UserWarning)
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    process, thread = ProcessSettings.current(), ThreadSettings.current()
+    yield
+    process.apply()
+    thread.apply()
+
+
+def test_settings_of_process_and_thread_reach_workers_of_sessions_that_are_there(serve):
+    server = serve("--num-workers", "1")
+    loader = RPCDataloader(Settings(), None, collate_fn=dict, workers=server.address, num_workers=1)
+    seen = []
+    for number in range(2):
+        choose(number)
+        expected = look()
+        assert list(loader) == [expected]
+        seen.append(expected)
+    # The limit on digits came with Python 3.11, and some versions of 3.10.
+    assert all(seen[0][name] != seen[1][name] for name in seen[0] if name != "digits")
+
+
+def test_worker_has_the_settings_of_the_thread_that_iterates(serve):
+    def count() -> str:
+        decimal.getcontext().prec = 3
+        (batch,) = loader
+        return batch["third"]
+
+    server = serve("--num-workers", "1")
+    loader = RPCDataloader(Settings(), None, collate_fn=dict, workers=server.address, num_workers=1)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(count).result() == "0.333"
+    assert [batch["third"] for batch in loader] == [str(decimal.Decimal(1) / 3)]
