@@ -49,6 +49,7 @@ class MutableDataset(RemoteDataset):
         self._query_worker: RemoteWorker | None = None
         # Guarded by the other lock.
         self._length: int | None = None
+        self._definitions = self.definitions  # with which it has this length
         self._is_iterable = is_iterable
         self._last_change = 0  # number
         self._changes: tuple[Change, ...] = ()
@@ -179,13 +180,25 @@ class MutableDataset(RemoteDataset):
         Raises:
             TypeError: It has no length.
         """
-        if (length := self._length) is None:
-            last_change = self._last_change
+        if (here := self._here()) is not None:
+            return len(here)
+        definitions = freeze({}, names=self.names).definitions  # which the script may have changed since
+        with self._lock:
+            last_change, length = self._last_change, self._length
+            if definitions != self._definitions:
+                length, self._definitions = None, definitions
+        if length is None:
             length = self.query(len)
             with self._lock:
-                if self._last_change == last_change:
+                if self._last_change == last_change and self._definitions == definitions:
                     self._length = length
         return length
+
+    def _here(self) -> Any:
+        """The dataset itself, if this process has built it and no change was made; None otherwise."""
+        if self.local is None or self._last_change or not self.local.is_fork:
+            return None
+        return self.local.inherited.objects.get(self.key)
 
     def is_iterable(self) -> bool:
         """Whether it is iterable-style; otherwise map-style."""
@@ -268,7 +281,7 @@ class MutableDataset(RemoteDataset):
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         answer = PendingReply()
         try:
-            worker.call(Call(func, args, {}), answer.complete)
+            worker.call(Call(func, args, {}), answer.complete, names=self.names)
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer.wait

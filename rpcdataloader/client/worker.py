@@ -285,9 +285,16 @@ class RemoteWorker:
         return not self.draining and not self.connection.has_ended
 
     def call(
-        self, call: Call, complete: Callable[[Message | RPCError], None], allocator: Allocator | None = None
+        self,
+        call: Call,
+        complete: Callable[[Message | RPCError], None],
+        allocator: Allocator | None = None,
+        names: Set[str] = frozenset(),
     ) -> int:
         """Send a request; returns its number on this connection.
+
+        Args:
+            names: Names of the script that it needs besides those that it mentions.
 
         Raises:
             SerializationError: A part of the call cannot be pickled.
@@ -295,7 +302,7 @@ class RemoteWorker:
             ConnectionLostError: The worker has ended, or the one that held an object of the call.
         """
         parts = {"func": call.func, "args": call.args, "kwargs": call.kwargs}
-        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of, have=self.session.has)
+        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of, have=self.session.has, names=names)
         return self.submit(encoded, complete, allocator)
 
     def submit(

@@ -43,7 +43,7 @@ WORDS = {
     "trainer next": "The loader's own work in this process takes {own_seconds} per batch: {next}.",
     "setting": "Each batch takes {latency_seconds}, {allowed} may be in flight, and {in_flight} are needed: set "
     "{setting} (now {current}).",
-    "unclear": "What is known of {batches} does not say why. Let it run for longer.",
+    "unclear": "What is known of {batches} does not say why. A pass of more batches may.",
     # Of a pass without a batch, by the part of the start that is under way.
     "unclear pool": "No batch after {first_wait_seconds}: waiting for a worker, or the dataset that is being built.",
     "unclear build": "No batch after {first_wait_seconds}: waiting for the imports and the dataset of the first "

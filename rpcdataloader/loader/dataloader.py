@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from rpcdataloader.client.discovery import Local, Where, find_workers
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.raw import RawBatch, pack
-from rpcdataloader.loader.dataset import RPCDataset
+from rpcdataloader.loader.dataset import RPCDataset, check_whole
 from rpcdataloader.loader.iterating import LoaderIteration
 from rpcdataloader.loader.placement import check_min_workers
 from rpcdataloader.loader.sampler import Source
@@ -259,11 +259,10 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
         if workers is not None:
             raise ValueError("workers contradicts the RPCDataset, which has its own: leave it out")
         return dataset._where
+    check_whole(dataset)
     where = find_workers(workers)
     if where is None:
         if isinstance(num_workers, Auto):
             return Local()
         return Local(num_workers) if num_workers > 0 else None
-    if isinstance(where, Local) and where.num_workers and num_workers and where.num_workers != num_workers:
-        raise ValueError(f"workers={workers!r} and num_workers={num_workers} contradict each other: give one")
     return where

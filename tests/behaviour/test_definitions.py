@@ -83,6 +83,39 @@ assert list(batches) == [[0, 1], [2, 3]]
 """)
 
 
+@pytest.mark.parametrize("place", ["address", "'local:1'"])
+def test_changes_reach_the_length_of_an_rpc_dataset_and_so_the_order_of_its_samples(passes, place):
+    passes(f"""
+class Counted(Numbers):
+    def __len__(self):
+        return number
+
+number = 4
+dataset = RPCDataset({place}, Counted)
+assert len(dataset) == 4
+number = 6
+assert len(dataset) == 6
+assert list(load(dataset)) == [[0, 1], [2, 3], [4, 5]]
+""")
+
+
+def test_changes_reach_what_an_rpc_dataset_is_asked(passes):
+    passes("""
+class Scaled(Numbers):
+    def __getitem__(self, index):
+        return index * scale
+
+scale = 1
+dataset = RPCDataset(address, Scaled)
+assert dataset[2] == 2
+scale = 10
+assert dataset[2] == 20
+dataset.changed = True
+scale = 100
+assert dataset[2] == 200
+""")
+
+
 def test_changes_reach_functions_that_the_dataset_of_a_loader_holds(passes):
     passes("""
 class Each(Numbers):

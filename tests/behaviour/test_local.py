@@ -69,6 +69,14 @@ def test_each_pass_over_an_instance_has_a_session_and_persistent_workers_have_on
     wait_until(lambda: children() == before, what="the end of a session")
 
 
+@pytest.mark.parametrize("given", ["argument", "variable"])
+def test_num_workers_replaces_the_number_of_an_address_of_this_machine(given, monkeypatch):
+    if given == "variable":
+        monkeypatch.setenv("RPCDATALOADER_WORKERS", "local:1")
+    loader = RPCDataloader(datasets.Processes(6), num_workers=2, workers="local:1" if given == "argument" else None)
+    assert len({int(worker) for _index, worker, _session in loader}) == 2
+
+
 def test_session_of_an_rpc_dataset_ends_with_it_and_those_of_its_passes_with_these():
     before = children()
     dataset = RPCDataset("local:2", datasets.Processes, 6)

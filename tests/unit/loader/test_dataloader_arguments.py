@@ -11,9 +11,20 @@ import warnings
 
 import numpy as np
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    random_split,
+)
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Module
 from rpcdataloader.loader.waits import WantedWorkers
 from tests.support.datasets import Numbers
@@ -158,7 +169,6 @@ def test_more_workers_than_cpus_warn_as_torch_does():
     [
         # Where the workers are; more of it in client/test_discovery.py
         ({"workers": []}, ValueError, "workers names no worker; write host:port"),
-        ({"workers": "local:2", "num_workers": 3}, ValueError, "'local:2' and num_workers=3 contradict each other"),
         ({"workers": 4}, TypeError, "workers must be a string or a list of strings, but is 4"),
         ({"workers": [("node07", 6543)]}, TypeError, "workers must be strings"),
         ({"workers": "local:2", "min_workers": 2}, ValueError, "name them in workers="),
@@ -253,6 +263,21 @@ def test_bad_values_of_an_rpc_dataset_are_named(workers, dataset, options, error
 def test_what_an_rpc_dataset_has_decided_is_no_argument_of_its_loader(options, message):
     with pytest.raises(ValueError, match=message):
         RPCDataloader(RPCDataset("inline", Numbers), **options)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda dataset: random_split(dataset, [1, len(dataset) - 1])[0],
+        lambda dataset: ConcatDataset([Numbers(), dataset]),
+        lambda dataset: StackDataset(a=Subset(dataset, [1])),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"workers": "inline"}], ids=str)
+def test_part_of_an_rpc_dataset_is_refused_however_it_would_be_loaded(part, options):
+    """Without workers, each sample would be a call."""
+    with pytest.raises(LocalProtocolError, match="to use a part of it, give RPCDataloader a sampler"):
+        RPCDataloader(part(RPCDataset("inline", Numbers)), **options)
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
