@@ -156,13 +156,13 @@ class Snapshots:
                 self._compare_with_source(name, sources[name])
         found = {}
         for (name, place), kind in [*self._changed.items()]:
-            with contextlib.suppress(AttributeError, KeyError):  # what it was an attribute of is gone
+            with contextlib.suppress(AttributeError, KeyError, TypeError):  # what it was an attribute of is gone
                 found[f"{name}:{place}{kind}"] = _present(sys.modules[name], place)
         return found
 
     def _compare_with_source(self, name: str, source: Source) -> None:
         for place, literal in literals_of(source.content).items():
-            with contextlib.suppress(AttributeError, KeyError):
+            with contextlib.suppress(AttributeError, KeyError, TypeError):
                 value = _present(sys.modules[name], place)
                 if not _equal(value, literal):
                     self._changed.setdefault((name, place), VALUE if type(literal) in _ATOMS else CONTENT)

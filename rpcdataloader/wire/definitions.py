@@ -433,8 +433,8 @@ class _Adopted:
                 except USER_ERRORS as error:
                     if not is_compared(name):
                         raise
-                    # Nobody may need it: the script did not say that workers do.
-                    worker_logger.warning("%s stays as it is here, as what the script has of it fails: %s", name, error)
+                    # The script did not say that workers need it. Each of them would warn, in each pass.
+                    worker_logger.info("%s stays as it is here, as what the script has of it fails: %s", name, error)
         finally:
             self._pending.clear()
             self._resolve = None

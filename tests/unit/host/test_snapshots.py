@@ -145,6 +145,8 @@ def test_present_values_are_found_and_what_was_changed_once_counts_for_good(own)
         "Limits.one[=]": Deleted,
         "handle[=]": None,
     }
+    own.Limits = 3
+    assert "Limits.one[=]" not in found()
     del own.Limits
     assert "Limits.one[=]" not in found()
 
