@@ -207,17 +207,13 @@ def _compare(
             yield prefix + name, VALUE
     for name, value in list(namespace.items()):
         fact = facts.get(name)
-        if fact is None:
-            if not _is_compared(name, value):
-                continue
-            kind: str | None = VALUE
-        elif value is fact.before:
+        if fact is not None and value is fact.before:
             continue
-        else:
-            kind = fact.difference(value)
+        kind = VALUE if fact is None else fact.difference(value)
         if kind is not None:
-            # What functions keep that they have computed may be large: contents have a lower limit.
-            yield prefix + name, CONTENT if is_function else kind
+            if _is_compared(name, value):
+                # What functions keep that they have computed may be large: contents have a lower limit.
+                yield prefix + name, CONTENT if is_function else kind
         elif fact is not None and (parts := _parts_of(value, module, prefix + name)) is not None:
             yield from _compare(module, parts, fact.parts, f"{prefix}{name}.", isinstance(value, types.FunctionType))
 

@@ -113,6 +113,8 @@ CHANGES = {
     "own.logger.setLevel(10)": "",
     "own.level = own.level": "",
     "own.logger = own.os": "",
+    "own.handle = own.os": "",
+    "import torch\nown.handle = torch.utils.data.DataLoader([1])": "",
     "own.limits.get": "",
     "own.Limits.__doc__ = 'text'": "",
 }
