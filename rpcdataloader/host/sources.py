@@ -34,6 +34,9 @@ class Source(NamedTuple):
     path: str
     content: bytes
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
 
 @functools.lru_cache(maxsize=1)
 def installed_prefixes() -> tuple[str, ...]:
