@@ -47,6 +47,9 @@ __all__ = [
     "set_random_seeds",
 ]
 
+# Before the script changes anything in its modules.
+importlib.import_module("rpcdataloader.host.sources").watch("rpcdataloader.host.snapshots")
+
 _MODULES = {
     "CostBatchSampler": "rpcdataloader.loader.costs",
     "Diagnosis": "rpcdataloader.diagnosis.verdict",

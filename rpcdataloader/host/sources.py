@@ -3,11 +3,13 @@
 A file may be edited while a training runs, a module may be reloaded in a notebook, and a node server may have imported
 it long ago; or it has another file of that name. Workers must run what the script runs: a session gets the sources, and
 where its own file or module is another one, it takes the script's. Installed packages are those of the node.
+
+Imported with the package, before torch, and light for that.
 """
 
 from __future__ import annotations
 
-import importlib.abc
+import functools
 import importlib.machinery
 import logging
 import os
@@ -16,8 +18,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from rpcdataloader.host.locks import Lock
 
@@ -27,14 +28,17 @@ logger = logging.getLogger("rpcdataloader.server")
 _MAX_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A module's file as it was when the module was imported."""
 
     path: str
-    content: bytes = field(repr=False)
+    content: bytes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
 
 
+@functools.lru_cache(maxsize=1)
 def installed_prefixes() -> tuple[str, ...]:
     """Folders of the interpreter's own modules."""
     paths = sysconfig.get_paths()
@@ -46,12 +50,12 @@ def installed_prefixes() -> tuple[str, ...]:
 
 
 # Packages of another environment. A user's own folder may be called site-packages, too.
-_PACKAGES = re.compile(r"/lib(64)?/(python|pypy)[\w.]*/(site|dist)-packages(/|$)")
+_PACKAGES = r"/lib(64)?/(python|pypy)[\w.]*/(site|dist)-packages(/|$)"
 
 
 def is_under(path: str, prefixes: tuple[str, ...]) -> bool:
     """Whether a path is below one of ``prefixes``, or among installed packages."""
-    if _PACKAGES.search(path):
+    if re.search(_PACKAGES, path):
         return True
     return any(path == prefix or path.startswith(prefix + os.sep) for prefix in prefixes)
 
@@ -86,7 +90,7 @@ class Recorder:
                 before, source = self._own.get(name, (None, None))
                 if before is not spec:
                     prefixes = prefixes or installed_prefixes()
-                    path = _path_of(name, spec, prefixes)
+                    path = path_of_own(name, spec, prefixes)
                     if path is None:
                         others[name] = module
                         continue
@@ -98,7 +102,7 @@ class Recorder:
             return found
 
 
-def _path_of(name: str, spec: Any, prefixes: tuple[str, ...]) -> str | None:
+def path_of_own(name: str, spec: Any, prefixes: tuple[str, ...]) -> str | None:
     """Where the source of a module of the script is; None of another module."""
     if name in ("__main__", "__mp_main__") or name.partition(".")[0] == __name__.partition(".")[0]:
         return None
@@ -120,6 +124,90 @@ def _read(path: str) -> Source | None:
 recorder = Recorder()
 
 
+# Imports that are noticed
+
+
+class Listener(Protocol):
+    """What hears of the script's own modules, perhaps also of others."""
+
+    def look(self, name: str) -> None:
+        """A module is about to run, perhaps again."""
+
+    def take(self, names: Sequence[str], *, are_early: bool = False) -> None:
+        """Modules have run; early ones some time ago."""
+
+
+_listener = ""  # the name of its module, which is imported once there is something to tell
+_exec_module: Any = importlib.machinery.SourceFileLoader.exec_module
+
+
+def watch(listener: str) -> None:
+    """Tell of modules from now on, once per process; of those that are imported already, too.
+
+    Args:
+        listener: The name of a module that has a :class:`Listener`, of the name ``listener``.
+    """
+    global _listener
+    _listener = listener
+    # Not a finder in ``sys.meta_path``: modules that are loaded by their path meet none, nor do those that another
+    # finder finds first. Reloads come here, too.
+    importlib.machinery.SourceFileLoader.exec_module = _watched_exec_module  # type: ignore[assignment,method-assign]
+    early: list[str] = []
+    for name, module in list(sys.modules.items()):
+        # Not an attribute, at which a lazy module would be loaded.
+        spec = (
+            object.__getattribute__(module, "__dict__").get("__spec__")
+            if isinstance(module, types.ModuleType)
+            else None
+        )
+        if type(spec) is importlib.machinery.ModuleSpec and _may_be_own(spec.loader):
+            if getattr(spec, "_initializing", False):
+                spec.__class__ = _RunningSpec
+            else:
+                early.append(name)
+    if early:
+        _get_listener().take(early, are_early=True)
+
+
+def _watched_exec_module(loader: importlib.machinery.SourceFileLoader, module: types.ModuleType) -> None:
+    is_own = _may_be_own(loader)
+    if is_own:
+        _get_listener().look(loader.name)
+    _exec_module(loader, module)
+    if is_own:
+        _get_listener().take([loader.name])
+
+
+# Where a module fails, Python leaves functions of importlib out of the traceback, and so this one.
+_watched_exec_module.__code__ = _watched_exec_module.__code__.replace(co_filename=_exec_module.__code__.co_filename)
+
+
+class _RunningSpec(importlib.machinery.ModuleSpec):
+    """Of a module that imports this package, until the import system notes in it that the module has run."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            self.__class__ = importlib.machinery.ModuleSpec  # type: ignore[assignment]
+            _get_listener().take([self.name])
+
+
+def _may_be_own(loader: Any) -> bool:
+    """Whether a loader's module may be the script's own; cheap, for the thousands of modules of libraries."""
+    if not isinstance(loader, importlib.machinery.SourceFileLoader) or "site-packages" in loader.path:
+        return False
+    return not loader.path.startswith(_LIBRARY) and loader.name.partition(".")[0] != _PACKAGE
+
+
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _get_listener() -> Listener:
+    found: Listener = importlib.import_module(_listener).listener
+    return found
+
+
 # The session's side
 
 
@@ -134,7 +222,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self._content, self.path)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Finds modules as usual, and sees to it that they are the script's."""
 
     def __init__(self) -> None:

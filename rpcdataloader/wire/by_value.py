@@ -32,7 +32,7 @@ from typing import Any
 
 from cloudpickle import cloudpickle  # type: ignore[import-untyped]
 
-from rpcdataloader.host.patches import is_data
+from rpcdataloader.host.snapshots import is_data
 
 #: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
 MAIN_NAMES = ("__main__", "__mp_main__")

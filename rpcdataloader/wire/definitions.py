@@ -18,6 +18,7 @@ import contextlib
 import functools
 import io
 import itertools
+import logging
 import pickle
 import sys
 import types
@@ -27,7 +28,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.patches import find_patches, is_content, is_patch, patch
+from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, patch
+from rpcdataloader.host.snapshots import snapshots
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
@@ -39,6 +41,9 @@ from rpcdataloader.wire.picklers import (
     adopt,
 )
 
+client_logger = logging.getLogger("rpcdataloader.client")
+worker_logger = logging.getLogger("rpcdataloader.worker")
+
 # Globals that the receiver's module has of its own.
 _OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec__")
 
@@ -46,8 +51,9 @@ _OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec
 # Larger ones are sent when they are needed.
 _MAX_REST_BYTES = 1 << 16
 
-# Of what the script has changed in place in its modules, larger objects stay as the node's modules make them.
-_MAX_CONTENT_BYTES = 1 << 20
+# Of what has changed in the script's modules: larger objects stay as the node's modules make them. A value that the
+# script's source assigns has no limit.
+_MAX_CONTENT_BYTES, _MAX_VALUE_BYTES = 1 << 20, 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +156,9 @@ class _Script:
                 try:
                     self._follow({name: ""}, trial, view, explain)
                     parts = trial
-                except USER_ERRORS:
+                except USER_ERRORS as error:
                     self._left_out[name] = number
+                    _tell_of_left_out(name, value, error)
         found: dict[str, Definition] = {}
         for name in parts:
             if name not in found:
@@ -206,8 +213,8 @@ class _Script:
 
     def _part(self, name: str, view: _View, file: io.BytesIO | None = None) -> _Part:
         number = self._number(name, view.namespace[name])
-        if file is None and is_content(name):
-            file = Limited(_MAX_CONTENT_BYTES)
+        if file is None and is_compared(name):
+            file = Limited(_MAX_CONTENT_BYTES if is_content(name) else _MAX_VALUE_BYTES)
         pickled, pickler = view.pickle([name], file)
         token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
         contained = frozenset(pickler.contained)
@@ -253,6 +260,17 @@ class _View(NamedTuple):
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _tell_of_left_out(name: str, value: Any, error: BaseException) -> None:
+    place, reason = name.partition("[")[0].replace(":", "."), error.__cause__ or error
+    if isinstance(reason, OverflowError):
+        limit = _MAX_CONTENT_BYTES if is_content(name) else _MAX_VALUE_BYTES
+        why = f"it has more than {limit >> 20} MiB, or is on a device; {place} = ... in the script has no limit"
+        client_logger.warning("workers of nodes do not get what has changed in %s: %s", place, why)
+    else:
+        level = logging.INFO if is_compared(name) and snapshots.may_stay(name, value) else logging.WARNING
+        client_logger.log(level, "workers of nodes do not get what has changed in %s: %s", place, reason)
 
 
 def _may_be_rest(name: str, value: Any) -> bool:
@@ -409,7 +427,14 @@ class _Adopted:
         self._resolve = resolve
         try:
             while self._pending:
-                self._load(self._pending, next(iter(self._pending)))
+                name = next(iter(self._pending))
+                try:
+                    self._load(self._pending, name)
+                except USER_ERRORS as error:
+                    if not is_compared(name):
+                        raise
+                    # The script did not say that workers need it. Each of them would warn, in each pass.
+                    worker_logger.info("%s stays as it is here, as what the script has of it fails: %s", name, error)
         finally:
             self._pending.clear()
             self._resolve = None

@@ -399,8 +399,17 @@ class Rows:
     def __getitem__(self, index):
         return options.size, len(table), level, num_own() + size_of()
 
-def num_own():
-    return len(__C)
+def num_own(more=0):
+    return len(__C) + Holder.get().count + more
+
+class Holder:
+    one, _count = None, 0
+    count = property(lambda self: self._count, lambda self, count: setattr(self, "_count", count))
+
+    @classmethod
+    def get(cls):
+        cls.one = cls.one or cls()
+        return cls.one
 """
 
 
@@ -429,6 +438,22 @@ def num_own():
         ("@changed.size_for.register\ndef _(value: int):\n    return 4", (1, 1, 1, 4)),
         ("from changed import size_for\nsize_for.register(int, lambda value: 4)", (1, 1, 1, 4)),
         ("changed.size_for.register(int, changed.unregistered)", (1, 1, 1, 5)),
+        ("changed.Holder.get().count = 3", (1, 1, 1, 3)),
+        ("changed.Holder.one = changed.Holder()\nchanged.Holder.one._count = 3", (1, 1, 1, 3)),
+        (
+            "def apply(module, **own):\n    [setattr(module, *each) for each in own.items()]\napply(changed, level=2)",
+            (1, 1, 2, 0),
+        ),
+        ("exec('changed.level = 2')", (1, 1, 2, 0)),
+        ("exec('level = 2', vars(changed))", (1, 1, 2, 0)),
+        ("from unittest import mock\nmock.patch('changed.level', 2).start()", (1, 1, 2, 0)),
+        ("import pytest\npytest.MonkeyPatch().setitem(changed.table, 'b', 2)", (1, 2, 1, 0)),
+        ("import operator\noperator.setitem(changed.table, 'b', 2)", (1, 2, 1, 0)),
+        ("for each in [changed.options]:\n    each.size = 2", (2, 1, 1, 0)),
+        ("exec('changed.num_own = lambda: 7')", (1, 1, 1, 7)),
+        ("exec('changed.num_own.__defaults__ = (7,)')", (1, 1, 1, 7)),
+        ("exec('changed.Holder.count = 7')", (1, 1, 1, 7)),
+        ("exec('changed.Holder._count = 7')", (1, 1, 1, 7)),
     ],
 )
 def test_changes_of_own_modules_are_found_however_they_are_written(passes, change, seen):
@@ -441,6 +466,111 @@ import changed
 {change}
 assert [*load(changed.Rows())] == [[{seen}] * 2] * 2
 """)
+
+
+OF_THE_NODE = """
+import os, random
+
+where, level, flag = os.environ.get("WHERE"), 1, 1
+folder = {"where": where}
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return where, folder["where"], level, globals().get("flag")
+"""
+
+
+@pytest.fixture
+def passes_with(passes):
+    """Run a script that has imported this as ``own``."""
+
+    def run(own, source):
+        return passes(f"""
+import os
+import pathlib
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("own.py").write_text({own!r})
+os.environ["WHERE"] = "script"
+import own
+{source}
+""")
+
+    return run
+
+
+def test_what_a_module_finds_on_its_machine_is_that_of_the_node_until_the_script_changes_it(passes_with):
+    passes_with(
+        OF_THE_NODE,
+        """
+assert (own.where, own.folder) == ("script", {"where": "script"})
+loader = load(own.Rows())
+exec("own.level = 2")
+if not own.where:
+    own.where = "elsewhere"
+assert [*loader] == [[(None, None, 2, 1)] * 2] * 2
+exec("own.folder['where'] = 'here'")
+assert [*loader] == [[(None, "here", 2, 1)] * 2] * 2
+exec("own.folder['where'], own.level = own.where, 1")  # as they were, which workers have not had
+assert [*loader] == [[(None, "script", 1, 1)] * 2] * 2
+""",
+    )
+
+
+def test_names_of_a_module_that_the_script_deletes_and_sets_again_are_deleted_and_set_in_workers(passes_with):
+    passes_with(
+        OF_THE_NODE,
+        """
+for dataset in own.Rows(), RPCDataset(address, own.Rows):
+    loader = load(dataset)
+    own.flag = 2
+    assert [*loader] == [[(None, None, 1, 2)] * 2] * 2
+    del own.flag
+    assert [*loader] == [[(None, None, 1, None)] * 2] * 2
+    vars(own)["flag"] = 3
+    assert [*loader] == [[(None, None, 1, 3)] * 2] * 2
+""",
+    )
+
+
+WITH_MEMO = """
+table, seen, handle, level = {"a": 1}, {}, None, 1
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return len(table), len(seen), handle is None, level
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("own.table['b'] = (each for each in ())", "workers of nodes do not get what has changed in own.table: "),
+        ("own.table.update((n, str(n) * 50) for n in range(20_000))", "own.table: it has more than 1 MiB"),
+        ("own.seen['b'] = own.handle = (each for each in ())", ""),
+        ("own.seen['b'] = only_here.Thing()", ""),
+    ],
+)
+def test_what_cannot_be_sent_of_an_own_module_stays_as_it_is_on_nodes(passes_with, change, told):
+    ended = passes_with(
+        WITH_MEMO,
+        f"""
+path = pathlib.Path(__file__).with_name("only_here.py")
+path.write_text("class Thing: pass")
+import only_here
+path.unlink()
+exec({change!r} + "; own.level = 2")
+for epoch in range(2):
+    assert [*load(own.Rows())] == [[(1, 0, True, 2)] * 2] * 2
+""",
+    )
+    assert ended.errors.count("workers of nodes do not get") == (told != "")
+    assert told in ended.errors
 
 
 def test_what_a_module_has_computed_from_another_stays_as_the_script_changes_that(passes):

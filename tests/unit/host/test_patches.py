@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import importlib
+import random
 import string
 import sys
 import types
@@ -11,7 +12,8 @@ import types
 import pytest
 
 from rpcdataloader.host import patches
-from rpcdataloader.host.patches import find_patches, is_patch, patch
+from rpcdataloader.host.patches import find_patches, is_compared, is_patch, patch
+from rpcdataloader.host.snapshots import Deleted
 
 
 @pytest.fixture(autouse=True)
@@ -97,52 +99,14 @@ def test_script_that_cannot_be_read_has_changed_nothing(tmp_path):
 
 
 OF_THE_SCRIPT = """
-import logging
+import collections
+import random
 import types
 
-logger = logging.getLogger("settings")
-options = types.SimpleNamespace(size=1, parts={"a": 1})
-unchanged = types.SimpleNamespace(size=1)
-table, names, registry, ordered = {"a": 1}, ["a"], {}, {"a": 1}
+options = types.SimpleNamespace(size=1)
+table, names, ordered, recent, drawn = {"a": 1}, ["a"], {"a": 1}, collections.deque([1]), random.Random(1)
 level = 1
-
-class Limits:
-    by_name = {"a": 1}
-
-def register(function):
-    registry[function.__name__] = function
-    return function
-
-def set_up(value):
-    global level
-    level = value
-    _sort()
-
-def _sort():
-    ordered["b"] = 2
-
-def unused():
-    unchanged.size
 """
-
-CHANGES = {
-    "settings.options.size = 2": "options[...]",
-    "options.parts['b'] = 2": "options[...]",
-    "settings.table['a']['b'] = 2": "table[...]",
-    "table.update(b=2)": "table[...]",
-    "del settings.table['a']": "table[...]",
-    "names += ['b']": "names[...]",
-    "settings.Limits.by_name['b'] = 2": "Limits.by_name[...]",
-    "Limits.by_name.clear()": "Limits.by_name[...]",
-    "set_up(2)": "level ordered[...]",
-    "@settings.register\ndef f(): pass": "registry[...]",
-    "setattr(settings, 'level', 2)": "level",
-    "logger.info('')": "",
-    "options = table = 3": "",
-    "len(names)": "",
-    "print(names)": "",
-    "def f(table):\n    return table['a']": "",
-}
 
 
 @pytest.fixture
@@ -154,26 +118,25 @@ def settings(tmp_path, monkeypatch):
     del sys.modules["settings"]
 
 
-def found_of(settings, source):
-    names = {name: value for name, value in vars(settings).items() if not name.startswith("__")}
-    found = find_patches({**names, "settings": settings, "_ih": [source]})
-    return {name.partition(":")[2]: value for name, value in found.items() if name.startswith("settings:")}
+def test_own_modules_are_compared_and_what_the_script_assigns_there_is_told_from_the_rest(settings):
+    namespace = {"settings": settings, "_ih": ["settings.level = 2", "settings.names = 3"]}
+    settings.level, settings.table["b"], settings.ordered = 2, 2, {}
+    found = {name: value for name, value in find_patches(namespace).items() if name.startswith("settings:")}
+    assert found == {"settings:level": 2, "settings:table[...]": {"a": 1, "b": 2}, "settings:ordered[=]": {}}
+    assert [is_compared(name) for name in found] == [True, True, False]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_in_place_of_what_the_scripts_own_modules_have_are_found(settings, change):
-    before = found_of(settings, "")  # what the module changes itself
-    found = found_of(settings, change)
-    assert found.keys() - before.keys() == set(CHANGES[change].split()) - before.keys()
-    assert set(CHANGES[change].split()) <= found.keys()
-
-
-def test_own_modules_are_looked_at_as_the_script_is(settings):
-    assert found_of(settings, "").keys() == {"registry[...]", "ordered[...]"}
+def test_what_an_own_module_assigns_in_a_library_is_found(settings, library, monkeypatch):
+    library.size = 2
+    source = patches.Source("settings.py", b"import library\nlibrary.size = 2")
+    monkeypatch.setattr(patches.recorder, "look", lambda: {"settings": source})
+    settings.library = library
+    assert find_patches({})["library:size"] == 2
 
 
 def test_what_has_changed_in_place_stays_the_same_object(settings):
     table, names, options = settings.table, settings.names, settings.options
+    recent, drawn = settings.recent, settings.drawn
     settings.ordered = ordered = collections.OrderedDict(a=1)
     settings.kind = 1
     for name, value in {
@@ -181,11 +144,22 @@ def test_what_has_changed_in_place_stays_the_same_object(settings):
         "names": ["b"],
         "options": type(options)(other=2),
         "ordered": collections.OrderedDict(b=2),
+        "recent": collections.deque([2, 3]),
+        "drawn": random.Random(2),
         "kind": "text",
     }.items():
         patch(f"settings:{name}[...]", value)
     assert (table, names, vars(options), list(ordered)) == ({"b": 2}, ["b"], {"other": 2}, ["b"])
+    assert (list(recent), drawn.random()) == ([2, 3], random.Random(2).random())
     assert settings.kind == "text"
+
+
+def test_what_was_deleted_is_deleted_and_set_again(settings):
+    patch("settings:level[=]", Deleted)
+    patch("settings:level[=]", Deleted)
+    assert not hasattr(settings, "level")
+    patch("settings:level[=]", 3)
+    assert settings.level == 3
 
 
 def test_what_is_the_same_object_already_keeps_its_content(settings):

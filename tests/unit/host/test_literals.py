@@ -1,0 +1,53 @@
+"""What a source says without being run."""
+
+from __future__ import annotations
+
+from rpcdataloader.host.literals import literals_of
+
+SOURCE = b"""
+import os
+level, size = 1, 2
+table = {"a": [1]}
+number = 4
+read = [2]
+name: str = "a"
+filled = {}
+filled["a"] = os.getpid()
+twice = 1
+if read or number:
+    twice = 2
+computed = os.getpid()
+first = second = 1
+
+def set_up(value):
+    global name
+    name = value
+    filled.clear()
+
+class Limits:
+    by_name = {}
+    limit = -1
+    class Inner:
+        depth = 3
+    def get(self, limit=4):
+        return limit
+
+class Late:
+    size = 1
+Late.size = 2
+"""
+
+
+def test_literals_that_are_named_once_are_found():
+    assert literals_of(SOURCE) == {
+        "table": {"a": [1]},
+        "number": 4,
+        "name": "a",
+        "Limits.by_name": {},
+        "Limits.limit": -1,
+        "Limits.Inner.depth": 3,
+    }
+
+
+def test_source_that_cannot_be_parsed_says_nothing():
+    assert literals_of(b"1 +") == literals_of(b"\0") == {}

@@ -1,0 +1,307 @@
+"""What has changed in modules since they were imported: in workers, see ``tests/behaviour/test_definitions.py``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader.host import sources
+from rpcdataloader.host.snapshots import Deleted, snapshots
+
+MODULE = """
+import functools
+import logging
+import os
+import threading
+
+logger, lock, handle, memo = logging.getLogger("own"), threading.Lock(), None, {}
+level, table, text = 1, {"a": [1]}, "a" * 5000
+alias = table
+
+class Limits:
+    by_name = {"a": 1}
+    one = None
+
+    class Inner:
+        depth = 1
+
+    @classmethod
+    def get(cls):
+        cls.one = cls.one or cls()
+        return cls.one
+
+    def size_of(self, more=()):
+        return 1
+
+limits = Limits()
+
+def fill(value, seen=[]):
+    seen.append(value)
+
+@functools.singledispatch
+def size_for(value):
+    return 0
+
+@functools.cache
+def cached(value):
+    return value
+"""
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Make and import a module of the script's own."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def make(source, name="own_module"):
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        made.append(name)
+        return importlib.import_module(name)
+
+    yield make
+    for name in made:
+        sys.modules.pop(name, None)
+        snapshots.forget(name)
+
+
+@pytest.fixture
+def own(make):
+    return make(MODULE)
+
+
+def found(name="own_module"):
+    """What was found, without values."""
+    values = snapshots.find(sources.recorder.look())
+    return {key.partition(":")[2]: value for key, value in values.items() if key.startswith(f"{name}:")}
+
+
+CHANGES = {
+    "own.level = 2": "level[=]",
+    "own.level = True": "level[=]",
+    "own.text = 'a' * 5001": "text[=]",
+    "own.new = 3": "new[=]",
+    "del own.level": "level[=]",
+    "own.table['a'].append(2)": "table[...] alias[...]",
+    "own.table = {'a': [1]}": "table[=]",
+    "own.limits.size = 2": "limits[...]",
+    "own.Limits.by_name['b'] = 2": "Limits.by_name[...]",
+    "own.Limits.Inner.depth = 2": "Limits.Inner.depth[=]",
+    "own.Limits.new = 2": "Limits.new[=]",
+    "del own.Limits.one": "Limits.one[=]",
+    "own.Limits.get().size = 2": "Limits.one[=]",
+    "own.Limits.size_of = None": "Limits.size_of[=]",
+    "own.Limits.size_of.attribute = 2": "Limits.size_of.attribute[...]",
+    "own.Limits = type('Limits', (), {})": "Limits[=]",
+    "own.fill(1)": "fill.__defaults__[...]",
+    "own.fill = own.cached": "fill[=]",
+    "own.size_for.register(int, abs)": "size_for.registry[...]",
+    "own.size_for.table = {}": "size_for.table[...]",
+    "vars(own).update(level=2)": "level[=]",
+    "own.cached(1)": "",
+    "own.lock.acquire()": "",
+    "own.logger.setLevel(10)": "",
+    "own.level = own.level": "",
+    "own.logger = own.os": "",
+    "own.handle = own.os": "",
+    "import torch\nown.handle = torch.utils.data.DataLoader([1])": "",
+    "own.limits.get": "",
+    "own.Limits.__doc__ = 'text'": "",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_found_by_whatever_means(own, change):
+    assert found() == {}
+    exec(change, {"own": own})
+    assert found().keys() == set(CHANGES[change].split())
+
+
+def test_present_values_are_found_and_what_was_changed_once_counts_for_good(own):
+    own.level, own.table["b"] = 2, 2
+    own.Limits.one = 3
+    del own.handle
+    assert found() == {
+        "level[=]": 2,
+        "table[...]": own.table,
+        "alias[...]": own.table,
+        "Limits.one[=]": 3,
+        "handle[=]": Deleted,
+    }
+    own.level, own.handle = 1, None
+    del own.table["b"], own.Limits.one
+    assert found() == {
+        "level[=]": 1,
+        "table[...]": own.table,
+        "alias[...]": own.table,
+        "Limits.one[=]": Deleted,
+        "handle[=]": None,
+    }
+    own.Limits = 3
+    assert "Limits.one[=]" not in found()
+    del own.Limits
+    assert "Limits.one[=]" not in found()
+
+
+def test_what_may_stay_as_a_node_has_it(own):
+    def may_stay(name, value=1, kind="="):
+        return snapshots.may_stay(f"own_module:{name}[{kind}]", value)
+
+    assert all(map(may_stay, ("handle", "memo", "Limits.one")))
+    assert not any(map(may_stay, ("table", "level", "new", "Limits.by_name.a")))
+    values = {"table": {}, "limits": own.limits, "options": argparse.Namespace(), "bar": threading.Event()}
+    found = {name: may_stay(name, value, "...") for name, value in values.items()}
+    assert found == {"table": False, "limits": False, "options": False, "bar": True}
+
+
+def test_reloaded_module_has_changed_since_its_reload_alone_but_for_what_had_changed_before(own):
+    own.level = 2
+    importlib.reload(own)
+    own.table["b"] = 2
+    assert found() == {"level[=]": 1, "table[...]": own.table, "alias[...]": own.table}
+
+
+def test_module_that_is_imported_again_is_compared_with_itself(own, make):
+    del sys.modules["own_module"]
+    again = make(MODULE)
+    assert found() == {}
+    own.level, again.handle = 2, 3
+    assert found() == {"handle[=]": 3}
+
+
+def test_module_that_is_loaded_by_its_path_is_compared(tmp_path):
+    path = tmp_path / "by_path.py"
+    path.write_text("level = 1")
+    spec = importlib.util.spec_from_file_location("by_path", path)
+    module = sys.modules["by_path"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.level = 2
+    assert found("by_path") == {"level[=]": 2}
+    del sys.modules["by_path"]
+    snapshots.forget("by_path")
+
+
+@pytest.mark.usefixtures("own")
+def test_what_a_module_changes_in_another_one_has_changed(make):
+    make("import own_module\nown_module.level = 2", "other_module")
+    assert (found(), found("other_module")) == ({"level[=]": 2}, {})
+
+
+def test_import_that_fails_tells_nothing_of_what_watches_it(make):
+    with pytest.raises(ZeroDivisionError) as error:
+        make("1 / 0", "failing_module")
+    assert sources.__file__ not in {str(entry.path) for entry in error.traceback}
+
+
+def test_module_with_values_that_fail_when_asked_is_imported(make):
+    module = make("""
+class Lazy:
+    __class__ = property(lambda self: 1 / 0)
+
+    def __getattr__(self, name):
+        raise ValueError(name)
+
+    __eq__ = __bool__ = __len__ = __hash__ = None
+
+lazy, level = Lazy(), 1
+""")
+    module.level = 2
+    assert found() == {"level[=]": 2}
+
+
+def test_module_with_a_class_of_its_own_is_compared_and_a_lazy_one_once_it_has_run(make, tmp_path):
+    make("""
+import sys, types
+
+class Own(types.ModuleType):
+    size = property(lambda self: self.level)
+
+level = 1
+sys.modules[__name__].__class__ = Own
+""").level = 2
+    assert found() == {"level[=]": 2}
+    path = tmp_path / "lazy_module.py"
+    path.write_text("level = 1")
+    spec = importlib.util.spec_from_file_location("lazy_module", path)
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = sys.modules["lazy_module"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.level = 2
+    assert found("lazy_module") == {"level[=]": 2}
+    del sys.modules["lazy_module"]
+    snapshots.forget("lazy_module")
+
+
+def test_module_that_replaces_itself_is_left_alone(make):
+    make("import sys, types\nsys.modules[__name__] = types.SimpleNamespace(__spec__=__spec__, level=1)")
+    assert found() == {}
+
+
+def test_table_that_a_thread_changes_meanwhile_breaks_nothing(own):
+    ends = threading.Event()
+
+    def change():
+        while not ends.is_set():
+            own.memo[len(own.memo) % 1000] = [own.memo.copy()]
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(20):
+            assert found().keys() <= {"memo[...]"}
+    finally:
+        ends.set()
+        thread.join()
+
+
+EARLY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import early
+early.level = 2
+early.options.update(b=2)
+early.found["a"] = 2
+import rpcdataloader, late
+early.text = late.text = "b"
+from rpcdataloader.host import sources
+from rpcdataloader.host.snapshots import snapshots
+print(*sorted(snapshots.find(sources.recorder.look())))
+print(*map(snapshots.has_all_of, ("early", "late", "between", "missing")))
+print(sys.modules["between"].__spec__.__class__.__name__)
+"""
+
+
+def run(tmp_path, script):
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, str(path), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(sources.__file__).parents[2])}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_modules_that_were_imported_early_are_compared_with_their_source_and_themselves(tmp_path):
+    (tmp_path / "early.py").write_text("import os\nlevel = 1\noptions = {}\nfound = dict(a=1)\nhost = os.getpid()\n")
+    (tmp_path / "between.py").write_text("import rpcdataloader\nlevel = 1\ntable = {'a': 1}")
+    (tmp_path / "late.py").write_text("import between\ntext = 'a'")
+    changed = "early:level[=] early:options[...] early:text[=] late:text[=]"
+    assert run(tmp_path, EARLY) == [changed, "False True True False", "ModuleSpec"]
+
+
+def test_module_that_imports_this_package_first_is_compared_with_itself_after_its_import(tmp_path):
+    (tmp_path / "between.py").write_text("import rpcdataloader, os\nlevel = 1\nwhere = os.getpid()\ntable = {'a': 1}")
+    script = EARLY.replace("import early\n", "import between\nbetween.table['b'] = 2\n")
+    lines = [line for line in script.splitlines() if "early" not in line or "has_all_of" in line]
+    (tmp_path / "late.py").write_text("text = 'a'")
+    assert run(tmp_path, "\n".join(lines)) == ["between:table[...]", "False True True False", "ModuleSpec"]
