@@ -109,8 +109,7 @@ def admit(
         redirect_output(*output)
         node.close()
         row.since[0], row.pid[0] = time.monotonic_ns(), os.getpid()
-        session_id = channel.session_id.hex()
-        welcome = Welcome(context.node, os.getpid(), session_id, context.num_workers, connection.worker)
+        welcome = Welcome(context.node, os.getpid(), context.num_workers, connection.worker)
         channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
         # The pass was over before its last worker had started.
