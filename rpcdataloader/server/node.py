@@ -210,6 +210,8 @@ class NodeServer:
             return False
         reason = "too many unauthenticated connections"
         self._strangers.log(logging.INFO, "closed a connection from %s: %s", victim.peer, reason)
+        if victim.gate is None:  # perhaps a client that has not come to its first bytes: it tries again
+            send_refusal(victim.sock, UnavailableError(reason))
         self._drop(victim, reason)
         return True
 

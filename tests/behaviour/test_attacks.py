@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader import RPCDataloader, rpc_async
+from rpcdataloader.client.worker import WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.wire.handshake import Tickets
 from rpcdataloader.wire.transport import Transport
@@ -207,6 +208,19 @@ def test_flood_of_forged_tickets_does_not_keep_a_client_from_its_work(serve):
         thread.join()
     assert server.log.count("it forks") < 20  # of the session, of workers, and of nobody else
     assert num_tried > 100
+
+
+def test_hundreds_of_workers_wait_for_a_session_that_builds(serve, monkeypatch):
+    """Those that come to their first bytes too late, as there is room for few strangers, try again."""
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "60")  # as by default
+    limits = in_server("strangers", "small door") + "; session.HANDSHAKE_TIMEOUT = 60"
+    server = serve("--num-workers", "300", before=limits)
+    session = peers.session_of(server.address)
+    session.call(time.sleep, 4)  # longer than strangers have
+    workers = [session.open_worker(WorkerOwner()) for _ in range(300)]
+    wait_until(lambda: all(worker.number or worker.connection.error for worker in workers), 60, "all workers")
+    assert {str(worker.connection.error) for worker in workers} == {"None"}
+    assert "refused" not in server.log
 
 
 # --- nonsense of somebody who knows the secret
