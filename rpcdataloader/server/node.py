@@ -1,9 +1,9 @@
 """The node server: listen, tell connections apart, fork gates, reap, drain; ``clients.py`` handles the clients.
 
 The server has one thread, which never waits for the network and runs no user code. It looks at the first 32 bytes of a
-connection and leaves them where they are: one with a good ticket goes to its session, one with another ticket is
-refused, and everything else is read by a gate, which is forked for it. Peers without a ticket have proved nothing, so
-their number and their time are limited.
+connection and leaves them where they are: one with a good ticket goes to its session, one without a ticket is read by a
+gate, which is forked for it, and everything else is refused. Peers without a ticket have proved nothing, so their
+number and their time are limited.
 """
 
 from __future__ import annotations
@@ -202,6 +202,9 @@ class NodeServer:
         """Whether a connection may come; at the limit, the oldest one of the busiest source makes room for it."""
         if len(self._unproved) < MAX_UNPROVED:
             return True
+        if refused := [connection for connection in self._unproved if connection.is_refused]:
+            self._drop(min(refused, key=lambda each: each.since), "it was refused")
+            return True
         num_connections = Counter(connection.source for connection in self._unproved)
         victim = min(self._unproved, key=lambda each: (-num_connections[each.source], each.since))
         youth = victim.since + PROOF_PATIENCE - time.monotonic()
@@ -216,7 +219,7 @@ class NodeServer:
         return True
 
     def _look_at(self, connection: Stranger) -> None:
-        """Decide who reads a connection, once its first bytes are there."""
+        """Decide who reads a connection, once its preamble is there."""
         if connection not in self._unproved:
             return
         sock = connection.sock
@@ -230,7 +233,19 @@ class NodeServer:
         self._loop.unwatch(sock.fileno())
         if not start:
             self._drop(connection, "its peer has gone")
-        elif (ticket := _ticket_in(start)) is None:
+            return
+        if len(start) < PREAMBLE_SIZE:
+            # The loop would not come to rest while these can be read.
+            self._loop.watch(sock.fileno(), lambda: self._on_cut_short(connection, len(start)), PEER_GONE)
+            self._loop.call_after(RETRY_PAUSE, lambda: self._look_at(connection))
+            return
+        try:
+            ticket = Preamble.decode(start).ticket
+        except RemoteProtocolError as exc:
+            self._strangers.refused(self._context.refusal(connection.peer, exc))
+            self._drop(connection, str(exc))  # without a word, which it would not understand
+            return
+        if ticket in (NO_TICKET, STATUS_TICKET):
             self._fork_gate(connection)
         elif (client := self._clients.find(session_of(ticket))) is None:
             logger.debug("there is no session for a connection from %s", connection.peer)
@@ -283,6 +298,11 @@ class NodeServer:
             reason = f"no handshake within {PROOF_TIMEOUT:g} s"
             self._strangers.refused(events.Refused(connection.peer, reason, logging.INFO))
         self._drop(connection, "no handshake in time")
+
+    def _on_cut_short(self, connection: Stranger, size: int) -> None:
+        reason = f"closed after {size} bytes of a preamble"
+        self._strangers.refused(events.Refused(connection.peer, reason, logging.INFO))
+        self._drop(connection, reason)
 
     def _drop(self, connection: Stranger, reason: str) -> None:
         """Close this process's side of a connection, and end its gate."""
@@ -477,12 +497,3 @@ class NodeServer:
         assert self.registration is not None
         self._forget_in_child()
         self.registration.close()
-
-
-def _ticket_in(start: bytes) -> bytes | None:
-    """The ticket in the first bytes of a connection; None if a gate has to read them."""
-    try:
-        ticket = Preamble.decode(start).ticket
-    except RemoteProtocolError:
-        return None
-    return None if ticket in (NO_TICKET, STATUS_TICKET) else ticket

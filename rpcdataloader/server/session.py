@@ -56,7 +56,7 @@ from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.handshake import NO_TICKET, STATUS_TICKET, UnavailableError
+from rpcdataloader.wire.handshake import STATUS_TICKET, UnavailableError
 from rpcdataloader.wire.messages import Exited, Log, Reference, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import Block
@@ -81,11 +81,10 @@ def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext,
     except RPCError as exc:
         node.send(context.refusal(peer, exc))
     else:
-        if channel is not None and channel.ticket == STATUS_TICKET:
+        if channel.ticket == STATUS_TICKET:
             serve_status(channel, node)
-        elif channel is not None and channel.ticket == NO_TICKET:
+        else:
             run_session(channel, node, context, row)
-        # Otherwise a worker's connection whose first bytes came in parts: its client opens another one.
         return
     transport.linger()
 

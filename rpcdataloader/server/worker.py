@@ -100,8 +100,6 @@ def admit(
     keep_freed_memory()
     try:
         channel = accept_channel(transport, context.credentials, local_identity("server"), context.tls)
-        if channel is None:
-            return None
         if connection.refusal is not None:
             channel.send(MessageType.BUSY, payload=Busy(connection.refusal).encode())
             channel.transport.finish()

@@ -299,10 +299,8 @@ def pair_channel(transport: Transport, name: str) -> Channel:
 
 def accept_channel(
     transport: Transport, credentials: Credentials, identity: Identity, tls: TlsFiles | None = None
-) -> Channel | None:
-    """Authenticate a client; None if it closes the connection without a byte.
-
-    The process that forked this one limits its time.
+) -> Channel:
+    """Authenticate a client, whose preamble has arrived. The process that forked this one limits its time.
 
     Args:
         tls: Files for TLS, which is then required; None without TLS. The files are read now.
@@ -315,11 +313,8 @@ def accept_channel(
     if credentials.insecure:
         transport.require_same_user()
     start = bytearray(PREAMBLE_SIZE)
-    if (size := transport.recv_into([memoryview(start)])) == 0:
-        return None
-    if size < PREAMBLE_SIZE:
-        raise RemoteProtocolError(f"{transport.name} closed after {size} bytes of a preamble")
-    preamble = Preamble.decode(bytes(start))
+    size = transport.recv_into([memoryview(start)])
+    preamble = Preamble.decode(bytes(start[:size]))
     handshake = Handshake(credentials.secret, identity, preamble)
     if tls is not None or preamble.tls:
         transport = _accept_tls(transport, handshake, preamble, tls)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.client.worker import WorkerOwner
-from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.handshake import Tickets
 from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
@@ -97,20 +97,20 @@ def test_handshake_that_drips_is_ended_in_time(server, known):
     assert time.monotonic() - start > 2.9
 
 
-def test_worker_whose_first_bytes_come_in_parts_is_no_session(server, monkeypatch):
-    """Or its client would wait for batches without end. It opens another one."""
-    ticket, before, send = peers.ticket_of(server.address), server.processes(), Transport.send
+def test_worker_whose_first_bytes_come_in_parts_is_served(server, monkeypatch):
+    ticket, before, send = peers.ticket_of(server.address), descriptors_of(server), Transport.send
 
     def send_in_parts(transport, pieces):
         monkeypatch.undo()
         start = bytes(pieces[0])
         send(transport, [start[:8]])
-        wait_until(lambda: server.processes() != before, what="a gate that reads it")
+        wait_until(lambda: descriptors_of(server) != before, what="the server to take it")
         send(transport, [start[8:], *pieces[1:]])
 
     monkeypatch.setattr(Transport, "send", send_in_parts)
-    with pytest.raises(ConnectionLostError, match="closed the connection instead of sending WELCOME"):
-        peers.open_as_client(server.address, ticket)
+    channel, welcome = peers.open_as_client(server.address, ticket)
+    channel.transport.close()
+    assert welcome.worker > 0
 
 
 def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
@@ -181,6 +181,20 @@ def test_ticket_that_is_not_good_costs_no_process(serve):
             assert b"there is no such session on this node server" in read_to_the_end(sock)
         assert server.log.count("it forks") == num_forks > 0
     assert re.search(r"INFO .* refused 127\.0\.0\.1:\d+: its ticket is forged or used\n", server.log)
+    assert serves(server)
+
+
+def test_what_is_no_preamble_costs_no_process(serve):
+    server = serve(before=COUNTED_FORKS)
+    with dial(server.address, b"GET /index.html HTTP/1.1\r\nHost: node01\r\n\r\n") as sock:
+        assert read_to_the_end(sock) == b""
+    with dial(server.address, peers.preamble()[:31]):
+        pass
+    server.logged(r"INFO .* refused 127\.0\.0\.1:\d+: closed after 31 bytes of a preamble\n")
+    server.logged(
+        r"INFO .* refused 127\.0\.0\.1:\d+: the peer does not speak this protocol: its first bytes are b'GET /ind'"
+    )
+    assert "it forks" not in server.log
     assert serves(server)
 
 

@@ -9,10 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from rpcdataloader.server.clients import ClientRecord
-from rpcdataloader.server.node import NodeServer
+from rpcdataloader.server.node import MAX_UNPROVED, NodeServer
 from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 from rpcdataloader.wire.handshake import Preamble, Tickets
+from tests.conftest import TIMEOUT_SCALE, wait_until
 
 KEY = b"a key of the test"
 SESSION = 4711
@@ -39,15 +40,18 @@ def server():
         server._children[SESSION] = Mock(link=link, client=client)
         server._fork_gate = Mock(side_effect=AssertionError("a fork"))
         yield server
+        for connection in list(server._unproved):
+            server._drop(connection, "the test ends")
         server.signals.close()
 
 
 @contextlib.contextmanager
-def comes(server, ticket):
-    """A peer with a ticket has connected."""
+def comes(server, ticket=b"", start=b""):
+    """A peer with a ticket, or with other first bytes, has connected."""
     peer, sock = socket.socketpair()
     with peer:
-        peer.sendall(Preamble(ticket).encode())
+        peer.settimeout(10 * TIMEOUT_SCALE)
+        peer.sendall(start or Preamble(ticket).encode())
         server._look_at(server._add_stranger(sock, "host", "host:1"))
         yield peer
 
@@ -97,3 +101,33 @@ def test_ticket_that_is_not_good_is_refused_without_a_process(server, kind):
     assert not server._unproved
     assert server._strangers.num_refused == (kind != "of a session that has ended")
     client.link.offer.assert_not_called()
+
+
+def test_connection_with_other_bytes_than_a_preamble_is_closed_without_a_process(server):
+    with comes(server, start=b"GET / HTTP/1.1\r\nHost: node01:6543\r\n\r\n") as peer:
+        assert server._strangers.num_refused == 1
+        assert not server._unproved
+        with contextlib.suppress(ConnectionResetError):
+            assert peer.recv(1) == b""
+
+
+def test_preamble_may_come_in_parts_and_costs_no_process_if_it_is_cut_short(server):
+    client, whole = server._clients.find(SESSION), Preamble(Tickets(KEY, SESSION).make()).encode()
+    with comes(server, start=whole[:20]) as peer:
+        server._loop.wait(0)
+        assert len(server._unproved) == 1
+        peer.sendall(whole[20:])
+        wait_until(lambda: server._loop.wait(0) or client.coming)
+    with comes(server, start=whole[:20]):
+        pass
+    server._loop.wait(0)
+    assert not server._unproved
+    assert server._strangers.num_refused == 1
+
+
+def test_refused_strangers_make_room_at_once(server):
+    with contextlib.ExitStack() as peers:
+        for _ in range(MAX_UNPROVED + 5):
+            assert server._has_room()
+            peers.enter_context(comes(server, Tickets(b"another key", SESSION).make()))
+        assert len(server._unproved) == MAX_UNPROVED
