@@ -21,7 +21,7 @@ from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.connecting import first_that_listens
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.frames import MessageType
-from rpcdataloader.wire.handshake import STATUS_ID
+from rpcdataloader.wire.handshake import STATUS_TICKET
 from rpcdataloader.wire.register import Lookup, Register
 from rpcdataloader.wire.status import NodeStatus, StatusRequest
 from rpcdataloader.wire.tls import TlsFiles, client_tls
@@ -248,7 +248,7 @@ def ask_status(
         ValueError: A variable of the environment is malformed.
     """
     tls = None if address.is_unix else tls
-    channel = open_channel(address, credentials, local_identity("client"), STATUS_ID, deadline, tls=tls)
+    channel = open_channel(address, credentials, local_identity("client"), STATUS_TICKET, deadline, tls=tls)
     with contextlib.closing(channel.transport):
         channel.transport.limit(deadline)
         channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())

@@ -37,14 +37,12 @@ from rpcdataloader.wire.connecting import NO_ANSWER
 from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.handshake import UnavailableError
+from rpcdataloader.wire.handshake import NO_TICKET, Tickets, UnavailableError
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import Encoded, dumps
 from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
-
-_NO_SESSION = bytes(16)
 
 # Seconds that a lost worker connection waits for its session to report how the worker ended. The session is a neighbour
 # of the worker and hears of it from the kernel; only a session that is busy building takes that long.
@@ -81,6 +79,7 @@ class RemoteSession:
         self.host = ""  # its IP address: its workers must not need the resolver, nor reach another server of that name
         self.welcome: Welcome | None = None
         self._welcome: Welcome | None = None  # until the session is ready
+        self._tickets: Tickets | None = None  # from then on
         self._settings = settings
         self._condition = settings.changed  # one for all, so that a thread can wait for any session
         # Guarded by the condition:
@@ -153,6 +152,11 @@ class RemoteSession:
         """Let the threads in :meth:`wait` check whether to go on waiting."""
         with self._condition:
             self._condition.notify_all()
+
+    def make_ticket(self) -> bytes:
+        """A new ticket, for a connection of a worker, once the session is ready."""
+        assert self._tickets is not None
+        return self._tickets.make()
 
     def update(self) -> Callable[[float | None], None]:
         """Tell the session of what it does not know: additions, paths, sources, and the rank of a process group.
@@ -315,7 +319,11 @@ class RemoteSession:
         while True:
             try:
                 channel, self._welcome = self._settings.open(
-                    self.address, _NO_SESSION, self._deadline, retry=self._settings.waits_for_servers, tell=self._note
+                    self.address,
+                    lambda: NO_TICKET,
+                    self._deadline,
+                    retry=self._settings.waits_for_servers,
+                    tell=self._note,
                 )
                 break
             except UnavailableError as exc:
@@ -324,6 +332,7 @@ class RemoteSession:
                 if pause == MAX_PAUSE and not self.is_quiet and self._settings.seldom.is_due(str(exc)):
                     logger.warning("%swaiting for %s", self._partition.label, exc)
                 pause = min(2 * pause, MAX_PAUSE)
+        self._tickets = Tickets(channel.ticket_key, self._welcome.pid)
         with contextlib.suppress(OSError):  # it has gone already
             self.host = channel.transport.peer_host
         if channel.differences:

@@ -69,7 +69,9 @@ class ClientSettings:
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: Condition = field(default_factory=Condition)
 
-    def open(self, address: Address, session: bytes, deadline: Deadline, **options: Any) -> tuple[Channel, Welcome]:
+    def open(
+        self, address: Address, make_ticket: Callable[[], bytes], deadline: Deadline, **options: Any
+    ) -> tuple[Channel, Welcome]:
         """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`.
 
         The secret that the server has accepted before comes first: the folder of its file may be away, or hang.
@@ -79,11 +81,11 @@ class ClientSettings:
         identity = local_identity("client", self.rank)
         tls = None if address.is_unix else self.tls  # a Unix socket cannot be listened in on
         try:
-            channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
+            channel = open_channel(address, credentials, identity, make_ticket(), deadline, tls=tls, **options)
         except AuthenticationError:
             if proven is None or (credentials := client_credentials(address)) == proven:
                 raise
-            channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
+            channel = open_channel(address, credentials, identity, make_ticket(), deadline, tls=tls, **options)
         welcome = read_welcome(channel, deadline)
         self.proven[address] = credentials
         return channel, welcome
@@ -334,7 +336,7 @@ class RemoteWorker:
     # --- its connection (receiver thread)
 
     def open(self) -> Channel:
-        welcome = self.session.wait()
+        self.session.wait()
         room: Deadline | None = None
         pause = FIRST_PAUSE
         while True:
@@ -343,8 +345,8 @@ class RemoteWorker:
             if self.connection.has_ended:
                 limit.cancel()
             try:
-                session_id, host = bytes.fromhex(welcome.session), self.session.host
-                channel, answer = self._settings.open(self.session.address, session_id, limit, host=host)
+                address, host = self.session.address, self.session.host
+                channel, answer = self._settings.open(address, self.session.make_ticket, limit, host=host)
             except UnavailableError as exc:
                 is_wanted = not self.connection.has_ended
                 is_coming = is_wanted and self.session.has_room_soon(num_exited)

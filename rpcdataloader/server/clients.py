@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sched
 import secrets
 import socket
 import subprocess
@@ -16,13 +17,13 @@ from dataclasses import dataclass, field
 
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
-from rpcdataloader.server.events import Event, Link, Row
+from rpcdataloader.server.events import RETRY_PAUSE, Event, Link, Row
 from rpcdataloader.server.logs import Forwarding, LimitedLog, OutputReader
 from rpcdataloader.server.processes import Loop, Process
 from rpcdataloader.server.refusals import PEER_GONE
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire import transport
-from rpcdataloader.wire.handshake import Identity
+from rpcdataloader.wire.handshake import Identity, Tickets
 from rpcdataloader.wire.messages import printable
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -35,8 +36,8 @@ WORKER_END_TIMEOUT = 2.5
 # Other clients that the reason of a full node names.
 MAX_NAMED = 4
 
-# Seconds for which a connection that has proved nothing holds a place that others may want.
-PROOF_PATIENCE = 1.0
+# Seconds for which a connection that its session has not served yet holds a place that other clients may want.
+YOUTH = 1.0
 
 # Seconds for the removal of a folder at the end of the node server; it goes on afterwards.
 REMOVAL_TIMEOUT = 1.0
@@ -49,13 +50,15 @@ class ClientRecord:
     process: Process
     link: Link
     sock: socket.socket  # its control connection, kept to see it leave while the session is busy
-    id: str  # of the session
+    tickets: Tickets  # of connections for its workers
     name: str
     identity: Identity
     folder: str
     row: Row  # of the session
     workers: dict[int, Row] = field(default_factory=dict)  # by number, from the hand-over of their connections on
     last_number: int = 0
+    coming: dict[socket.socket, str] = field(default_factory=dict)  # connections that wait for the session; their peers
+    retry: sched.Event | None = None  # the next look whether the session has room for these
     work: Counter[str] = field(default_factory=Counter)  # of ended workers, with their number
     failed: int = 0  # time of their last error, in nanoseconds; 0 without one
     error: str = ""
@@ -89,7 +92,7 @@ class Clients:
         self._strangers = strangers
         self._seldom = Seldom()
         self._readers: set[OutputReader] = set()
-        self._by_id: dict[str, ClientRecord] = {}
+        self._by_pid: dict[int, ClientRecord] = {}  # of sessions
         self.is_draining = False
         self.work: Counter[str] = Counter()
         with contextlib.suppress(FileNotFoundError):
@@ -97,14 +100,14 @@ class Clients:
         self._look_for_vanished()
 
     def __iter__(self) -> Iterator[ClientRecord]:
-        return iter(self._by_id.values())
+        return iter(self._by_pid.values())
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._by_pid)
 
-    def find(self, session_id: str) -> ClientRecord | None:
+    def find(self, session: int) -> ClientRecord | None:
         """The client with this session, if it is here."""
-        return self._by_id.get(session_id)
+        return self._by_pid.get(session)
 
     def begin(
         self,
@@ -121,7 +124,7 @@ class Clients:
             process=process,
             link=link,
             sock=sock,
-            id=begun.id,
+            tickets=Tickets(bytes.fromhex(begun.ticket_key), process.pid),
             name=printable(begun.name),
             identity=begun.client,
             folder=_name_folder(),
@@ -129,7 +132,7 @@ class Clients:
         )
         job = f" of job {printable(begun.client.job)}" if begun.client.job else ""
         logger.info("%s%s has come from %s", client.name, job, peer)
-        self._by_id[client.id] = client
+        self._by_pid[process.pid] = client
         self._add_output(client, output, "session")
         # The session ends with its client, even while it is busy with user code.
         self._loop.watch(sock.fileno(), lambda: self._on_client_gone(client), PEER_GONE)
@@ -171,8 +174,31 @@ class Clients:
 
     # --- workers
 
-    def hand_over(self, client: ClientRecord, sock: socket.socket, peer: str) -> bool:
-        """Pass the connection of a future worker to its session; returns False while that has no room for it.
+    def hand_over(self, client: ClientRecord, sock: socket.socket, peer: str) -> None:
+        """Pass the connection of a future worker to its session, once that has room for it, in the order of coming."""
+        client.coming[sock] = peer
+        if client.retry is None:
+            self._hand_over(client)
+        if sock in client.coming:
+            self._loop.watch(sock.fileno(), lambda: self._let_go(client, sock), PEER_GONE)
+
+    def _hand_over(self, client: ClientRecord) -> None:
+        client.retry = None
+        while client.coming:
+            sock, peer = next(iter(client.coming.items()))
+            if not self._offer(client, sock, peer):
+                client.retry = self._loop.call_after(RETRY_PAUSE, lambda: self._hand_over(client))
+                return
+            self._let_go(client, sock)
+
+    def _let_go(self, client: ClientRecord, sock: socket.socket) -> None:
+        """Close this process's side of a connection: its session has it, or its peer has gone."""
+        del client.coming[sock]
+        self._loop.unwatch(sock.fileno())
+        sock.close()
+
+    def _offer(self, client: ClientRecord, sock: socket.socket, peer: str) -> bool:
+        """Pass one connection to its session; returns False while that has no room for it.
 
         A worker takes its place before it has authenticated its client, so that nothing waits for a decision.
         """
@@ -198,15 +224,15 @@ class Clients:
                 client.workers[number] = row
                 self._add_output(client, output, f"worker {number}")
                 logger.debug("worker %d of %s has come from %s", number, client.name, peer)
-            elif self._seldom.is_due((client.id, reason)):  # while it waits, it asks every second
+            elif self._seldom.is_due((client.process.pid, reason)):  # while it waits, it asks every second
                 self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
             return True
 
     def _busy(self, client: ClientRecord) -> str | None:
         """The reason for which the client gets no further worker; None if it gets one."""
         limit, own = self._context.max_connections, len(client.workers)
-        young = time.monotonic_ns() - PROOF_PATIENCE * 1e9
-        # Ids of sessions travel in the clear: strangers who know one must not hold the places of other clients.
+        young = time.monotonic_ns() - YOUTH * 1e9
+        # While a session builds, its client may give up connections and make others: all of them wait there.
         held = Counter(
             {
                 each.name: sum(row.pid[0] > 0 or row.begun[0] > young for row in each.workers.values())
@@ -264,6 +290,8 @@ class Clients:
     def drain(self) -> None:
         """Let sessions drain."""
         for client in self:
+            for sock in list(client.coming):
+                self._let_go(client, sock)
             client.link.post(events.Drain())
 
     def close(self) -> None:
@@ -276,10 +304,14 @@ class Clients:
     def forget_in_child(self) -> None:
         for reader in self._readers:
             os.close(reader.fileno())
+        for client in self:
+            for sock in client.coming:
+                sock.close()
 
     def ended(self, client: ClientRecord, reason: str) -> None:
         """Clean up after an ended session and its workers; ``reason`` is the end of its process."""
-        del self._by_id[client.id]
+        del self._by_pid[client.process.pid]
+        self._loop.cancel(client.retry)
         self._loop.unwatch(client.sock.fileno())
         _remove_folder(client.folder)
         if client.forwarding is not None:

@@ -50,9 +50,9 @@ class Refused(Event):
 class SessionBegun(Event):
     """Gate to node server, with the pipe of its output: the gate is a session now."""
 
-    id: str
     name: str
     client: Identity
+    ticket_key: str  # hexadecimal
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def _serve(channel: Channel, link: Link, inherited: Inherited | bytes) -> None:
     except BaseException as exc:
         channel.send(MessageType.ERROR, payload=dumps_exception(exc, f"process {os.getpid()} of this machine"))
         return
-    welcome = Welcome(context.node, os.getpid(), "", context.num_workers)
+    welcome = Welcome(context.node, os.getpid(), context.num_workers)
     with contextlib.suppress(RPCError):
         channel.send(MessageType.WELCOME, payload=welcome.encode())
         session.serve()
@@ -188,7 +188,7 @@ class LocalSession(Session):
         self._node.close()
         row.since[0], row.pid[0] = time.monotonic_ns(), os.getpid()
         channel = pair_channel(transport, "the training process")
-        welcome = Welcome(self._context.node, os.getpid(), "", self._context.num_workers, event.worker)
+        welcome = Welcome(self._context.node, os.getpid(), self._context.num_workers, event.worker)
         try:
             channel.send(MessageType.WELCOME, payload=welcome.encode())
         except ConnectionLostError:  # the pass was over before its last worker had started

@@ -1,14 +1,14 @@
 """The node server: listen, tell connections apart, fork gates, reap, drain; ``clients.py`` handles the clients.
 
 The server has one thread, which never waits for the network and runs no user code. It looks at the first 32 bytes of a
-connection and leaves them where they are: one that names a session here goes to that session, and everything else is
-read by a gate, which is forked for it. Such peers have proved nothing, so their number and their time are limited.
+connection and leaves them where they are: one with a good ticket goes to its session, one without a ticket is read by a
+gate, which is forked for it, and everything else is refused. Peers without a ticket have proved nothing, so their
+number and their time are limited.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import sched
@@ -16,13 +16,13 @@ import select
 import signal
 import socket
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
-from rpcdataloader.server.clients import PROOF_PATIENCE, ClientRecord, Clients
+from rpcdataloader.server.clients import ClientRecord, Clients
 from rpcdataloader.server.events import RETRY_PAUSE, Link, Row, fork_linked
 from rpcdataloader.server.logs import LimitedLog
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Leads, Loop, Process, StopSignals, fork, reap_orphans
@@ -31,19 +31,24 @@ from rpcdataloader.server.session import run_gate
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.status import describe_node
 from rpcdataloader.wire.connecting import accept
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble, Refusal, UnavailableError
+from rpcdataloader.wire.handshake import (
+    NO_TICKET,
+    PREAMBLE_SIZE,
+    STATUS_TICKET,
+    Preamble,
+    Refusal,
+    UnavailableError,
+    session_of,
+)
 from rpcdataloader.wire.register import RENEWAL_PERIOD, Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
 # Seconds in which a connection must prove that it knows the secret, and the most connections that may be at it. At the
-# limit, a connection older than ``PROOF_PATIENCE`` makes room. Until there is one, new connections wait in the kernel's
-# queue: the workers of a large job come all at once.
+# limit, one older than ``PROOF_PATIENCE`` makes room. Until there is one, new connections wait in the kernel's queue.
 PROOF_TIMEOUT = 10.0
 MAX_UNPROVED = 128
-
-# The most connections that wait for one session, which may build a dataset for minutes, without a limit of time.
-MAX_QUEUED = 1024
+PROOF_PATIENCE = 1.0
 
 # Events of a session that are handled before one of its connections.
 MAX_EVENTS = 256
@@ -61,7 +66,7 @@ ORPHANS_PERIOD = 5.0
 # close it.
 LIFELINE_SILENCE = 60.0
 
-_UNKNOWN_SESSION = RemoteProtocolError(
+_NO_SUCH_SESSION = RemoteProtocolError(
     "there is no such session on this node server: it ended, or the server was restarted"
 )
 
@@ -123,7 +128,6 @@ class NodeServer:
         self.registration: Registration | None = None
         self._renewal: Process | None = None  # a fork, as a file server may hang
         self._unproved: set[Stranger] = set()
-        self._queues: dict[str, deque[Stranger]] = {}  # future workers of each session that has no room for them yet
         self._children: dict[int, Child] = {}  # by process id
         self._started = time.monotonic_ns()
         self._grace_over: sched.Event | None = None
@@ -186,14 +190,20 @@ class NodeServer:
             self._pause_accepting(EXHAUSTED_PAUSE)
             return
         if accepted is not None:
-            connection = Stranger(*accepted, time.monotonic())
-            self._unproved.add(connection)
-            connection.timer = self._loop.call_after(PROOF_TIMEOUT, lambda: self._on_late(connection))
-            self._look_at(connection)
+            self._look_at(self._add_stranger(*accepted))
+
+    def _add_stranger(self, sock: socket.socket, source: str, peer: str) -> Stranger:
+        connection = Stranger(sock, source, peer, time.monotonic())
+        self._unproved.add(connection)
+        connection.timer = self._loop.call_after(PROOF_TIMEOUT, lambda: self._on_late(connection))
+        return connection
 
     def _has_room(self) -> bool:
         """Whether a connection may come; at the limit, the oldest one of the busiest source makes room for it."""
         if len(self._unproved) < MAX_UNPROVED:
+            return True
+        if refused := [connection for connection in self._unproved if connection.is_refused]:
+            self._drop(min(refused, key=lambda each: each.since), "it was refused")
             return True
         num_connections = Counter(connection.source for connection in self._unproved)
         victim = min(self._unproved, key=lambda each: (-num_connections[each.source], each.since))
@@ -203,11 +213,13 @@ class NodeServer:
             return False
         reason = "too many unauthenticated connections"
         self._strangers.log(logging.INFO, "closed a connection from %s: %s", victim.peer, reason)
+        if victim.gate is None:  # perhaps a client that has not come to its first bytes: it tries again
+            send_refusal(victim.sock, UnavailableError(reason))
         self._drop(victim, reason)
         return True
 
     def _look_at(self, connection: Stranger) -> None:
-        """Decide who reads a connection, once its first bytes are there."""
+        """Decide who reads a connection, once its preamble is there."""
         if connection not in self._unproved:
             return
         sock = connection.sock
@@ -221,39 +233,34 @@ class NodeServer:
         self._loop.unwatch(sock.fileno())
         if not start:
             self._drop(connection, "its peer has gone")
-        elif (session_id := _named_session(start)) is None:
+            return
+        if len(start) < PREAMBLE_SIZE:
+            # The loop would not come to rest while these can be read.
+            self._loop.watch(sock.fileno(), lambda: self._on_cut_short(connection, len(start)), PEER_GONE)
+            self._loop.call_after(RETRY_PAUSE, lambda: self._look_at(connection))
+            return
+        try:
+            ticket = Preamble.decode(start).ticket
+        except RemoteProtocolError as exc:
+            self._strangers.refused(self._context.refusal(connection.peer, exc))
+            self._drop(connection, str(exc))  # without a word, which it would not understand
+            return
+        if ticket in (NO_TICKET, STATUS_TICKET):
             self._fork_gate(connection)
-        elif (client := self._clients.find(session_id)) is None:
+        elif (client := self._clients.find(session_of(ticket))) is None:
             logger.debug("there is no session for a connection from %s", connection.peer)
-            self._refuse(connection, _UNKNOWN_SESSION)
+            self._refuse(connection, _NO_SUCH_SESSION)
+        elif not client.tickets.take(ticket):
+            self._strangers.refused(events.Refused(connection.peer, "its ticket is forged or used", logging.INFO))
+            self._refuse(connection, _NO_SUCH_SESSION)
         else:
             # Ends of workers make room, which the session has reported before its client could ask. User code may write
             # to the same link without end.
             for _ in range(MAX_EVENTS):
                 if not self._on_link(client.process.pid):
                     break
-            is_looked_at = client.id in self._queues  # also an empty queue, whose connections have gone meanwhile
-            queue = self._queues.setdefault(client.id, deque())
-            queue.append(connection)
-            if not is_looked_at:
-                self._hand_over(client.id)
-            if connection in queue and len(queue) <= MAX_QUEUED:
-                self._settle(connection)  # its session is late, and not its peer
-                self._loop.watch(sock.fileno(), lambda: self._drop(connection, "its peer has gone"), PEER_GONE)
-
-    def _hand_over(self, session_id: str) -> None:
-        """Pass future workers to their session in the order of their coming, as far as it has room; then look again."""
-        client, queue = self._clients.find(session_id), self._queues.get(session_id, deque())
-        while queue:
-            if client is None:
-                self._refuse(connection := queue.popleft(), _UNKNOWN_SESSION)
-                self._loop.call_after(PROOF_TIMEOUT, functools.partial(self._drop, connection, "it was refused"))
-            elif self._clients.hand_over(client, queue[0].sock, queue[0].peer):
-                self._drop(queue[0], "its session has it")
-            else:
-                self._loop.call_after(RETRY_PAUSE, lambda: self._hand_over(session_id))
-                return
-        self._queues.pop(session_id, None)
+            self._settle(connection)
+            self._clients.hand_over(client, sock, connection.peer)
 
     def _refuse(self, connection: Stranger, error: Refusal) -> None:
         """Tell a peer why it is refused, and wait until it has read that: closing now would discard it."""
@@ -292,12 +299,14 @@ class NodeServer:
             self._strangers.refused(events.Refused(connection.peer, reason, logging.INFO))
         self._drop(connection, "no handshake in time")
 
+    def _on_cut_short(self, connection: Stranger, size: int) -> None:
+        reason = f"closed after {size} bytes of a preamble"
+        self._strangers.refused(events.Refused(connection.peer, reason, logging.INFO))
+        self._drop(connection, reason)
+
     def _drop(self, connection: Stranger, reason: str) -> None:
         """Close this process's side of a connection, and end its gate."""
         self._settle(connection)
-        for queue in self._queues.values():
-            if connection in queue:
-                queue.remove(connection)
         if connection.gate is not None:
             connection.gate.process.kill(reason)
         connection.sock.close()
@@ -321,7 +330,7 @@ class NodeServer:
         self._clients.forget_in_child()
         for child in self._children.values():
             child.forget_in_child()
-        for connection in (self._unproved - {own}).union(*self._queues.values()):
+        for connection in self._unproved - {own}:
             connection.sock.close()
         if self._renewal is not None and self._renewal.ended is None:
             os.close(self._renewal.fileno())
@@ -396,6 +405,8 @@ class NodeServer:
         if child.client is not None:
             self._clients.ended(child.client, reason)
             child.client.sock.close()
+            for sock, peer in child.client.coming.items():
+                self._refuse(self._add_stranger(sock, peer, peer), _NO_SUCH_SESSION)
         if child.connection is not None:
             self._drop(child.connection, reason)
 
@@ -441,7 +452,7 @@ class NodeServer:
         self._deregister()
         # Readers of this line may start another server at the same address.
         logger.info("draining: %d sessions, at most %g s", len(self._clients), grace)
-        for connection in self._unproved.union(*self._queues.values()):
+        for connection in list(self._unproved):
             self._drop(connection, "the node server is draining")
         self._clients.drain()
         self._grace_over = self._loop.call_after(grace, self._on_grace_over)
@@ -486,12 +497,3 @@ class NodeServer:
         assert self.registration is not None
         self._forget_in_child()
         self.registration.close()
-
-
-def _named_session(start: bytes) -> str | None:
-    """The session that the first bytes of a connection name; None if a gate has to read them."""
-    try:
-        session_id = Preamble.decode(start).session_id
-    except RemoteProtocolError:
-        return None
-    return session_id.hex() if any(session_id) and session_id != STATUS_ID else None

@@ -1,8 +1,8 @@
 """A session serves one client on this node: imports its modules, builds its datasets once, forks its workers.
 
-It begins as a gate, which the node server forks for a connection that does not name a session here. A gate reads the
-preamble and authenticates the client; then it becomes a session, or serves the node's status. What arrives before the
-secret is proved is read here, or by a worker, and never in the node server. That ends slow gates.
+It begins as a gate, which the node server forks for a connection without a ticket. A gate reads the preamble and
+authenticates the client; then it becomes a session, or serves the node's status. What arrives before the secret is
+proved is read here, or by a worker, and never in the node server, except the preamble. The node server ends slow gates.
 
 A session has one thread, so that its forks are safe, and serves its control connection in order. New workers wait while
 it builds, as they need the dataset anyway. It ends with the control connection: at end of file, or killed by the node
@@ -56,7 +56,7 @@ from rpcdataloader.wire.channel import Channel, accept_channel, local_identity
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.handshake import STATUS_ID, UnavailableError
+from rpcdataloader.wire.handshake import STATUS_TICKET, UnavailableError
 from rpcdataloader.wire.messages import Exited, Log, Reference, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import Block
@@ -65,13 +65,9 @@ from rpcdataloader.wire.transport import Transport
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Seconds in which a worker must have authenticated its client, and one that was refused must have gone.
-HANDSHAKE_TIMEOUT = 10.0
-
-# The most workers whose clients are not authenticated yet; above that, the oldest is ended. Session ids travel in the
-# clear, so a listener on the network can make a session fork. The limit exceeds the workers that a client asks for at
-# once.
-MAX_UNAUTHENTICATED = 1024
+# Seconds in which a worker must have authenticated its client, and one that was refused must have gone. A client that
+# starts hundreds of workers may take long, and gives up by itself, but tickets can be stolen on their way.
+HANDSHAKE_TIMEOUT = 60.0
 
 
 def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext, row: Row) -> None:
@@ -85,11 +81,10 @@ def run_gate(sock: socket.socket, peer: str, node: Link, context: ServerContext,
     except RPCError as exc:
         node.send(context.refusal(peer, exc))
     else:
-        if channel is not None and channel.session_id == STATUS_ID:
+        if channel.ticket == STATUS_TICKET:
             serve_status(channel, node)
-        elif channel is not None and not any(channel.session_id):
+        else:
             run_session(channel, node, context, row)
-        # Otherwise a worker's connection whose first bytes came in parts: its client opens another one.
         return
     transport.linger()
 
@@ -102,18 +97,17 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     # A session of its own, so that user code that signals its process group does not end the node server, and so that
     # the node server finds what user code has started.
     os.setsid()
-    session_id = os.urandom(16)
     output, theirs = os.pipe()
     redirect_output(theirs)
     context.log.close()  # or what user code forks would keep it open for its readers
-    node.send(events.SessionBegun(session_id.hex(), channel.name, channel.peer), [output])
+    node.send(events.SessionBegun(channel.name, channel.peer, channel.ticket_key.hex()), [output])
     os.close(output)
     # The node server knows the session before the client does, so that no worker connection comes too early.
     received = node.recv()
     if received is None or not isinstance(received[0], events.SessionKnown):
         return
     prepare_session(received[0].folder, lambda: node.send(events.WantsOutput()))
-    welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
+    welcome = Welcome(context.node, os.getpid(), context.num_workers)
     forget_inherited_exits()
     session = Session(channel, node, context, row)
     try:
@@ -329,9 +323,8 @@ class Session:
             for output in descriptors[1:]:
                 ours.callback(os.close, output)
             if _has_hung_up(sock):
-                # Session ids travel in the clear: strangers' connections must not cost a fork each.
+                # It may have given up several connections while this session was busy.
                 return "its client has gone"
-            self._make_room()
             row = None
             try:
                 row = self._row_of(event)
@@ -384,16 +377,6 @@ class Session:
         """Let another worker have the row and the place of one that has ended."""
         if worker.row.number:
             self._node.send(events.WorkerEnded(worker.number, reason))
-
-    def _make_room(self) -> None:
-        """End the oldest worker whose client is not authenticated, if there are too many of these."""
-        waiting = [worker for worker in self._workers.values() if not worker.row.pid[0]]
-        if len(waiting) >= MAX_UNAUTHENTICATED:
-            reason = "too many unauthenticated connections"
-            self._node.send(events.Refused(waiting[0].peer, reason, logging.INFO))
-            waiting[0].process.kill(reason)
-            waiting[0].process.reap(wait=1.0)
-            self._on_worker_end(waiting[0])
 
     def _warn_of_threads(self) -> None:
         if not self._has_warned and num_threads() > 1 and (names := name_threads()):  # else they have ended meanwhile

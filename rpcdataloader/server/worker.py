@@ -100,8 +100,6 @@ def admit(
     keep_freed_memory()
     try:
         channel = accept_channel(transport, context.credentials, local_identity("server"), context.tls)
-        if channel is None:
-            return None
         if connection.refusal is not None:
             channel.send(MessageType.BUSY, payload=Busy(connection.refusal).encode())
             channel.transport.finish()
@@ -109,8 +107,7 @@ def admit(
         redirect_output(*output)
         node.close()
         row.since[0], row.pid[0] = time.monotonic_ns(), os.getpid()
-        session_id = channel.session_id.hex()
-        welcome = Welcome(context.node, os.getpid(), session_id, context.num_workers, connection.worker)
+        welcome = Welcome(context.node, os.getpid(), context.num_workers, connection.worker)
         channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
         # The pass was over before its last worker had started.

@@ -41,10 +41,10 @@ from rpcdataloader.wire.frames import (
     heap_blocks,
 )
 from rpcdataloader.wire.handshake import (
+    NO_TICKET,
     PREAMBLE_SIZE,
     PROTOCOL_VERSION,
-    SESSION_ID_SIZE,
-    STATUS_ID,
+    STATUS_TICKET,
     Established,
     Handshake,
     Identity,
@@ -134,14 +134,16 @@ class Channel:
 
     Attributes:
         name: Name of the peer in messages: an address or ``"client host:pid"``.
-        session_id: The one in the preamble.
+        ticket: The one in the preamble.
+        ticket_key: Key of the session's tickets, if this is its control connection.
         differences: Versions that differ between the two sides without being refused.
         recv: :meth:`Receiver.receive`.
     """
 
-    def __init__(self, transport: Transport, established: Established, session_id: bytes, name: str) -> None:
+    def __init__(self, transport: Transport, established: Established, ticket: bytes, name: str) -> None:
         self.name = name
-        self.session_id = session_id
+        self.ticket = ticket
+        self.ticket_key = established.ticket_key
         self.peer = established.peer
         self.differences = established.differences
         self.transport = transport
@@ -216,7 +218,7 @@ def open_channel(
     address: Address,
     credentials: Credentials,
     identity: Identity,
-    session_id: bytes,
+    ticket: bytes,
     deadline: Deadline,
     *,
     retry: bool = False,
@@ -227,7 +229,7 @@ def open_channel(
     """Connect to a node server and authenticate both sides.
 
     Args:
-        session_id: 16 bytes; zeros ask for a new session.
+        ticket: A new one of a session, ``NO_TICKET`` or ``STATUS_TICKET``.
         deadline: Bounds connecting and the handshake together.
         retry, host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
         tell: Function that takes the reason for which the server is still waited for, whenever that changes.
@@ -246,7 +248,7 @@ def open_channel(
         tell("it has accepted the connection, and does not finish the handshake (is it overloaded?)")
         if credentials.insecure:
             transport.require_same_user()
-        handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))
+        handshake = Handshake(credentials.secret, identity, Preamble(ticket, tls=tls is not None))
         if tls is not None:
             try:
                 credentials_of_tls = tls.load("client")
@@ -259,7 +261,7 @@ def open_channel(
             transport = secure
         established = _shake_hands(transport, handshake, deadline)
         transport.limit(Deadline(None))
-        return Channel(transport, established, session_id, str(address))
+        return Channel(transport, established, ticket, str(address))
     except BaseException as exc:
         transport.close()
         match exc:
@@ -279,7 +281,7 @@ def open_channel(
                 raise AuthenticationError(f"{address}: {exc} ({secret})") from exc
             case ConnectionLostError():
                 # One that has begun a session is none of these.
-                is_unknown = not address.is_unix and session_id in (bytes(SESSION_ID_SIZE), STATUS_ID)
+                is_unknown = not address.is_unix and ticket in (NO_TICKET, STATUS_TICKET)
                 if is_unknown and is_original(host or address.host, address.port):
                     raise RemoteProtocolError(
                         f"{address}: a worker of the original RPCDataloader listens there, and no node server of this "
@@ -292,15 +294,13 @@ def open_channel(
 
 def pair_channel(transport: Transport, name: str) -> Channel:
     """One end of a socket pair between a process and its child, which need not prove who they are."""
-    return Channel(transport, Established(None, None, local_identity("client"), []), bytes(SESSION_ID_SIZE), name)
+    return Channel(transport, Established(None, None, local_identity("client"), []), NO_TICKET, name)
 
 
 def accept_channel(
     transport: Transport, credentials: Credentials, identity: Identity, tls: TlsFiles | None = None
-) -> Channel | None:
-    """Authenticate a client; None if it closes the connection without a byte.
-
-    The process that forked this one limits its time.
+) -> Channel:
+    """Authenticate a client, whose preamble has arrived. The process that forked this one limits its time.
 
     Args:
         tls: Files for TLS, which is then required; None without TLS. The files are read now.
@@ -313,18 +313,15 @@ def accept_channel(
     if credentials.insecure:
         transport.require_same_user()
     start = bytearray(PREAMBLE_SIZE)
-    if (size := transport.recv_into([memoryview(start)])) == 0:
-        return None
-    if size < PREAMBLE_SIZE:
-        raise RemoteProtocolError(f"{transport.name} closed after {size} bytes of a preamble")
-    preamble = Preamble.decode(bytes(start))
+    size = transport.recv_into([memoryview(start)])
+    preamble = Preamble.decode(bytes(start[:size]))
     handshake = Handshake(credentials.secret, identity, preamble)
     if tls is not None or preamble.tls:
         transport = _accept_tls(transport, handshake, preamble, tls)
     established = _shake_hands(transport, handshake, Deadline(None))
     peer = established.peer
     transport.name = f"client {peer.host}:{peer.pid}" + ("" if peer.rank is None else f" rank {peer.rank}")
-    return Channel(transport, established, preamble.session_id, transport.name)
+    return Channel(transport, established, preamble.ticket, transport.name)
 
 
 def _accept_tls(transport: Transport, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsTransport:

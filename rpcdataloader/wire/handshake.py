@@ -1,14 +1,15 @@
 """The first bytes of a connection, versions, and a mutual proof of the secret, as a state machine without I/O.
 
-The preamble is 32 bytes from the client, in clear, and the same in every version of the protocol. It names a session,
-or asks for one, or for the status of the node. Then come HELLO and AUTH of both sides, the client's first, each message
-as ``frames.py`` lays it out, with a JSON payload of at most 4 KiB; or REFUSED, from the side with an objection.
-``docs/protocol.md`` has the tables.
+The preamble is 32 bytes from the client, in clear, and the same in every version of the protocol. It has a ticket of a
+session, or asks for a session, or for the status of the node. Then come HELLO and AUTH of both sides, the client's
+first, each message as ``frames.py`` lays it out, with a JSON payload of at most 4 KiB; or REFUSED, from the side with
+an objection. ``docs/protocol.md`` has the tables.
 
 A proof is an HMAC under the shared secret over the role of its sender and a hash of everything said before: the
-preamble, with the session id, and both HELLOs, with fresh nonces, roles and versions. So an old transcript proves
+preamble, with the ticket, and both HELLOs, with fresh nonces, roles and versions. So an old transcript proves
 nothing, a proof sent back to its sender proves nothing, and a man in the middle cannot change what the sides believe
-about each other. The keys that seal all later messages come from the same hash, one for each direction.
+about each other. From the same hash come the keys that seal all later messages, one for each direction, and the key of
+a session's tickets.
 
 Invariant: the client proves that it holds the secret before the server does, neither side trusts the other before it
 has seen the proof, and nothing received here is unpickled.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import json
 import secrets
 import struct
@@ -28,17 +30,25 @@ from rpcdataloader.errors import AuthenticationError, ConnectError, LocalProtoco
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, MAGIC, Message, MessageType, Sealer, encode
 from rpcdataloader.wire.messages import printable, read_json
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
-# Magic, version of the protocol, flags, reserved, id of the session.
+# Magic, version of the protocol, flags, reserved, ticket.
 _PREAMBLE = struct.Struct("<8sHHI16s")
 _PREAMBLE_MAGIC = b"RPCDLDR\x01"
 _PREAMBLE_TLS = 1
 PREAMBLE_SIZE = _PREAMBLE.size
-SESSION_ID_SIZE = 16
 
-# In place of a session id, requests a status connection. Ids of sessions are random.
-STATUS_ID = bytes([1]).ljust(SESSION_ID_SIZE, b"\0")
+# Process id of a session, number, MAC of both.
+_TICKET = struct.Struct("<II8s")
+TICKET_SIZE = _TICKET.size
+_TICKET_MAC_SIZE = 8
+
+# In place of a ticket, these ask for a new session and for the status of the node. No ticket has the number 0.
+NO_TICKET = bytes(TICKET_SIZE)
+STATUS_TICKET = bytes([1]).ljust(TICKET_SIZE, b"\0")
+
+# Connections overtake each other. A ticket this far below the highest number is too old.
+TICKET_WINDOW = 1 << 16
 
 NONCE_SIZE = 32
 _PROOF_SIZE = hashlib.sha256().digest_size
@@ -47,6 +57,7 @@ _PROOF_SIZE = hashlib.sha256().digest_size
 _TRANSCRIPT_LABEL = b"rpcdataloader handshake transcript"
 _PROOF_LABELS = {"client": b"rpcdataloader proof of the client", "server": b"rpcdataloader proof of the server"}
 _KEY_LABELS = {"client": b"rpcdataloader key client to server", "server": b"rpcdataloader key server to client"}
+_TICKET_LABEL = b"rpcdataloader key of tickets"
 
 # Host names have at most 253 characters, and ten such strings fit into HANDSHAKE_LIMITS.
 _MAX_STRING_CHARS = 255
@@ -59,19 +70,19 @@ _ROLE_NAMES = {"client": "client", "server": "node server"}
 class Preamble:
     """The first bytes of a connection, from the client."""
 
-    session_id: bytes = bytes(SESSION_ID_SIZE)  # zero to start a new session, ``STATUS_ID`` for a status connection
+    ticket: bytes = NO_TICKET  # of a session; ``NO_TICKET`` asks for a new one, and ``STATUS_TICKET`` for the status
     version: int = PROTOCOL_VERSION  # that the client speaks
     tls: bool = False  # the client speaks TLS from here on; a server that does not, or requires it, can then say so
 
     def __post_init__(self) -> None:
-        if len(self.session_id) != SESSION_ID_SIZE:
-            raise ValueError(f"a session id has {SESSION_ID_SIZE} bytes, not {len(self.session_id)}")
+        if len(self.ticket) != TICKET_SIZE:
+            raise ValueError(f"a ticket has {TICKET_SIZE} bytes, not {len(self.ticket)}")
         if not 0 <= self.version < 2**16:
             raise ValueError(f"protocol version {self.version} does not fit into two bytes")
 
     def encode(self) -> bytes:
         """The 32 bytes to send."""
-        return _PREAMBLE.pack(_PREAMBLE_MAGIC, self.version, _PREAMBLE_TLS * self.tls, 0, self.session_id)
+        return _PREAMBLE.pack(_PREAMBLE_MAGIC, self.version, _PREAMBLE_TLS * self.tls, 0, self.ticket)
 
     @classmethod
     def decode(cls, data: bytes) -> Preamble:
@@ -82,10 +93,56 @@ class Preamble:
         """
         if len(data) != PREAMBLE_SIZE:
             raise RemoteProtocolError(f"the preamble has {PREAMBLE_SIZE} bytes, the peer sent {len(data)}")
-        magic, version, flags, _, session_id = _PREAMBLE.unpack(data)
+        magic, version, flags, _, ticket = _PREAMBLE.unpack(data)
         if magic != _PREAMBLE_MAGIC:
             raise RemoteProtocolError(f"the peer does not speak this protocol: its first bytes are {magic!r}")
-        return cls(session_id, version, bool(flags & _PREAMBLE_TLS))
+        return cls(ticket, version, bool(flags & _PREAMBLE_TLS))
+
+
+class Tickets:
+    """The tickets of one session: its client makes one for each worker connection, and its node server takes it.
+
+    A ticket is good once. It admits a connection to its session, and proves nothing beyond that: the handshake follows.
+
+    Args:
+        key: The ``ticket_key`` of the control connection's handshake.
+        session: Process id of the session.
+    """
+
+    def __init__(self, key: bytes, session: int) -> None:
+        self._key = key
+        self._session = session
+        self._numbers = itertools.count(1)
+        self._highest = 0  # number of a taken ticket
+        self._taken = 0  # bit n is set if the ticket n below the highest was taken
+
+    def make(self) -> bytes:
+        """A new ticket; for any thread."""
+        return self._sign(next(self._numbers))
+
+    def take(self, ticket: bytes) -> bool:
+        """Whether a ticket is one of these, and has not been taken before."""
+        number = _TICKET.unpack(ticket)[1]
+        if not hmac.compare_digest(ticket, self._sign(number)):
+            return False
+        age = self._highest - number
+        if age < 0:
+            self._taken = self._taken << min(-age, TICKET_WINDOW) & (1 << TICKET_WINDOW) - 1
+            self._highest, age = number, 0
+        if age >= TICKET_WINDOW or self._taken >> age & 1:
+            return False
+        self._taken |= 1 << age
+        return True
+
+    def _sign(self, number: int) -> bytes:
+        mac = hashlib.blake2b(struct.pack("<II", self._session, number), key=self._key, digest_size=_TICKET_MAC_SIZE)
+        return _TICKET.pack(self._session, number, mac.digest())
+
+
+def session_of(ticket: bytes) -> int:
+    """The process id of the session that a ticket names; the ticket may be forged."""
+    session: int = _TICKET.unpack(ticket)[0]
+    return session
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +175,7 @@ class Established:
     receive: Sealer | None  # of the peer's
     peer: Identity
     differences: list[str]  # versions that differ and may matter, for one warning
+    ticket_key: bytes = b""  # of the session, if this is its control connection
 
 
 class TlsError(AuthenticationError):
@@ -256,6 +314,7 @@ class Handshake:
                 for name, version in theirs.items()
                 if version != ours[name]
             ],
+            ticket_key=self._derive(_TICKET_LABEL),
         )
         if not self._is_client:
             # Only now: a client without the secret gets no proof to try guesses against.

@@ -103,8 +103,7 @@ class Welcome(Json):
     """The server is ready for requests."""
 
     node: str
-    pid: int
-    session: str  # hexadecimal session id, for the worker connections that follow
+    pid: int  # of a session, its number in tickets
     num_workers: int
     worker: int = 0  # its number in the session; 0 for the session itself
 

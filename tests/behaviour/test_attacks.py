@@ -22,7 +22,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader import RPCDataloader, rpc_async
-from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.client.worker import WorkerOwner
+from rpcdataloader.errors import RPCError
+from rpcdataloader.wire.handshake import Tickets
 from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support import peers
@@ -82,8 +84,7 @@ def serves(server):
 
 @pytest.mark.parametrize("known", [False, True], ids=["new session", "known session"])
 def test_handshake_that_drips_is_ended_in_time(server, known):
-    session_id = peers.session_id_of(server.address) if known else bytes(16)
-    hello = peers.Stranger(session_id).says()
+    hello = peers.Stranger(peers.ticket_of(server.address) if known else peers.NO_TICKET).says()
     pause = PROMPTLY / (len(hello) - peers.PREAMBLE_SIZE)
     start = time.monotonic()
     with dial(server.address, hello[: peers.PREAMBLE_SIZE]) as sock, contextlib.suppress(ConnectionError):
@@ -96,25 +97,25 @@ def test_handshake_that_drips_is_ended_in_time(server, known):
     assert time.monotonic() - start > 2.9
 
 
-def test_worker_whose_first_bytes_come_in_parts_is_no_session(server, monkeypatch):
-    """Or its client would wait for batches without end. It opens another one."""
-    session_id, before, send = peers.session_id_of(server.address), server.processes(), Transport.send
+def test_worker_whose_first_bytes_come_in_parts_is_served(server, monkeypatch):
+    ticket, before, send = peers.ticket_of(server.address), descriptors_of(server), Transport.send
 
     def send_in_parts(transport, pieces):
         monkeypatch.undo()
         start = bytes(pieces[0])
         send(transport, [start[:8]])
-        wait_until(lambda: server.processes() != before, what="a gate that reads it")
+        wait_until(lambda: descriptors_of(server) != before, what="the server to take it")
         send(transport, [start[8:], *pieces[1:]])
 
     monkeypatch.setattr(Transport, "send", send_in_parts)
-    with pytest.raises(ConnectionLostError, match="closed the connection instead of sending WELCOME"):
-        peers.open_as_client(server.address, session_id)
+    channel, welcome = peers.open_as_client(server.address, ticket)
+    channel.transport.close()
+    assert welcome.worker > 0
 
 
 def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
     """Three times as many as may be at the door, from elsewhere, and another one for each that is put out."""
-    preambles = [b"", peers.preamble(), peers.preamble(peers.session_id_of(server.address))]
+    preambles = [b"", peers.preamble(), peers.preamble(peers.ticket_of(server.address))]
     over = threading.Event()
 
     def flood():
@@ -151,13 +152,89 @@ def test_flood_of_strangers_does_not_keep_a_client_from_its_work(server):
 # --- guesses
 
 
-def test_session_ids_cannot_be_guessed(server):
-    """Not even one that is nearly right."""
-    right = peers.session_id_of(server.address)
-    near = [right[:n] + bytes([right[n] ^ 1]) + right[n + 1 :] for n in range(16)]
-    for guess in [*near, right[::-1], b"\xff" * 16, secrets.token_bytes(16)]:
-        with dial(server.address, peers.preamble(guess)) as sock:
+COUNTED_FORKS = "os.register_at_fork(before=lambda: os.write(2, b'it forks\\n'))"
+
+
+def tickets_that_are_not_good(server):
+    """Taken away on the network, guessed or made up by somebody without the secret."""
+    right = peers.ticket_of(server.address)
+    yield from [right[:n] + bytes([right[n] ^ 1]) + right[n + 1 :] for n in range(16)]
+    yield from [right[::-1], b"\xff" * 16, secrets.token_bytes(16)]
+    used = peers.ticket_of(server.address)
+    with contextlib.closing(peers.open_channel_to(server.address, used).transport):
+        yield used
+    yield used
+    control, welcome = peers.open_as_client(server.address)
+    other, own = Tickets(control.ticket_key, welcome.pid), peers.session_of(server.address).wait().pid
+    yield Tickets(control.ticket_key, own).make()
+    control.transport.close()
+    wait_until(lambda: welcome.pid not in server.processes(), what="the end of a session")
+    yield other.make()
+
+
+def test_ticket_that_is_not_good_costs_no_process(serve):
+    """Nor is it told whether such a session is there."""
+    server = serve(before=COUNTED_FORKS)
+    for ticket in tickets_that_are_not_good(server):
+        num_forks = server.log.count("it forks")
+        with dial(server.address, peers.preamble(ticket)) as sock:
             assert b"there is no such session on this node server" in read_to_the_end(sock)
+        assert server.log.count("it forks") == num_forks > 0
+    assert re.search(r"INFO .* refused 127\.0\.0\.1:\d+: its ticket is forged or used\n", server.log)
+    assert serves(server)
+
+
+def test_what_is_no_preamble_costs_no_process(serve):
+    server = serve(before=COUNTED_FORKS)
+    with dial(server.address, b"GET /index.html HTTP/1.1\r\nHost: node01\r\n\r\n") as sock:
+        assert read_to_the_end(sock) == b""
+    with dial(server.address, peers.preamble()[:31]):
+        pass
+    server.logged(r"INFO .* refused 127\.0\.0\.1:\d+: closed after 31 bytes of a preamble\n")
+    server.logged(
+        r"INFO .* refused 127\.0\.0\.1:\d+: the peer does not speak this protocol: its first bytes are b'GET /ind'"
+    )
+    assert "it forks" not in server.log
+    assert serves(server)
+
+
+def test_flood_of_forged_tickets_does_not_keep_a_client_from_its_work(serve):
+    server, over = serve("--num-workers", "2", before=COUNTED_FORKS), threading.Event()
+    session = peers.ticket_of(server.address)[:4]
+    num_tried = 0
+
+    def flood():
+        nonlocal num_tried
+        while not over.is_set():
+            with dial(server.address, peers.preamble(session + secrets.token_bytes(12))) as sock:
+                read_to_the_end(sock)
+            num_tried += 1
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        wait_until(lambda: num_tried > 100)
+        for _epoch in range(3):
+            loader = RPCDataloader(Numbers(64), batch_size=8, num_workers=2, workers=server.address)
+            assert torch.cat(list(loader)).tolist() == list(range(64))
+    finally:
+        over.set()
+        thread.join()
+    assert server.log.count("it forks") < 20  # of the session, of workers, and of nobody else
+    assert num_tried > 100
+
+
+def test_hundreds_of_workers_wait_for_a_session_that_builds(serve, monkeypatch):
+    """Those that come to their first bytes too late, as there is room for few strangers, try again."""
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "60")  # as by default
+    limits = in_server("strangers", "small door") + "; session.HANDSHAKE_TIMEOUT = 60"
+    server = serve("--num-workers", "300", before=limits)
+    session = peers.session_of(server.address)
+    session.call(time.sleep, 4)  # longer than strangers have
+    workers = [session.open_worker(WorkerOwner()) for _ in range(300)]
+    wait_until(lambda: all(worker.number or worker.connection.error for worker in workers), 60, "all workers")
+    assert {str(worker.connection.error) for worker in workers} == {"None"}
+    assert "refused" not in server.log
 
 
 # --- nonsense of somebody who knows the secret
@@ -210,7 +287,7 @@ def channel_to(server, where):
         channel, welcome = peers.open_as_client(server.address)
         stack.callback(channel.transport.close)
         if where == "worker":
-            channel, _welcome = peers.open_as_client(server.address, bytes.fromhex(welcome.session))
+            channel = peers.open_worker_of(server.address, channel, welcome.pid)
             stack.callback(channel.transport.close)
         yield channel, welcome.pid
 

@@ -13,7 +13,7 @@ import pytest
 from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError
 from tests.conftest import close_client, wait_until
-from tests.support.peers import NEW_SESSION, preamble, session_id_of
+from tests.support.peers import NO_TICKET, preamble, ticket_of
 from tests.support.tampering import dial, read_to_the_end
 
 CLIENT = f"client {socket.gethostname()}:{os.getpid()} rank 3"
@@ -49,9 +49,9 @@ def test_clients_that_leave_early_or_find_no_worker_are_not_refused(serve, monke
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "2")
     server = serve("--max-connections", "1", "--log-level", "debug")
     assert rpc_async(server.address, os.getpid).wait() > 0
-    known = session_id_of(server.address)
-    for session_id in NEW_SESSION, known, b"\1" * 16:  # a new session, a worker, and one of a session that has ended
-        with dial(server.address, preamble(session_id)) as sock:
+    worker = ticket_of(server.address)
+    for ticket in NO_TICKET, worker, b"\1" * 16:  # a new session, a worker, and one of a session that has ended
+        with dial(server.address, preamble(ticket)) as sock:
             sock.shutdown(socket.SHUT_WR)
             read_to_the_end(sock)
     dataset = RPCDataset(server.address, range, 3)

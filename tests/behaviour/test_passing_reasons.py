@@ -176,7 +176,7 @@ LATE_SESSIONS = """
 import os
 def late(real, path=%r):
     return lambda *args: not os.path.exists(path) and real(*args)
-clients.Clients.hand_over = late(clients.Clients.hand_over)
+clients.Clients._offer = late(clients.Clients._offer)
 """
 
 

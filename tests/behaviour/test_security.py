@@ -21,7 +21,7 @@ from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
 from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support.clocks import in_server
-from tests.support.peers import NEW_SESSION, STATUS_ID, MessageType, Stranger, message, session_id_of
+from tests.support.peers import NO_TICKET, STATUS_TICKET, MessageType, Stranger, message, ticket_of
 from tests.support.quick import quick_server
 from tests.support.tampering import Bomb, Impostor, Proxy, dial, num_loaded, read_frames, recv_frame
 
@@ -140,16 +140,16 @@ def test_client_loads_nothing_of_a_server_without_the_secret(act, error, trace):
 
 
 @pytest.fixture(params=["new session", "session of somebody else", "status"])
-def session_id(request, server):
-    """Zeros, an id that was seen on the network, or that of a question for the status."""
-    return {"new session": NEW_SESSION, "status": STATUS_ID}.get(request.param) or session_id_of(server.address)
+def ticket(request, server):
+    """None, one that was taken away on the network, or what asks for the status."""
+    return {"new session": NO_TICKET, "status": STATUS_TICKET}.get(request.param) or ticket_of(server.address)
 
 
 @pytest.mark.parametrize("type", [MessageType.CALL, MessageType.AUTH])
 @pytest.mark.parametrize("after", ["preamble", "hello", "wrong proof"])
-def test_server_loads_nothing_of_a_client_without_the_secret(server, session_id, trace, type, after):
+def test_server_loads_nothing_of_a_client_without_the_secret(server, ticket, trace, type, after):
     bomb = message(type, pickle.dumps(Bomb(trace)), 1)
-    stranger = Stranger(session_id)
+    stranger = Stranger(ticket)
     start = stranger.says()
     with dial(server.address, start[:32]) as sock:
         if after != "preamble":
@@ -166,15 +166,14 @@ def test_server_loads_nothing_of_a_client_without_the_secret(server, session_id,
 
 
 def test_peers_that_stop_in_the_middle_are_put_out(server):
-    """At the limit of the server, which is 10 s and 3 s here; whether they mean a new session or know of one."""
-    known = session_id_of(server.address)
+    """At the limits of the server, which are 3 s here; whether they ask for a session or have taken its tickets."""
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         socks = []
-        for session_id in (NEW_SESSION, known):
-            hello = Stranger(session_id).says()
-            for data in (b"", hello[:16], hello[:32], hello[: 32 + len(hello) // 2], hello):
-                socks.append((stack.enter_context(dial(server.address, data)), data == hello))
+        for make_ticket in (lambda: NO_TICKET, lambda: ticket_of(server.address)):
+            for sent in (0, 16, 32, 200, None):
+                hello = Stranger(make_ticket()).says()
+                socks.append((stack.enter_context(dial(server.address, hello[:sent])), sent is None))
         for sock, complete in socks:
             assert [frame.type for frame in read_frames(sock)] == [MessageType.HELLO] * complete
             assert time.monotonic() - start > 2.9

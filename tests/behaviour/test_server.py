@@ -29,7 +29,7 @@ from tests.support import tasks
 from tests.support.clocks import in_server
 from tests.support.datasets import Augmented, Numbers, Processes
 from tests.support.forks import status_of_fork
-from tests.support.peers import PREAMBLE_SIZE, preamble, session_id_of, session_of
+from tests.support.peers import PREAMBLE_SIZE, preamble, session_of, ticket_of
 from tests.support.tampering import dial, read_to_the_end
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -430,12 +430,12 @@ def test_session_that_stands_still_stops_nobody_else(serve, start_client):
     """Its queue fills with connections, and those that hand them over wait; the node server does not."""
     limits = "node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05"
     server = serve(before=SHORT_QUEUES + limits)
-    session_id, session = session_id_of(server.address), session_of(server.address).wait().pid
+    session = session_of(server.address).wait().pid
     assert call(server, os.getpid) > 0
     os.kill(session, signal.SIGSTOP)
     with contextlib.ExitStack() as stack:
         for _ in range(40):
-            stack.enter_context(dial(server.address, preamble(session_id)))
+            stack.enter_context(dial(server.address, preamble(ticket_of(server.address))))
         wait_until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) > 40)
         _script, worker, other = start_client(server)
         assert {worker, other} <= set(server.processes())

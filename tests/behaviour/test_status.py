@@ -25,7 +25,7 @@ from rpcdataloader.errors import ConnectionLostError
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support import tasks
 from tests.support.datasets import Failing
-from tests.support.peers import STATUS_ID, MessageType, encode_call, open_channel_to
+from tests.support.peers import STATUS_TICKET, MessageType, encode_call, open_channel_to
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -363,7 +363,7 @@ def test_probe_imports_no_torch(serve):
 def test_status_connection_runs_nothing(serve, tmp_path, kind):
     """Who knows the secret may run everything, but not here, where nothing keeps it from the node server's memory."""
     server = serve()
-    channel = open_channel_to(server.address, STATUS_ID)
+    channel = open_channel_to(server.address, STATUS_TICKET)
     with contextlib.closing(channel.transport):
         if kind == "call":
             marker = tmp_path / "was here"

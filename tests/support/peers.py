@@ -15,8 +15,10 @@ from rpcdataloader.wire.credentials import load_credentials
 from rpcdataloader.wire.exceptions import loads_exception as loads_exception
 from rpcdataloader.wire.frames import HEADER_SIZE as HEADER_SIZE
 from rpcdataloader.wire.frames import MessageType as MessageType
+from rpcdataloader.wire.handshake import NO_TICKET as NO_TICKET
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE as PREAMBLE_SIZE
-from rpcdataloader.wire.handshake import STATUS_ID as STATUS_ID
+from rpcdataloader.wire.handshake import STATUS_TICKET as STATUS_TICKET
+from rpcdataloader.wire.handshake import Tickets
 from rpcdataloader.wire.messages import Call, Welcome
 from rpcdataloader.wire.messages import pack_handles as pack_handles
 from rpcdataloader.wire.pickling import dumps
@@ -25,12 +27,11 @@ from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE
 
 WRONG = b"not the secret of the test suite"
-NEW_SESSION = bytes(16)
 
 
-def preamble(session_id: bytes = NEW_SESSION, tls: bool = False) -> bytes:
+def preamble(ticket: bytes = NO_TICKET, tls: bool = False) -> bytes:
     """The first bytes of a connection."""
-    return handshake.Preamble(session_id, tls=tls).encode()
+    return handshake.Preamble(ticket, tls=tls).encode()
 
 
 def message(type: int, payload: bytes = b"", number: int = 0, key: bytes | None = None) -> bytes:
@@ -42,13 +43,13 @@ class Stranger:
     """One end of a handshake, with a wrong secret.
 
     Args:
-        session_id: Of the session that a client asks for.
+        ticket: That of a client.
         of_client: The preamble that a client has sent, to be a server.
     """
 
-    def __init__(self, session_id: bytes = NEW_SESSION, *, of_client: bytes | None = None) -> None:
+    def __init__(self, ticket: bytes = NO_TICKET, *, of_client: bytes | None = None) -> None:
         identity = local_identity("server" if of_client else "client")
-        start = handshake.Preamble.decode(of_client) if of_client else handshake.Preamble(session_id)
+        start = handshake.Preamble.decode(of_client) if of_client else handshake.Preamble(ticket)
         self._handshake = handshake.Handshake(WRONG, identity, start)
 
     def says(self) -> bytes:
@@ -65,21 +66,28 @@ def session_of(address: str) -> RemoteSession:
     return get_client().node(Address.parse(address)).session()
 
 
-def session_id_of(address: str) -> bytes:
-    """Its id, as it can be seen on the network."""
-    return bytes.fromhex(session_of(address).wait().session)
+def ticket_of(address: str) -> bytes:
+    """A ticket of it, which no other connection has."""
+    session = session_of(address)
+    session.wait()
+    return session.make_ticket()
 
 
-def open_channel_to(address: str, session_id: bytes = NEW_SESSION) -> Channel:
+def open_channel_to(address: str, ticket: bytes = NO_TICKET) -> Channel:
     """A connection that is authenticated, by the secret of the tests."""
     deadline = Deadline(20 * TIMEOUT_SCALE)
-    return open_channel(Address.parse(address), load_credentials(), local_identity("client"), session_id, deadline)
+    return open_channel(Address.parse(address), load_credentials(), local_identity("client"), ticket, deadline)
 
 
-def open_as_client(address: str, session_id: bytes = NEW_SESSION) -> tuple[Channel, Welcome]:
+def open_as_client(address: str, ticket: bytes = NO_TICKET) -> tuple[Channel, Welcome]:
     """The same, and its welcome."""
-    channel = open_channel_to(address, session_id)
+    channel = open_channel_to(address, ticket)
     return channel, read_welcome(channel, Deadline(None))
+
+
+def open_worker_of(address: str, control: Channel, session: int) -> Channel:
+    """A worker connection of a session that :func:`open_as_client` has begun, whose process id is ``session``."""
+    return open_as_client(address, Tickets(control.ticket_key, session).make())[0]
 
 
 def encode_call(function: Callable[..., Any], *args: Any) -> tuple[bytes, list[memoryview]]:

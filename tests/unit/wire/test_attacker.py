@@ -14,10 +14,10 @@ from rpcdataloader.errors import AuthenticationError, LocalProtocolError, Remote
 from rpcdataloader.wire.frames import HEADER_SIZE, Decoder, MessageType, Sealer, heap_blocks
 from rpcdataloader.wire.handshake import Handshake, Preamble
 from tests.unit.wire.test_frames import KEY, content, feed, join
-from tests.unit.wire.test_handshake import CLIENT, SECRET, SERVER, SESSION_ID, decode
+from tests.unit.wire.test_handshake import CLIENT, SECRET, SERVER, TICKET, decode
 
 NAMES = st.sampled_from(["host", "role", "pid", "rank", "nonce", "proof"])
-preambles = st.sampled_from([Preamble(SESSION_ID), Preamble(bytes(16)), Preamble(SESSION_ID, tls=True)])
+preambles = st.sampled_from([Preamble(TICKET), Preamble(bytes(16)), Preamble(TICKET, tls=True)])
 
 DIGESTED = (MessageType.CALL, MessageType.BUILD)
 

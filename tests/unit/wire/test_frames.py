@@ -19,7 +19,7 @@ from rpcdataloader.wire.frames import (
     encode,
     heap_blocks,
 )
-from rpcdataloader.wire.handshake import STATUS_ID, Preamble
+from rpcdataloader.wire.handshake import STATUS_TICKET, Preamble
 
 KEY = bytes(range(32))
 LIMITS = Limits(payload_size_bytes=100, num_blocks=3, block_size_bytes=50, message_size_bytes=160)
@@ -86,10 +86,10 @@ def join(*args, **kwargs):
 @pytest.mark.parametrize(
     ("preamble", "golden"),
     [
-        # magic, version, flags, reserved, session id
-        (Preamble(bytes(range(16))), "525043444c445201 0400 0000 00000000 000102030405060708090a0b0c0d0e0f"),
-        (Preamble(bytes(range(16)), tls=True), "525043444c445201 0400 0100 00000000 000102030405060708090a0b0c0d0e0f"),
-        (Preamble(STATUS_ID), "525043444c445201 0400 0000 00000000 01000000000000000000000000000000"),
+        # magic, version, flags, reserved, ticket
+        (Preamble(bytes(range(16))), "525043444c445201 0500 0000 00000000 000102030405060708090a0b0c0d0e0f"),
+        (Preamble(bytes(range(16)), tls=True), "525043444c445201 0500 0100 00000000 000102030405060708090a0b0c0d0e0f"),
+        (Preamble(STATUS_TICKET), "525043444c445201 0500 0000 00000000 01000000000000000000000000000000"),
     ],
 )
 def test_golden_preamble(preamble, golden):

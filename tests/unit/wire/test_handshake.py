@@ -13,14 +13,14 @@ from rpcdataloader.wire.handshake import Handshake, Identity, Preamble, TlsError
 from tests.unit.wire.test_frames import feed, refuse_to_allocate
 
 SECRET = b"a secret of the test"
-SESSION_ID = bytes(range(16))
+TICKET = bytes(range(16))
 
 CLIENT = Identity(
     role="client",
     host="trainer1",
     pid=11,
     rank=3,
-    protocol=4,
+    protocol=5,
     python_implementation="CPython",
     python_version="3.11.7",
     machine="x86_64",
@@ -34,11 +34,11 @@ SERVER = dataclasses.replace(CLIENT, role="server", host="node07", pid=22, rank=
 
 
 def client(nonce=None, **changes):
-    return Handshake(SECRET, dataclasses.replace(CLIENT, **changes), Preamble(SESSION_ID), nonce)
+    return Handshake(SECRET, dataclasses.replace(CLIENT, **changes), Preamble(TICKET), nonce)
 
 
 def server(nonce=None):
-    return Handshake(SECRET, SERVER, Preamble(SESSION_ID), nonce)
+    return Handshake(SECRET, SERVER, Preamble(TICKET), nonce)
 
 
 def decode(data):
@@ -55,7 +55,7 @@ def start(client_options=None, server_options=None):
     """Both sides, and the client's HELLO."""
     one = client(**client_options or {})
     preamble = one.preamble_to_send()
-    assert Preamble.decode(preamble) == Preamble(SESSION_ID)
+    assert Preamble.decode(preamble) == Preamble(TICKET)
     return one, server(**server_options or {}), decode_one(one.data_to_send())
 
 
@@ -71,7 +71,7 @@ def refusal(side):
 def test_golden_handshake():
     one, two, hello = start({"nonce": bytes(32)}, {"nonce": b"\x01" * 32})
     identity = (
-        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 4, "python_implementation": "CPython", '
+        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 5, "python_implementation": "CPython", '
         '"python_version": "3.11.7", "machine": "x86_64", "torch": "2.13.0+%s", "numpy": "2.1.3", '
         '"cloudpickle": "3.1.2", "job": "%s", "rpcdataloader": "0.1.0"}'
     )
@@ -86,13 +86,15 @@ def test_golden_handshake():
     # How these are made is on the page of the protocol.
     one.receive(answer)
     proof = decode_one(one.data_to_send())
-    assert bytes(proof.payload) == b'{"proof": "c6c9355d14a32a9d76f3cddd50e96fe7189033e48d10b6bdbcf08749a609715b"}'
+    assert bytes(proof.payload) == b'{"proof": "e5355b6da8a0b6da63614e67b592fd4d443303b2df7265ddb006f30293a1ab73"}'
     two.receive(proof)
     answer = decode_one(two.data_to_send())
-    assert bytes(answer.payload) == b'{"proof": "35c4cb7f5000eeab65b0ace446472f948923821be090ff378beb8017002d23d1"}'
+    assert bytes(answer.payload) == b'{"proof": "8de89026ea7995ca05d66fff6bfb20ae57b0e33aba2f622978c46796d9c5f7d2"}'
     one.receive(answer)
-    assert one.established.send.seal(b"header").hex() == "1b57da623c12600f3abc474c007190b1"
-    assert one.established.receive.seal(b"header").hex() == "d415d9b996359c536115107cd42e940c"
+    assert one.established.send.seal(b"header").hex() == "5d6b1a72dfb75ddc2ccf30ff1d21fc4f"
+    assert one.established.receive.seal(b"header").hex() == "84959fce951d92ffa936299dc7490966"
+    key = "3c28cbcfcce8bcdc1efc75d9d7b051b75ecd146cc794ced4b2bd974add92beab"
+    assert [side.established.ticket_key.hex() for side in (one, two)] == [key, key]
 
 
 def test_only_clients_name_their_job(monkeypatch):
@@ -111,7 +113,7 @@ def test_nonces_are_fresh():
 @pytest.mark.parametrize(
     ("changes", "ours", "theirs"),
     [
-        ({"protocol": 5}, "rpcdataloader 0.1.0 (version 4 of the protocol)", "rpcdataloader 0.1.0 (version 5 of"),
+        ({"protocol": 6}, "rpcdataloader 0.1.0 (version 5 of the protocol)", "rpcdataloader 0.1.0 (version 6 of"),
         ({"python_version": "3.1.1"}, "CPython 3.11", "CPython 3.1"),
         ({"python_implementation": "PyPy"}, "CPython 3.11", "PyPy 3.11"),
         ({"numpy": "1.26.4"}, "numpy 2", "numpy 1"),

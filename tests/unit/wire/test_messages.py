@@ -12,8 +12,8 @@ from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.wire import messages
 
 MESSAGES = [
-    messages.Welcome("node07", 4711, "ab" * 16, 32),
-    messages.Welcome("node07", 4711, "ab" * 16, 32, worker=3),
+    messages.Welcome("node07", 4711, 32),
+    messages.Welcome("node07", 4711, 32, worker=3),
     messages.Busy("all 8 connections are in use"),
     messages.Exited(3, 4711, "was killed by SIGKILL (perhaps out of memory)"),
     messages.StackRequest(3),
