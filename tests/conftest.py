@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.zygote import Zygote
+from tests.support.zygote import Zygote, use_huge_pages
 
 if TYPE_CHECKING:
     from rpcdataloader.wire.slabs import PageablePool
@@ -60,6 +60,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses = min(len(os.sched_getaffinity(0)) + 2, 8)
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    """Importing hundreds of modules leaves next to no garbage; and many tests fork a process of a parallel run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        if hasattr(session.config, "workerinput"):
+            gc.freeze()
+            use_huge_pages()
 
 
 # They import the libraries above, or start processes that do.
@@ -118,9 +131,10 @@ def leased_bytes(pool: PageablePool) -> int:
 
 def stat_of(pid: int) -> list[str]:
     """State, parent, and so on; empty if there is no such process."""
-    with contextlib.suppress(OSError):
+    # Without pathlib and text: all processes of the machine are looked at several times in each of a thousand tests.
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
         # Before them comes its name, which any process of the machine may choose, in any bytes.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return file.read().rpartition(b")")[2].decode().split()
     return []
 
 
