@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.conftest import clean_client, frozen_heap, library_zygote, shared_server, token_file, zygote
+from tests.conftest import clean_client, frozen_heap, library_zygote, own_modules, shared_server, token_file, zygote
 
-__all__ = ["clean_client", "frozen_heap", "library_zygote", "shared_server", "token_file", "zygote"]
+__all__ = ["clean_client", "frozen_heap", "library_zygote", "own_modules", "shared_server", "token_file", "zygote"]

@@ -123,11 +123,17 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     atexit._run_exitfuncs()
 
 
+# Finalizers of the processes from which this one was forked.
+_forgotten: list[object] = []
+
+
 def forget_inherited_exits() -> None:
     """Forget the exit functions of a session's or worker's parents, which run at their own ends."""
     atexit._clear()
-    # A temporary directory of theirs would be removed, and a child process of theirs ended.
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    # A temporary directory of theirs would be removed, and a child process of theirs ended. Nothing is taken apart: to
+    # free the thousand finalizers of torch would copy as many pages of the parent.
+    _forgotten.append(weakref.finalize._registry)  # type: ignore[attr-defined]
+    weakref.finalize._registry = {}  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]

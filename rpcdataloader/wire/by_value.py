@@ -26,7 +26,7 @@ import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -171,8 +171,7 @@ def reduce_function(
     for cell in cells:
         with contextlib.suppress(ValueError):  # it is empty
             used.append(cell.cell_contents)
-    # As in ``import package.part``, which binds the package alone.
-    modules = cloudpickle._find_imported_submodules(function.__code__, used)
+    modules = _parts_of_packages(function.__code__, used)
     state = {
         "__qualname__": function.__qualname__,
         "__module__": function.__module__,
@@ -184,6 +183,24 @@ def reduce_function(
     content = state, dict(function.__dict__), modules, brought
     parts = function.__code__, function.__name__, tuple(cells), module
     return make_function, parts, content, None, None, fill_function
+
+
+def _parts_of_packages(code: types.CodeType, used: Iterable[Any]) -> list[types.ModuleType]:
+    """The modules that code reaches through packages: ``import package.part`` binds the package alone.
+
+    cloudpickle compares the names of all modules that are loaded: a third of a millisecond for each function beside
+    a few thousand of them.
+    """
+    found = dict[str, types.ModuleType]()
+    packages = [value.__name__ for value in used if isinstance(value, types.ModuleType) and hasattr(value, "__path__")]
+    while packages:
+        package = packages.pop()
+        for name in code.co_names:
+            part = sys.modules.get(full := f"{package}.{name}")
+            if part is not None and full not in found:
+                found[full] = part
+                packages.append(full)
+    return list(found.values())
 
 
 def make_function(

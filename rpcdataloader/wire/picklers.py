@@ -241,6 +241,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_definition(self, obj: Any) -> Any:
         if is_of_main(obj):
             return self._reduce_global(obj)
+        if type(obj) is types.FunctionType and not cloudpickle.cloudpickle._should_pickle_by_reference(obj):
+            return self._reduce_by_value(obj)
         reduction = super().reducer_override(obj)
         if reduction is NotImplemented:  # by name
             self.modules.add(str(obj.__module__))

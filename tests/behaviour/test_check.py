@@ -13,6 +13,7 @@ import h5py
 import pytest
 
 from rpcdataloader.__main__ import main
+from rpcdataloader.check import way
 
 NUMBERS = itertools.count()
 
@@ -39,6 +40,7 @@ def check(tmp_path, monkeypatch, shared_server, capsys) -> Check:
     """Check what ``source`` defines by a name; gives the exit status and what was printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(way, "_MOST_BYTES", 4 << 20)  # half a second on each end
 
     def check(source, *options, name="Data", workers=shared_server.address):
         module = f"checked{next(NUMBERS)}"  # new, for the sake of ``sys.modules``

@@ -49,6 +49,7 @@ def check(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delitem(sys.modules, "checked_nodes", raising=False)
+    monkeypatch.setattr(way, "_MOST_BYTES", 4 << 20)  # half a second on each end
     (tmp_path / "checked_nodes.py").write_text(DATASET)
 
     def check(workers, *arguments):
