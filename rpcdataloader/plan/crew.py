@@ -248,7 +248,9 @@ class Crew(Generic[N]):
             self.say(f"{loss.error}; another worker starts there", cause=cause)
         else:
             num_left = sum(other.node not in self._gone for other in self.members.values())
-            self.say(f"going on with {num_left} of {self.num_wanted} workers: {loss.error}", cause=cause)
+            limit = f"{self._options.reconnect_timeout:g} s (reconnect_timeout)"
+            news = f"going on with {num_left} of {self.num_wanted} workers" if num_left else f"waiting up to {limit}"
+            self.say(f"{news}: {loss.error}", cause=cause)
 
     # Nodes
 

@@ -38,6 +38,7 @@ from rpcdataloader.wire.handshake import (
     Preamble,
     Refusal,
     UnavailableError,
+    is_ours,
     session_of,
 )
 from rpcdataloader.wire.register import RENEWAL_PERIOD, Registration
@@ -212,7 +213,7 @@ class NodeServer:
             self._pause_accepting(youth)
             return False
         reason = "too many unauthenticated connections"
-        self._strangers.log(logging.INFO, "closed a connection from %s: %s", victim.peer, reason)
+        self._strangers.refused(events.Refused(victim.peer, reason, logging.INFO))
         if victim.gate is None:  # perhaps a client that has not come to its first bytes: it tries again
             send_refusal(victim.sock, UnavailableError(reason))
         self._drop(victim, reason)
@@ -234,7 +235,7 @@ class NodeServer:
         if not start:
             self._drop(connection, "its peer has gone")
             return
-        if len(start) < PREAMBLE_SIZE:
+        if len(start) < PREAMBLE_SIZE and is_ours(start):
             # The loop would not come to rest while these can be read.
             self._loop.watch(sock.fileno(), lambda: self._on_cut_short(connection, len(start)), PEER_GONE)
             self._loop.call_after(RETRY_PAUSE, lambda: self._look_at(connection))
@@ -280,7 +281,9 @@ class NodeServer:
                 process, link = fork_linked(run)
             except OSError as exc:
                 self._warn_of_exhaustion(exc)
-                self._refuse(connection, UnavailableError(f"it has no room for another process ({exc.strerror})"))
+                self._refuse(
+                    connection, UnavailableError(f"it has no room for another process or file ({exc.strerror})")
+                )
                 return
             failed.pop_all()
         pid = process.pid

@@ -107,7 +107,9 @@ def run_server(
                 )
             how = "" if tls is None else " over TLS"
             others = "; other machines cannot connect without --host" if is_alone and not settings.is_unix else ""
-            logger.info("listening on %s%s, offering %d workers%s", address, how, context.num_workers, others)
+            bound = address if settings.is_unix else Address(*listener.getsockname()[:2])
+            name = "" if bound == address else f" as {address}"
+            logger.info("listening on %s%s%s, offering %d workers%s", bound, name, how, context.num_workers, others)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
             failed.pop_all()
             server.serve()  # whose drain closes the registration

@@ -91,12 +91,18 @@ class Preamble:
         Raises:
             RemoteProtocolError: These are not the first bytes of this protocol.
         """
+        if not is_ours(data):
+            found = data[: len(_PREAMBLE_MAGIC)]
+            raise RemoteProtocolError(f"the peer does not speak this protocol: its first bytes are {found!r}")
         if len(data) != PREAMBLE_SIZE:
             raise RemoteProtocolError(f"the preamble has {PREAMBLE_SIZE} bytes, the peer sent {len(data)}")
-        magic, version, flags, _, ticket = _PREAMBLE.unpack(data)
-        if magic != _PREAMBLE_MAGIC:
-            raise RemoteProtocolError(f"the peer does not speak this protocol: its first bytes are {magic!r}")
+        _magic, version, flags, _, ticket = _PREAMBLE.unpack(data)
         return cls(ticket, version, bool(flags & _PREAMBLE_TLS))
+
+
+def is_ours(start: bytes) -> bool:
+    """Whether a connection that begins like this may be one of this protocol."""
+    return start[: len(_PREAMBLE_MAGIC)] == _PREAMBLE_MAGIC[: len(start)]
 
 
 class Tickets:
@@ -302,7 +308,8 @@ class Handshake:
         if not hmac.compare_digest(proof, self._derive(_PROOF_LABELS[self._peer_role])):
             raise AuthenticationError(
                 f"{self._peer} and {self._identity} do not hold the same secret; "
-                "give both the same token file (by default ~/.config/rpcdataloader/token)"
+                "give both the same token file (by default ~/.config/rpcdataloader/token), or, if that is a server of "
+                "another user, use another port"
             )
         ours, theirs = _may_differ(self._identity), _may_differ(self._peer)
         self.established = Established(
