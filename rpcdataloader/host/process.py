@@ -29,7 +29,6 @@ class ProcessSettings:
         int_digits: Limit on the digits of an integer in a text; 0 for none, None in versions of Python without one.
         csv_field_size: Limit on the characters of a field of :mod:`csv`.
         umask: Permissions that new files lack.
-        filters: Filters of warnings of built-in categories: others may be classes that a session lacks.
         socket_timeout: Default timeout of sockets, in seconds; None without.
         dtype: torch's default for floating-point numbers.
         deterministic: Whether torch's operations are deterministic or refused, and whether it only warns of others.
@@ -40,7 +39,6 @@ class ProcessSettings:
     int_digits: int | None
     csv_field_size: int
     umask: int
-    filters: tuple[tuple[Any, ...], ...]
     socket_timeout: float | None
     dtype: torch.dtype
     deterministic: tuple[bool, bool]
@@ -54,7 +52,6 @@ class ProcessSettings:
             int_digits=sys.get_int_max_str_digits() if hasattr(sys, "get_int_max_str_digits") else None,
             csv_field_size=csv.field_size_limit(),
             umask=_umask(),
-            filters=tuple(each for each in warnings.filters if each[2].__module__ == "builtins"),
             socket_timeout=socket.getdefaulttimeout(),
             dtype=torch.get_default_dtype(),
             deterministic=_is_deterministic(),
@@ -68,7 +65,6 @@ class ProcessSettings:
             sys.set_int_max_str_digits(self.int_digits)
         csv.field_size_limit(self.csv_field_size)
         os.umask(self.umask)
-        _set_filters(self.filters)
         socket.setdefaulttimeout(self.socket_timeout)
         torch.set_default_dtype(self.dtype)
         if self.deterministic != _is_deterministic():  # it imports torch's compiler, which takes seconds
@@ -86,9 +82,16 @@ def _umask() -> int:
         return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
 
 
+def _is_built_in(entry: tuple[Any, ...]) -> bool:
+    """Whether the category of a filter is built in."""
+    return bool(entry[2].__module__ == "builtins")
+
+
 def _set_filters(filters: tuple[tuple[Any, ...], ...]) -> None:
+    """Replace the filters of built-in categories; others are those of modules here."""
+    others = [entry for entry in warnings.filters if not _is_built_in(entry)]
     warnings.resetwarnings()
-    for action, message, category, module, line in reversed(filters):
+    for action, message, category, module, line in reversed([*others, *filters]):
         warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line)
 
 
@@ -99,26 +102,30 @@ def _pattern(expression: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
-    """Settings of a thread.
+    """Settings of a thread, and those of a process that must not hold while a session imports modules.
 
     Attributes:
         decimal: Precision and rounding of :mod:`decimal`, and what is an error there.
         numpy_errors: What numpy does at errors of floating-point numbers, by their kind.
         has_grad: Whether torch records operations for gradients.
+        filters: Filters of warnings of built-in categories: others may be classes that a session lacks.
     """
 
     decimal: decimal.Context
     numpy_errors: Mapping[str, str]
     has_grad: bool
+    filters: tuple[tuple[Any, ...], ...]
 
     @classmethod
     def current(cls) -> ThreadSettings:
         """The settings of this thread."""
         errors = {kind: str(action) for kind, action in np.geterr().items() if action not in _NUMPY_FUNCTIONS}
-        return cls(decimal.getcontext().copy(), errors, torch.is_grad_enabled())
+        filters = tuple(each for each in warnings.filters if _is_built_in(each))
+        return cls(decimal.getcontext().copy(), errors, torch.is_grad_enabled(), filters)
 
     def apply(self) -> None:
         """Make these the settings of this thread."""
         decimal.setcontext(self.decimal.copy())
         np.seterr(**self.numpy_errors)  # type: ignore[arg-type]
         torch.set_grad_enabled(self.has_grad)
+        _set_filters(self.filters)

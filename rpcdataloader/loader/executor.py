@@ -12,6 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -222,6 +223,8 @@ class Executor:
         """
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
+        if not node.is_local:
+            spec = replace(spec, thread=begun.thread)
         functions = self._functions_for(node)
         changes = changes_after(self._dataset.made_everywhere(), self._changes)
         dataset = self._dataset, self._dataset.key, changes, {} if node.is_local else self._changed_tensors()

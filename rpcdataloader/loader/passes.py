@@ -163,7 +163,6 @@ def loader_spec(
         before=progress.before[worker_id] if is_new and progress.before else None,
         skips=settings.skips,
         max_retries=settings.max_retries,
-        thread=begun.thread,
     )
 
 

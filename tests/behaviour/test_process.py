@@ -108,6 +108,29 @@ def test_settings_of_process_and_thread_reach_workers_of_sessions_that_are_there
     assert all(seen[0][name] != seen[1][name] for name in seen[0] if name != "digits")
 
 
+class Category(UserWarning):
+    """Of the script, so no node has it."""
+
+
+class Filters:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _index):
+        return [(action, category.__name__) for action, _message, category, *_where in warnings.filters]
+
+
+def test_workers_of_this_machine_keep_all_filters_and_those_of_nodes_the_built_in_ones(shared_server):
+    warnings.filterwarnings("ignore", category=Category)
+    warnings.filterwarnings("once", category=BytesWarning)
+    here, there = (
+        next(iter(RPCDataloader(Filters(), None, collate_fn=list, num_workers=1, workers=workers)))
+        for workers in (None, shared_server.address)
+    )
+    assert here == Filters()[0]
+    assert [entry for entry in there if entry in here] == [entry for entry in here if entry[1] != "Category"]
+
+
 def test_worker_has_the_settings_of_the_thread_that_iterates(serve):
     def count() -> str:
         decimal.getcontext().prec = 3
