@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rpcdataloader.host.locks import Lock
-from rpcdataloader.loader import dataloader, iterator, seat, settings
+from rpcdataloader.loader import inline, iterating, seat, settings
 from rpcdataloader.loader.copying import Carrier, DeviceCopies
 from rpcdataloader.wire.slabs import PinnedAllocator
 
@@ -137,9 +137,9 @@ def _is_in(tensor: torch.Tensor, memory: Sequence[torch.Tensor]) -> bool:
 def plug_in(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Let loaders deliver to such a device, whatever the name in their ``device``."""
     device = FakeDevice()
-    for module in dataloader, settings:
+    for module in iterating, settings:
         monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
-    for module in seat, iterator, dataloader:
+    for module in seat, inline, iterating:
         monkeypatch.setattr(module, "make_carrier", lambda _found, _pageable: device)
     return device
 
