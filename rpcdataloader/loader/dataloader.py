@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +34,7 @@ from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.executor import Here
-from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
+from rpcdataloader.loader.iterator import NO_OTHER_PASS, CannotGoOnError, InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.passes import functions_of
 from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, has_local, warn_once
 from rpcdataloader.loader.sampler import Source
@@ -138,6 +139,10 @@ class RPCDataloader(LoaderTools[_T_co]):
     transform: Callable[[Any], Any] | None
     workers: Any
 
+    # SpeechBrain's loader sets this to the number of batches of which a checkpoint tells. Its own way to leave them out
+    # replaces the constructor of torch's iterators.
+    _speechbrain_recovery_skip_to: int | None = None
+
     def __init__(
         self,
         dataset: Dataset[_T_co],
@@ -203,6 +208,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         super().__init__(**torchs)
         self._where = where
         self._pass: PassIterator | None = None  # with persistent workers
+        self._around: Any = None  # what a subclass's own _get_iterator() has put around it
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next iterator
         self._kept_source: Source | None = None  # of a loader with a transform
@@ -215,6 +221,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers
             self.multiprocessing_context = multiprocessing_context
+            if isinstance(where, Local):
+                _check_starts_processes(self.multiprocessing_context)
             self.num_workers = num_workers
             self.prefetch_factor = 2 if prefetch_factor is None else prefetch_factor
             # torch forbids changes of this after its own __init__.
@@ -243,25 +251,58 @@ class RPCDataloader(LoaderTools[_T_co]):
         check_transform(self, self._where)
         if self._where is None:
             return self._iterate_here()
-        is_overridden = type(self)._get_iterator is not RPCDataloader._get_iterator
-        return self._get_iterator() if is_overridden else self._iterate()
+        if type(self)._get_iterator is RPCDataloader._get_iterator:
+            return self._iterate()
+        # As in torch's __iter__: what a subclass has put around the iterator lets that begin the next pass.
+        if self.persistent_workers and hasattr(self._around, "_reset"):
+            with contextlib.suppress(CannotGoOnError):
+                self._around._reset(self)
+                return self._around  # type: ignore[no-any-return]
+        around = self._get_iterator()
+        if self.persistent_workers:
+            self._around = around
+        return around  # type: ignore[no-any-return]
 
     def _get_iterator(self) -> Any:
         """Begin a pass with new workers: torch's method, which subclasses call to begin anew, or override."""
         check_transform(self, self._where)
         if self._where is None:
             return super()._get_iterator()
-        self._pass = None
+        self._iterator = None
         return self._iterate()
 
-    def _iterate(self) -> PassIterator:
-        """Begin a pass with the workers that are kept, if any."""
+    # torch's attribute. Scripts set it to None for new persistent workers, and end those that it has.
+    @property
+    def _iterator(self) -> Any:
+        """What persistent workers load for."""
+        around = self.__dict__.get("_around")
+        return self.__dict__.get("_pass") if around is None else around
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._around = iterator  # also one that a subclass keeps here for itself
+        if iterator is None:
+            self._pass = None
+
+    def _iterate(self, goes_on: PassIterator | None = None) -> PassIterator:
+        """Begin a pass with the workers that are kept, if any.
+
+        Args:
+            goes_on: Iterator that must have them; by default, a new one begins if there is none.
+
+        Raises:
+            CannotGoOnError: ``goes_on`` has no workers for another pass, or a state was loaded.
+        """
         self.num_workers = _check_num_workers(self.num_workers, self.dataset, self.transform)
         settings = PassSettings.of(self)
         # A state of the beginning has nothing to resume, but begins anew.
         saved = self._saved if self._saved is not None and has_begun(self._saved) else None
         iterator = self._pass
+        if goes_on is not None and goes_on is not iterator:
+            raise CannotGoOnError(NO_OTHER_PASS)
         if iterator is None or self._saved is not None or not iterator.reset(self._IterableDataset_len_called):
+            if goes_on is not None:
+                raise CannotGoOnError(NO_OTHER_PASS)
             ended = saved if saved is not None and saved["finished"] and not self.persistent_workers else None
             saved = None if ended is not None else saved
             iterator = self._pass = None  # ends its workers, whose places are needed
@@ -275,6 +316,8 @@ class RPCDataloader(LoaderTools[_T_co]):
                 self._pass = iterator
         if isinstance(iterator, InlineIterator):
             iterator.recorder = self._recorder = self._make_recorder()
+        if self._speechbrain_recovery_skip_to is not None:
+            self._speechbrain_recovery_skip_to = None
         before, self._progress = self._progress, (settings, iterator.progress)
         # From here on without a call: Ctrl-C must not come between the state and the iterator that goes on with it.
         if before is not None:
@@ -341,7 +384,18 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        here = ("_pass", "_wants", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace")
+        here = (
+            "_pass",
+            "_around",
+            "_wants",
+            "_kept_source",
+            "_shipped",
+            "_memory",
+            "_progress",
+            "_last",
+            "_recorder",
+            "_trace",
+        )
         return {**self.__dict__, **dict.fromkeys(here)}
 
     def _begin(
@@ -361,8 +415,10 @@ class RPCDataloader(LoaderTools[_T_co]):
             is_elsewhere = ended is not None
             if saved is ended is None and self._progress is not None and (last := self._progress[1]).finished:
                 streams, is_elsewhere = last.streams, last.is_elsewhere
-            length = self._IterableDataset_len_called
-            return InlineIterator(settings, local, saved, length, streams, is_elsewhere=is_elsewhere)
+            length, num_skipped = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
+            return InlineIterator(
+                settings, local, saved, length, streams, is_elsewhere=is_elsewhere, num_skipped=num_skipped
+            )
         with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):
             return self._begin_remote(settings, saved)
 
@@ -396,8 +452,9 @@ class RPCDataloader(LoaderTools[_T_co]):
             if self._wants is None or self._wants.num_workers is not self.num_workers:
                 self._wants = Wants(self.num_workers, self.min_workers)
             self._memory = get_client().allocator
+            length, num_skipped = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
             iterator = RemoteIterator(
-                settings, dataset, placement, recorder, saved, self._IterableDataset_len_called, self._wants, here
+                settings, dataset, placement, recorder, saved, length, self._wants, here, num_skipped
             )
             failed.pop_all()
         recorder.start.in_iter = time.monotonic() - recorder.start.begun
@@ -459,6 +516,15 @@ def check_transform(loader: RPCDataloader[Any], where: Where | None) -> None:
     check_numbers(source_workers=loader.source_workers)
     if loader.source_workers < 1:
         raise ValueError(f"source_workers must be at least 1, but is {loader.source_workers}")
+
+
+def _check_starts_processes(context: Any) -> None:
+    kind = getattr(context, "Process", None)
+    if isinstance(kind, type) and not issubclass(kind, BaseProcess):
+        raise ValueError(
+            f"multiprocessing_context starts objects of {kind.__qualname__} in place of processes, but workers are "
+            "processes: leave it out (in MONAI, use_thread_workers), or load in this process by workers='inline'"
+        )
 
 
 def _check_num_workers(num_workers: int | str, dataset: object, transform: object) -> int:
