@@ -18,7 +18,14 @@ from rpcdataloader.loader.dataset import RPCDataset, check_whole
 from rpcdataloader.loader.iterating import LoaderIteration
 from rpcdataloader.loader.placement import check_min_workers
 from rpcdataloader.loader.sampler import Source
-from rpcdataloader.loader.settings import PassSettings, check_num_workers, check_numbers, check_transform, name_of
+from rpcdataloader.loader.settings import (
+    PassSettings,
+    check_num_workers,
+    check_numbers,
+    check_starts_processes,
+    check_transform,
+    name_of,
+)
 from rpcdataloader.loader.waits import Auto
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -184,6 +191,8 @@ class RPCDataloader(LoaderIteration[_T_co]):
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers
             self.multiprocessing_context = multiprocessing_context
+            if isinstance(where, Local):
+                check_starts_processes(self.multiprocessing_context)
             self.num_workers = num_workers
             self.prefetch_factor = 2 if prefetch_factor is None else prefetch_factor
             # torch forbids changes of this after its own __init__.

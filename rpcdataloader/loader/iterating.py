@@ -32,7 +32,7 @@ from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.executor import Here
 from rpcdataloader.loader.inline import InlineIterator
-from rpcdataloader.loader.iterator import PassIterator, RemoteIterator
+from rpcdataloader.loader.iterator import NO_OTHER_PASS, CannotGoOnError, PassIterator, RemoteIterator
 from rpcdataloader.loader.passes import functions_of
 from rpcdataloader.loader.placement import Placement, choose_nodes, has_local, warn_once
 from rpcdataloader.loader.settings import PassSettings, check_num_workers, check_transform, make_partition, name_of
@@ -53,7 +53,12 @@ class LoaderIteration(LoaderTools[_T_co]):
     partition: Any
     transform: Callable[[Any], Any] | None
 
+    # SpeechBrain's loader sets this to the number of batches of which a checkpoint tells. Its own way to leave them out
+    # replaces the constructor of torch's iterators.
+    _speechbrain_recovery_skip_to: int | None = None
+
     _pass: PassIterator | None = None  # with persistent workers
+    _around: Any = None  # what a subclass's own _get_iterator() has put around it
     _shipped: RemoteDataset | None = None
     _wanted: WantedWorkers | None = None
     _memory: PageablePool | None = None  # for batches, kept from pass to pass
@@ -63,25 +68,58 @@ class LoaderIteration(LoaderTools[_T_co]):
         check_transform(self, self._where)
         if self._where is None:
             return self._iterate_here()
-        is_overridden = type(self)._get_iterator is not LoaderIteration._get_iterator
-        return self._get_iterator() if is_overridden else self._iterate()
+        if type(self)._get_iterator is LoaderIteration._get_iterator:
+            return self._iterate()
+        # As in torch's __iter__: what a subclass has put around the iterator lets that begin the next pass.
+        if self.persistent_workers and hasattr(self._around, "_reset"):
+            with contextlib.suppress(CannotGoOnError):
+                self._around._reset(self)
+                return self._around  # type: ignore[no-any-return]
+        around = self._get_iterator()
+        if self.persistent_workers:
+            self._around = around
+        return around  # type: ignore[no-any-return]
 
     def _get_iterator(self) -> Any:
         """Begin a pass with new workers: torch's method, which subclasses call to begin anew, or override."""
         check_transform(self, self._where)
         if self._where is None:
             return super()._get_iterator()
-        self._pass = None
+        self._iterator = None
         return self._iterate()
 
-    def _iterate(self) -> PassIterator:
-        """Begin a pass with the workers that are kept, if any."""
+    # torch's attribute. Scripts set it to None for new persistent workers, and end those that it has.
+    @property
+    def _iterator(self) -> Any:
+        """What persistent workers load for."""
+        around = self.__dict__.get("_around")
+        return self.__dict__.get("_pass") if around is None else around
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._around = iterator  # also one that a subclass keeps here for itself
+        if iterator is None:
+            self._pass = None
+
+    def _iterate(self, goes_on: PassIterator | None = None) -> PassIterator:
+        """Begin a pass with the workers that are kept, if any.
+
+        Args:
+            goes_on: Iterator that must have them; by default, a new one begins if there is none.
+
+        Raises:
+            CannotGoOnError: ``goes_on`` has no workers for another pass, or a state was loaded.
+        """
         self.num_workers = check_num_workers(self.num_workers, self.dataset, self.transform)
         settings = PassSettings.of(self)
         # A state of the beginning has nothing to resume, but begins anew.
         saved = self._saved if self._saved is not None and has_begun(self._saved) else None
         iterator = self._pass
+        if goes_on is not None and goes_on is not iterator:
+            raise CannotGoOnError(NO_OTHER_PASS)
         if iterator is None or self._saved is not None or not iterator.reset(self._IterableDataset_len_called):
+            if goes_on is not None:
+                raise CannotGoOnError(NO_OTHER_PASS)
             ended = saved if saved is not None and saved["finished"] and not self.persistent_workers else None
             saved = None if ended is not None else saved
             iterator = self._pass = None  # ends its workers, whose places are needed
@@ -95,6 +133,8 @@ class LoaderIteration(LoaderTools[_T_co]):
                 self._pass = iterator
         if isinstance(iterator, InlineIterator):
             iterator.recorder = self._recorder = self._make_recorder()
+        if self._speechbrain_recovery_skip_to is not None:
+            self._speechbrain_recovery_skip_to = None
         before, self._progress = self._progress, (settings, iterator.progress)
         # In one step, see ``tasks``: the state, and the iterator that goes on with it.
         if before is not None:
@@ -116,8 +156,8 @@ class LoaderIteration(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        here = ("_pass", "_wanted", "_kept_source", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace")
-        return {**self.__dict__, **dict.fromkeys(here)}
+        here = "_pass", "_around", "_wanted", "_kept_source", "_shipped", "_memory", "_progress", "_last"
+        return {**self.__dict__, **dict.fromkeys((*here, "_recorder", "_trace"))}
 
     def _begin(
         self, settings: PassSettings, saved: Mapping[str, Any] | None, ended: Mapping[str, Any] | None
@@ -136,8 +176,10 @@ class LoaderIteration(LoaderTools[_T_co]):
             is_elsewhere = ended is not None
             if saved is ended is None and self._progress is not None and (last := self._progress[1]).finished:
                 streams, is_elsewhere = last.streams, last.is_elsewhere
-            length = self._IterableDataset_len_called
-            return InlineIterator(settings, local, saved, length, streams, is_elsewhere=is_elsewhere)
+            length, num_skipped = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
+            return InlineIterator(
+                settings, local, saved, length, streams, is_elsewhere=is_elsewhere, num_skipped=num_skipped
+            )
         with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):
             return self._begin_remote(settings, saved)
 
@@ -171,8 +213,9 @@ class LoaderIteration(LoaderTools[_T_co]):
             if self._wanted is None or self._wanted.num_workers is not self.num_workers:
                 self._wanted = WantedWorkers(self.num_workers, self.min_workers)
             self._memory = get_client().allocator
+            length, num_skipped = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
             iterator = RemoteIterator(
-                settings, dataset, placement, recorder, saved, self._IterableDataset_len_called, self._wanted, here
+                settings, dataset, placement, recorder, saved, length, self._wanted, here, num_skipped
             )
             failed.pop_all()
         recorder.start.in_iter = time.monotonic() - recorder.start.begun

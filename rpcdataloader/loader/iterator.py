@@ -13,7 +13,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
@@ -44,11 +44,24 @@ REPLACED = (
     "and no longer counted by state_dict(): go on with iter(loader), which begins where the state was saved"
 )
 
+NO_OTHER_PASS = "this iterator cannot begin another pass, as its workers were not kept: go on with iter(loader)"
+
+SHUT_DOWN = "_shutdown_workers() has ended the workers in the middle of this pass: begin another one with iter(loader)"
+
+CANNOT_BE_PICKLED = (
+    "an iterator over an RPCDataloader belongs to its process, and cannot be pickled: a loader whose dataset iterates "
+    "over another loader needs workers='inline'"
+)
+
 # Seconds outside of ``next`` after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
 
 # Seconds. It does not matter whether the device's work hid a shorter wait.
 _LEAST_HIDDEN = 1e-4
+
+
+class CannotGoOnError(LocalProtocolError):
+    """An iterator cannot begin another pass."""
 
 
 class PassIterator(ABC):
@@ -71,6 +84,24 @@ class PassIterator(ABC):
 
     def __len__(self) -> int:
         return len(self._settings.sampler)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(CANNOT_BE_PICKLED)
+
+    # Frameworks use these names of torch's iterators, and _shutdown_workers.
+    @property
+    def _num_yielded(self) -> int:
+        """Number of batches of the pass that were delivered, or left out at its beginning."""
+        return self.progress.copy().settle().num_batches
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin another pass, as what a subclass of the loader has put around this asks for.
+
+        Raises:
+            CannotGoOnError: The workers were not kept.
+        """
+        if not first_iter:
+            loader._iterate(self)
 
     def __next__(self) -> Any:
         """The next batch.
@@ -171,6 +202,7 @@ class RemoteIterator(PassIterator):
         placement: Nodes of the workers; for an iterable-style dataset, of the streams.
         wanted: The number of workers that the loader wants.
         here: The place of workers on this machine that are this pass's own.
+        num_skipped: Number of batches that a new pass leaves out.
 
     Attributes:
         driver: State of the pass, to which its workers refer.
@@ -186,13 +218,15 @@ class RemoteIterator(PassIterator):
         reported_length: int | None = None,
         wanted: WantedWorkers | None = None,
         here: Here | None = None,
+        num_skipped: int = 0,
     ) -> None:
         super().__init__(settings, dataset.name, reported_length)
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, DeviceCopies] | None = None  # the last probe
         with undone_afterwards(saved):
             decoder = BatchDecoder(settings, get_client().allocator)
-            begun = begin_pass(settings, saved, len(placement.homes), makes_requests=True)
+            num_streams = len(placement.homes)
+            begun = begin_pass(settings, saved, num_streams, makes_requests=True, num_skipped=num_skipped)
             options, turn = plan_options(settings, placement), begun.progress.turn
             split = make_part if settings.may_split and (wanted is None or wanted.may_split) else None
             engine = Engine(options, placement.homes, placement.others, describe=describe, turn=turn, split=split)
@@ -391,9 +425,15 @@ class RemoteIterator(PassIterator):
         wanted = max(wanted, present) if self._settings.iterable else wanted
         return to_status(diagnosis, self._name, self._rank, wait, wanted)
 
+    def _shutdown_workers(self) -> None:
+        """End the workers, for scripts that know torch's method."""
+        if not self.progress.finished:
+            self._fail(LocalProtocolError(SHUT_DOWN))
+        self._end()
+
     def reset(self, reported_length: int | None) -> bool:
         driver = self.driver
-        if os.getpid() != driver.pid or driver.engine.failure is not None or driver.is_closed:
+        if not self._end.alive or os.getpid() != driver.pid or driver.engine.failure is not None or driver.is_closed:
             return False
         driver.tell()
         before = self.progress.base_seed, self.progress.epoch

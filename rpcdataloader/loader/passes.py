@@ -25,7 +25,7 @@ from rpcdataloader.loader.states import (
     restore_start,
     streams_of,
 )
-from rpcdataloader.loader.tasks import Progress, TaskSource
+from rpcdataloader.loader.tasks import Progress, TaskSource, skip
 from rpcdataloader.loader.ways import end_pass, way_of
 
 # Samples, or batches, of all ranks in an epoch are fewer than two to this power.
@@ -61,6 +61,7 @@ def begin_pass(
     before: tuple[int, int] | None = None,
     streams_before: Sequence[StreamState] = (),
     makes_requests: bool = False,
+    num_skipped: int = 0,
 ) -> Pass:
     """Begin a pass: iterate over the sampler and draw the base seed, in torch's order.
 
@@ -70,9 +71,10 @@ def begin_pass(
         before: Base seed and epoch of the pass before; persistent workers keep their base seed, as torch's do.
         streams_before: Streams at the end of the pass before, unless that is ``saved``.
         makes_requests: True if the tasks go to workers.
+        num_skipped: Number of batches that a new pass draws and leaves out.
 
     Raises:
-        ValueError: The state does not fit this loader.
+        ValueError: The state does not fit this loader; or the sampler has fewer batches than are left out.
     """
     if saved is not None and saved["finished"]:  # to which loading it has brought the sampler
         before, streams_before, saved = (saved["base_seed"], saved["epoch"]), streams_of(saved["streams"]), None
@@ -90,6 +92,9 @@ def begin_pass(
         streams = [StreamState()] * num_streams if settings.iterable else []
         known = list(streams_before) if len(streams_before) == len(streams) else []
         progress = Progress(before[0], before[1] + 1, start=start, streams=streams, before=known)
+        if num_skipped and not settings.iterable:
+            num_samples, digest = skip(samples, num_skipped, auto_collation=settings.auto_collation)
+            progress.num_batches, progress.num_samples, progress.digest = num_skipped, num_samples, digest
         # Other samplers may only know of the pass before until they have given a batch.
         if get_state is not None and is_ready is not None:
             progress.sampler = get_state()

@@ -7,6 +7,7 @@ import numbers
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -255,3 +256,13 @@ def _exceptions(types: type[BaseException] | Iterable[type[BaseException]]) -> t
         if issubclass(kind, StopIteration):
             raise ValueError("retry_on: a StopIteration of the dataset is raised as a RuntimeError; name that instead")
     return kinds
+
+
+def check_starts_processes(context: Any) -> None:
+    """Raise a ``ValueError`` for a context of multiprocessing that starts threads."""
+    kind = getattr(context, "Process", None)
+    if isinstance(kind, type) and not issubclass(kind, BaseProcess):
+        raise ValueError(
+            f"multiprocessing_context starts objects of {kind.__qualname__} in place of processes, but workers are "
+            "processes: leave it out (in MONAI, use_thread_workers), or load in this process by workers='inline'"
+        )
