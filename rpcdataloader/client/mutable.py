@@ -27,6 +27,7 @@ from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.state import Change, append_change, catch_up, changes_after, derive_seed, last_of
 from rpcdataloader.server.datasets import change_shared
 from rpcdataloader.server.local import Inherited
+from rpcdataloader.wire.definitions import Table
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded
 
@@ -49,7 +50,7 @@ class MutableDataset(RemoteDataset):
         self._query_worker: RemoteWorker | None = None
         # Guarded by the other lock.
         self._length: int | None = None
-        self._definitions = self.definitions  # with which it has this length
+        self._definitions = self._present_definitions()  # with which it has this length
         self._is_iterable = is_iterable
         self._last_change = 0  # number
         self._changes: tuple[Change, ...] = ()
@@ -182,7 +183,7 @@ class MutableDataset(RemoteDataset):
         """
         if (here := self._here()) is not None:
             return len(here)
-        definitions = freeze({}, names=self.names).definitions  # which the script may have changed since
+        definitions = self._present_definitions()
         with self._lock:
             last_change, length = self._last_change, self._length
             if definitions != self._definitions:
@@ -193,6 +194,10 @@ class MutableDataset(RemoteDataset):
                 if self._last_change == last_change and self._definitions == definitions:
                     self._length = length
         return length
+
+    def _present_definitions(self) -> Table:
+        """What the script means now by the names that the dataset needs."""
+        return freeze({}, names=self.names).definitions
 
     def _here(self) -> Any:
         """The dataset itself, if this process has built it and no change was made; None otherwise."""

@@ -319,11 +319,7 @@ class RemoteSession:
         while True:
             try:
                 channel, self._welcome = self._settings.open(
-                    self.address,
-                    lambda: NO_TICKET,
-                    self._deadline,
-                    retry=self._settings.waits_for_servers,
-                    tell=self._note,
+                    self.address, _no_ticket, self._deadline, retry=self._settings.waits_for_servers, tell=self._note
                 )
                 break
             except UnavailableError as exc:
@@ -411,3 +407,8 @@ class RemoteSession:
         # The node has ended these already, or will when it notices; a vanished host sends nothing.
         for worker in list(self.workers):
             worker.close(error if self.welcome is None else ConnectionLostError(str(error)))
+
+
+def _no_ticket() -> bytes:
+    """What asks for a new session."""
+    return NO_TICKET

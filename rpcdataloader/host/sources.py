@@ -155,11 +155,8 @@ def watch(listener: str) -> None:
     early: list[str] = []
     for name, module in list(sys.modules.items()):
         # Not an attribute, at which a lazy module would be loaded.
-        spec = (
-            object.__getattribute__(module, "__dict__").get("__spec__")
-            if isinstance(module, types.ModuleType)
-            else None
-        )
+        has = object.__getattribute__(module, "__dict__") if isinstance(module, types.ModuleType) else {}
+        spec = has.get("__spec__")
         if type(spec) is importlib.machinery.ModuleSpec and _may_be_own(spec.loader):
             if getattr(spec, "_initializing", False):
                 spec.__class__ = _RunningSpec

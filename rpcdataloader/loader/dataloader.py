@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from rpcdataloader.client.discovery import Local, Where, find_workers
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.raw import RawBatch, pack
-from rpcdataloader.loader.dataset import RPCDataset, check_whole
+from rpcdataloader.loader.dataset import IS_HERE, RPCDataset
 from rpcdataloader.loader.iterating import LoaderIteration
 from rpcdataloader.loader.placement import check_min_workers
 from rpcdataloader.loader.sampler import Source
@@ -268,10 +268,22 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
         if workers is not None:
             raise ValueError("workers contradicts the RPCDataset, which has its own: leave it out")
         return dataset._where
-    check_whole(dataset)
+    _check_whole(dataset)
     where = find_workers(workers)
     if where is None:
         if isinstance(num_workers, Auto):
             return Local()
         return Local(num_workers) if num_workers > 0 else None
     return where
+
+
+def _check_whole(dataset: object) -> None:
+    """Raise a ``LocalProtocolError`` for one of torch's wrappers around an ``RPCDataset``, such as a ``Subset``."""
+    behind = [dataset]
+    while behind:
+        one = behind.pop()
+        if isinstance(one, RPCDataset):
+            raise LocalProtocolError(IS_HERE)
+        if type(one).__module__.startswith("torch.utils.data."):
+            parts = vars(one).get("datasets", [vars(one).get("dataset")])
+            behind += parts.values() if isinstance(parts, dict) else parts

@@ -33,7 +33,7 @@ from rpcdataloader.server.datasets import length_of, make, open_files, style_of,
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.pickling import dumps_named
 
-_IS_HERE = (
+IS_HERE = (
     "an RPCDataset belongs to this process and cannot be sent: to use a part of it, give RPCDataloader a sampler, or "
     "wrap what is built, RPCDataset(workers, lambda: Subset(MyDataset(), indices)); to load it, use RPCDataloader"
 )
@@ -162,7 +162,7 @@ class RPCDataset(Dataset[Any]):
         return f"RPCDataset({self._access.name}, workers='{self._where}')"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        raise LocalProtocolError(_IS_HERE)
+        raise LocalProtocolError(IS_HERE)
 
 
 class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
@@ -216,18 +216,6 @@ def access_of(dataset: RPCDataset) -> Any:
     """The object behind an RPCDataset: a :class:`MutableDataset`, or an :class:`_Inline`."""
     access = dataset._access
     return access.dataset if isinstance(access, _Inline) else access
-
-
-def check_whole(dataset: object) -> None:
-    """Raise a ``LocalProtocolError`` for one of torch's wrappers around an ``RPCDataset``, such as a ``Subset``."""
-    behind = [dataset]
-    while behind:
-        one = behind.pop()
-        if isinstance(one, RPCDataset):
-            raise LocalProtocolError(_IS_HERE)
-        if type(one).__module__.startswith("torch.utils.data."):
-            parts = vars(one).get("datasets", [vars(one).get("dataset")])
-            behind += parts.values() if isinstance(parts, dict) else parts
 
 
 class _Inline:

@@ -133,8 +133,7 @@ class LoaderIteration(LoaderTools[_T_co]):
                 self._pass = iterator
         if isinstance(iterator, InlineIterator):
             iterator.recorder = self._recorder = self._make_recorder()
-        if self._speechbrain_recovery_skip_to is not None:
-            self._speechbrain_recovery_skip_to = None
+        self._speechbrain_recovery_skip_to = None
         before, self._progress = self._progress, (settings, iterator.progress)
         # In one step, see ``tasks``: the state, and the iterator that goes on with it.
         if before is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,12 +31,8 @@ def join(parts: Sequence[tuple[Any, Any]], pinned: PinnedAllocator | None, movab
     _join(batches, columns.append)
     shapes = [(column[0].dtype, (sum(map(len, column)), *column[0].shape[1:])) for column in columns]
     index, sizes = plan(shapes)
-    memory = [
-        torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        if pinned is None
-        else pinned.allocate(size_bytes).tensor
-        for size_bytes in sizes
-    ]
+    empty = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
+    memory = [empty(size) if pinned is None else pinned.allocate(size).tensor for size in sizes]
     tensors = rebuild(index, memory, in_place=pinned is not None) if movable is None else movable.rebuild(index, memory)
     for tensor, column in zip(tensors, columns, strict=True):
         torch.cat(column, out=tensor)

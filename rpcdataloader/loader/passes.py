@@ -143,6 +143,10 @@ def _length_of(sampler: Any) -> int | None:
         return None
 
 
+# What workers have from the loader's arguments, by the same names; its functions come apart from these.
+_OF_SETTINGS = "auto_collation", "iterable", "drop_last", "skips", "max_retries"
+
+
 def loader_spec(
     settings: PassSettings, begun: Pass, worker_id: int, num_workers: int, stream: StreamState | None
 ) -> LoaderSpec:
@@ -152,9 +156,7 @@ def loader_spec(
     apart = progress.leg << _LEG_BITS
     is_new = stream is not None and not stream.num_samples and not stream.ended
     return LoaderSpec(
-        auto_collation=settings.auto_collation,
-        iterable=settings.iterable,
-        drop_last=settings.drop_last,
+        **{name: getattr(settings, name) for name in _OF_SETTINGS},
         base_seed=progress.base_seed,
         epoch=progress.epoch,
         rank=begun.ranks[0],
@@ -166,8 +168,6 @@ def loader_spec(
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
         before=progress.before[worker_id] if is_new and progress.before else None,
-        skips=settings.skips,
-        max_retries=settings.max_retries,
     )
 
 

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from rpcdataloader.client.background import Waiting
 from rpcdataloader.client.client import connect_timeout, get_client
@@ -367,17 +367,16 @@ def warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
+# What the engine has from the loader's arguments, by the same names.
+_OF_SETTINGS = {each.name for each in fields(PlanOptions)} & {each.name for each in fields(PassSettings)}
+
+
 def plan_options(settings: PassSettings, placement: Placement) -> PlanOptions:
     """Return the engine's options."""
     return PlanOptions(
+        **{name: getattr(settings, name) for name in _OF_SETTINGS},
         num_workers=len(placement.homes),
         is_iterable=settings.iterable,
-        prefetch_factor=settings.prefetch_factor,
-        in_order=settings.in_order,
-        max_in_flight_bytes=settings.max_in_flight_bytes,
-        max_retries=settings.max_retries,
-        task_timeout=settings.task_timeout,
-        reconnect_timeout=settings.reconnect_timeout,
         connect_timeout=connect_timeout(),
         label=settings.partition.label,
         rank=placement.partition.rank,

@@ -135,15 +135,7 @@ class Engine(Generic[N]):
             its batch has all of them, the caller joins them and calls :meth:`joined` or :meth:`unfit`.
         """
         self.crew.num_deaths = 0
-        task = self.table.replied(
-            worker,
-            number,
-            size_bytes=size_bytes,
-            task_seconds=task_seconds,
-            now=now,
-            has_failed=has_failed,
-            answer=answer,
-        )
+        task = self.table.replied(worker, number, size_bytes, task_seconds, now, has_failed, answer)
         if task is not None and task.holders:  # with a superfluous copy
             self._out += [Cancel(loser.id, number) for loser in task.holders]
         return task

@@ -558,7 +558,6 @@ class Table:
         self,
         worker: int,
         number: float,
-        *,
         size_bytes: int,
         task_seconds: float | None = None,
         now: float = 0.0,

@@ -176,18 +176,20 @@ class Clients:
 
     def hand_over(self, client: ClientRecord, sock: socket.socket, peer: str) -> None:
         """Pass the connection of a future worker to its session, once that has room for it, in the order of coming."""
+        if not client.coming and self._offer(client, sock, peer):
+            sock.close()
+            return
         client.coming[sock] = peer
+        self._loop.watch(sock.fileno(), lambda: self._let_go(client, sock), PEER_GONE)
         if client.retry is None:
-            self._hand_over(client)
-        if sock in client.coming:
-            self._loop.watch(sock.fileno(), lambda: self._let_go(client, sock), PEER_GONE)
+            client.retry = self._loop.call_after(RETRY_PAUSE, lambda: self._hand_over_later(client))
 
-    def _hand_over(self, client: ClientRecord) -> None:
+    def _hand_over_later(self, client: ClientRecord) -> None:
         client.retry = None
         while client.coming:
             sock, peer = next(iter(client.coming.items()))
             if not self._offer(client, sock, peer):
-                client.retry = self._loop.call_after(RETRY_PAUSE, lambda: self._hand_over(client))
+                client.retry = self._loop.call_after(RETRY_PAUSE, lambda: self._hand_over_later(client))
                 return
             self._let_go(client, sock)
 
