@@ -183,6 +183,11 @@ class LimitedLog:
         if not refused.is_ours or self._seldom.is_due(refused.reason):
             self.log(refused.level, "refused %s: %s", refused.peer, printable(refused.reason))
 
+    def closed(self, peer: str, reason: str) -> None:
+        """Count a connection that has made room for others, and log it."""
+        self.num_refused += 1
+        self.log(logging.INFO, "closed a connection from %s: %s", peer, reason)
+
     def log(self, level: int, text: str, *values: object) -> None:
         """Log a line, or count it."""
         num_left_out = self._limit.take()

@@ -213,7 +213,7 @@ class NodeServer:
             self._pause_accepting(youth)
             return False
         reason = "too many unauthenticated connections"
-        self._strangers.refused(events.Refused(victim.peer, reason, logging.INFO))
+        self._strangers.closed(victim.peer, reason)
         if victim.gate is None:  # perhaps a client that has not come to its first bytes: it tries again
             send_refusal(victim.sock, UnavailableError(reason))
         self._drop(victim, reason)

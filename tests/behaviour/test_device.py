@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.loader import iterator, seat
+from rpcdataloader.loader import inline, seat
 from rpcdataloader.loader.copying import Carrier, DeviceCopies
 from rpcdataloader.loader.plain import from_plain, is_plain
 from rpcdataloader.wire.slabs import PageablePool
@@ -287,7 +287,7 @@ class Listed(Carrier):
 @pytest.mark.usefixtures("device")
 def test_the_device_holds_the_batch_in_use_and_the_next_one(workers, monkeypatch):
     carrier = Listed()
-    for module in seat, iterator:
+    for module in seat, inline:
         monkeypatch.setattr(module, "make_carrier", lambda _found, _pageable: carrier)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _self, _stream: None)
     batches = iter(RPCDataloader(Images(), batch_size=2, device=NAME, workers=workers))

@@ -76,7 +76,7 @@ def test_connections_beyond_all_limits_of_strangers_wait_for_a_busy_session(serv
             assert (len(client.coming), len(server._unproved)) == (number + 1, 0)
         assert server._strangers.num_refused == 0
         client.link.offer.return_value = True
-        server._clients._hand_over(client)
+        server._clients._hand_over_later(client)
         assert not client.coming
 
 
