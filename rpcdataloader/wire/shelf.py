@@ -10,9 +10,9 @@ P = TypeVar("P")
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 MAX_KEPT_BYTES = 1 << 30
 
-# A piece that so many leases did not use goes, and sooner if they were all of its size: then there are more pieces than
-# batches. Or, if that is more, after as many turns as all pieces have. One giant batch must not stay with every worker
-# of a node; a size that is used now and then, and pieces that take turns, must.
+# A piece that so many leases did not use goes: sooner if they were all of its size, as there are more pieces than batches
+# then, or if its size was leased once only. Or, if that is more, after as many turns as all pieces have. One giant batch
+# must not stay with every worker of a node; a size that is used now and then, and pieces that take turns, must.
 MAX_UNUSED_LEASES, MAX_SURPLUS_LEASES = 128, 32
 _TURNS = 2
 
@@ -55,10 +55,10 @@ class Shelf(Generic[P]):
         self._num_lent += 1
         if size_bytes not in self._free:
             larger = [other for other in self._free if size_bytes < other <= size_bytes / _LEAST_PART]
-            if not larger:
-                return None
-            size_bytes = min(larger)
+            size_bytes = min(larger, default=size_bytes)
         self._num_of_size[size_bytes] += 1
+        if size_bytes not in self._free:
+            return None
         piece, *_leases = self._free[size_bytes].pop()  # warm in the cache
         self._removed(size_bytes)
         return piece
@@ -85,7 +85,8 @@ class Shelf(Generic[P]):
         """Whether no lease has used the piece that has been here for longest, for long."""
         _piece, num_leases, num_of_size = self._free[size_bytes][0]
         turns = _TURNS * (self._num_free + self._num_lent)
-        if self._num_leases - num_leases > max(MAX_UNUSED_LEASES, turns):
+        limit = MAX_UNUSED_LEASES if self._num_of_size[size_bytes] > 1 else MAX_SURPLUS_LEASES
+        if self._num_leases - num_leases > max(limit, turns):
             return True
         return self._num_of_size[size_bytes] - num_of_size > max(MAX_SURPLUS_LEASES, turns)
 

@@ -30,13 +30,15 @@ def test_pieces_that_take_turns_are_found_again(num_blocks):
     assert num_new == 4 * num_blocks
 
 
-def test_a_piece_that_others_leave_unused_goes():
+@pytest.mark.parametrize(("num_times", "most"), [(1, MAX_SURPLUS_LEASES), (2, MAX_UNUSED_LEASES)])
+def test_a_piece_that_others_leave_unused_goes(num_times, most):
+    """Sooner if its size was never wanted again."""
     shelf = Shelf()
-    for name, size_bytes in ("giant", 100 * UNIT), ("small", UNIT):
-        assert shelf.take(size_bytes) is None
+    for name, size_bytes in ("small", UNIT), *[("giant", 100 * UNIT)] * num_times:
+        shelf.take(size_bytes)
         shelf.put(name, size_bytes)
     gone = []
-    for _ in range(MAX_UNUSED_LEASES):
+    for _ in range(most + 1):
         assert not gone
         assert shelf.take(UNIT) == "small"
         shelf.put("small", UNIT)
@@ -47,11 +49,13 @@ def test_a_piece_that_others_leave_unused_goes():
 
 def test_pieces_that_their_size_does_not_need_go_sooner_than_those_of_a_rare_size():
     shelf = Shelf()
-    for name, size_bytes in ("rare", 8 * UNIT), ("a", UNIT), ("b", UNIT):
-        shelf.take(size_bytes)
-        shelf.put(name, size_bytes) if name == "rare" else None
-    shelf.put("a", UNIT)
-    shelf.put("b", UNIT)
+    for _ in range(2):
+        shelf.take(8 * UNIT)
+        shelf.put("rare", 8 * UNIT)
+    for _ in "ab":
+        shelf.take(UNIT)
+    for name in "ab":
+        shelf.put(name, UNIT)
     gone = []
     for _ in range(MAX_SURPLUS_LEASES + 1):
         assert not gone
