@@ -10,9 +10,10 @@ P = TypeVar("P")
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 MAX_KEPT_BYTES = 1 << 30
 
-# A piece that so many leases did not use goes: sooner if they were all of its size, as there are more pieces than batches
-# then, or if its size was leased once only. Or, if that is more, after as many turns as all pieces have. One giant batch
-# must not stay with every worker of a node; a size that is used now and then, and pieces that take turns, must.
+# A piece that so many leases did not use goes: sooner if they were all of its size, as there are more pieces than
+# batches then, or if its size was leased once only. Or, if that is more, after as many turns as all pieces have. One
+# giant batch must not stay with every worker of a node; a size that is used now and then, and pieces that take turns,
+# must.
 MAX_UNUSED_LEASES, MAX_SURPLUS_LEASES = 128, 32
 _TURNS = 2
 
