@@ -316,6 +316,7 @@ def test_samples_of_wrapped_datasets_have_numbers_of_their_own(address, row):
         assert sorted(resumed(lambda: dataset, 2, 2)) == sorted(samples_of(load(dataset, sampler=sampler)))
 
 
+@pytest.mark.filterwarnings("ignore:Number of elements in the iterator:UserWarning")  # of tfrecord
 @pytest.mark.parametrize("row", STREAMS)
 def test_samples_of_wrapped_streams_have_numbers_of_their_own(address, row):
     def of_workers(num_workers: int) -> list[tuple[float, ...]]:
