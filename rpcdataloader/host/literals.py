@@ -21,10 +21,12 @@ def literals_of(source: bytes) -> dict[str, Any]:
     except (SyntaxError, ValueError, RecursionError):
         return {}
     set_elsewhere = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _binds(node)]
+    try:
+        found = dict(_literals_in(tree.body, ""))
+    except RecursionError:  # an expression of a thousand terms
+        return {}
     return {
-        name: value
-        for name, value in _literals_in(tree.body, "")
-        if "." not in name or name.rpartition(".")[2] not in set_elsewhere
+        name: value for name, value in found.items() if "." not in name or name.rpartition(".")[2] not in set_elsewhere
     }
 
 

@@ -89,7 +89,7 @@ def _numpy_errors() -> dict[str, Any]:
 
 def _is_built_in(entry: tuple[Any, ...]) -> bool:
     """Whether the category of a filter is built in; others may be classes that a session lacks."""
-    return bool(entry[2].__module__ == "builtins")
+    return getattr(entry[2], "__module__", "") == "builtins"
 
 
 def _filters() -> list[tuple[Any, ...]]:

@@ -286,4 +286,5 @@ def _check_whole(dataset: object) -> None:
             raise LocalProtocolError(IS_HERE)
         if type(one).__module__.startswith("torch.utils.data."):
             parts = vars(one).get("datasets", [vars(one).get("dataset")])
-            behind += parts.values() if isinstance(parts, dict) else parts
+            if isinstance(parts, (list, tuple, dict)):  # an iterator of datasets would be used up
+                behind += parts.values() if isinstance(parts, dict) else parts

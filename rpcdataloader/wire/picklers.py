@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import importlib
 import io
 import pickle
+import sys
 import threading
 import types
 import weakref
@@ -185,6 +187,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._reduce_cell(obj)
             reduction = _CLOUDPICKLE_TABLE[kind](obj)
             return reduction if kind is not types.CodeType else _with_file(reduction, obj)
+        elif issubclass(kind, types.ModuleType) and sys.modules.get(name := obj.__name__) is obj:  # of torch.backends
+            self.modules.add(name)
+            return importlib.import_module, (name,)
         elif kind is Frozen:
             self._take_frozen(obj)
         elif is_definition(obj) and obj is not take_tensor:

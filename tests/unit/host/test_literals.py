@@ -51,3 +51,7 @@ def test_literals_that_are_named_once_are_found():
 
 def test_source_that_cannot_be_parsed_says_nothing():
     assert literals_of(b"1 +") == literals_of(b"\0") == {}
+
+
+def test_source_with_an_expression_of_thousands_of_terms_has_none():
+    assert literals_of(b"level = 1\ntable = " + b" + ".join([b"[0]"] * 3000)) == {}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     ConcatDataset,
     DataLoader,
     IterableDataset,
@@ -278,6 +279,12 @@ def test_part_of_an_rpc_dataset_is_refused_however_it_would_be_loaded(part, opti
     """Without workers, each sample would be a call."""
     with pytest.raises(LocalProtocolError, match="to use a part of it, give RPCDataloader a sampler"):
         RPCDataloader(part(RPCDataset("inline", Numbers)), **options)
+
+
+def test_chain_of_an_iterator_is_not_used_up_when_the_loader_is_made():
+    chain = ChainDataset(iter([Stream(), Stream()]))
+    loader = RPCDataloader(chain, None, workers="inline")
+    assert [sample for sample in loader] == 2 * list(Stream())  # noqa: C416  # list() asks for the length, which counts
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
