@@ -273,8 +273,9 @@ class Driver:
             return True
         if not is_ready():
             return not (has_batch or tasks)
-        # A table of a few dozen tasks, whose requests keep the raw samples until they are delivered.
-        sizes = [entry.payload.request.size_bytes for entry in list(tasks.values())]
+        # A few dozen tasks, and the batch that is taken: their requests keep the raw samples until they are delivered.
+        kept = [*tasks.values(), *([] if self.taken is None else [self.taken])]
+        sizes = [entry.payload.request.size_bytes for entry in kept]
         return not sizes or sum(sizes) + max(sizes) <= self.settings.max_in_flight_bytes // 2
 
     def take(self) -> Entry | None:
