@@ -7,8 +7,9 @@ of the oldest running pass, and a worker those of its own pass that its session 
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -27,7 +28,7 @@ from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.state import Change, append_change, catch_up, changes_after, derive_seed, last_of
 from rpcdataloader.server.datasets import change_shared
 from rpcdataloader.server.local import Inherited
-from rpcdataloader.wire.definitions import Table
+from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded
 
@@ -48,9 +49,10 @@ class MutableDataset(RemoteDataset):
         # Held for a change, or to make the worker for questions: one change is made after the other.
         self._changing = Lock()
         self._query_worker: RemoteWorker | None = None
+        self._told: RemoteWorker | None = None  # that has the script's definitions as of the last question
         # Guarded by the other lock.
         self._length: int | None = None
-        self._definitions = self._present_definitions()  # with which it has this length
+        self._asked_with = self._present_values()  # of the script's names, with which it has this length
         self._is_iterable = is_iterable
         self._last_change = 0  # number
         self._changes: tuple[Change, ...] = ()
@@ -183,21 +185,22 @@ class MutableDataset(RemoteDataset):
         """
         if (here := self._here()) is not None:
             return len(here)
-        definitions = self._present_definitions()
-        with self._lock:
-            last_change, length = self._last_change, self._length
-            if definitions != self._definitions:
-                length, self._definitions = None, definitions
-        if length is None:
+        if (length := self._length) is None or self._has_news():
+            last_change = self._last_change
             length = self.query(len)
             with self._lock:
-                if self._last_change == last_change and self._definitions == definitions:
+                if self._last_change == last_change:
                     self._length = length
         return length
 
-    def _present_definitions(self) -> Table:
+    def _present_values(self) -> list[Any]:
         """What the script means now by the names that the dataset needs."""
-        return freeze({}, names=self.names).definitions
+        script = main_globals() if self.definitions else {}
+        return [script.get(name) for name in sorted(self.definitions)]
+
+    def _has_news(self) -> bool:
+        """Whether the script means something else by one of them than when it was asked last."""
+        return not all(map(operator.is_, self._present_values(), self._asked_with))
 
     def _here(self) -> Any:
         """The dataset itself, if this process has built it and no change was made; None otherwise."""
@@ -286,7 +289,12 @@ class MutableDataset(RemoteDataset):
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         answer = PendingReply()
         try:
-            worker.call(Call(func, args, {}), answer.complete, names=self.names)
+            names: Set[str] = frozenset()
+            if worker is not self._told or self._has_news():
+                names, self._told, self._asked_with = self.names, worker, self._present_values()
+                with self._lock:
+                    self._length = None
+            worker.call(Call(func, args, {}), answer.complete, names=names)
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer.wait

@@ -18,6 +18,7 @@ from typing import Any
 
 # Larger ones have no digest, nor have arrays in them: of a table of gigabytes, a glance must be enough.
 MAX_BYTES = 1 << 20
+_MAX_TENSOR_BYTES = 1 << 16
 _MAX_ITEMS = 1 << 17  # of a container whose class is no plain one, which is copied
 
 # Packages whose objects are taken apart as these say, which costs little and changes nothing; and those of Python whose
@@ -135,7 +136,14 @@ class _Digester(pickle.Pickler):
         return id, (id(obj),)
 
 
-def _version_of(tensor: Any) -> tuple[int, ...]:
+def _version_of(tensor: Any) -> tuple[Any, ...]:
+    """What tells the content of a tensor: of a small one its bytes, as ``.data`` changes them without a new version.
+
+    Only as they lie in memory: to put them in order, torch would ask threads, which a fork of the script does not have.
+    """
+    with contextlib.suppress(Exception):  # it is elsewhere, or has no such memory
+        if tensor.is_cpu and tensor.nbytes <= _MAX_TENSOR_BYTES and tensor.is_contiguous():
+            return (tensor.detach().view(-1).view(sys.modules["torch"].uint8).numpy().tobytes(),)
     try:
         return tensor._version, tensor.data_ptr()
     except Exception:  # it has none

@@ -25,6 +25,7 @@ class Part(enum.Enum):
     INLINE = "loading in this process: a child gets a lock of its own (fetch/batch_loader.py)"
     SHARED_MEMORY = "stays as it is while a child may read it (wire/shared.py)"
     POOLS = "of memory begin empty in a child (wire/slabs.py)"
+    SOURCES = "of the script are noted under a lock: a child gets one of its own (host/sources.py)"
     CONNECTIONS = "are closed in a child (wire/transport.py)"
 
 

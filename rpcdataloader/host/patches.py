@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
+import copyreg
 import functools
 import importlib.abc
 import importlib.util
@@ -25,7 +26,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, snapshots
+import torch
+
+from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, compares, snapshots
 from rpcdataloader.host.sources import Source, recorder
 
 # Modules by which a worker lives.
@@ -66,7 +69,9 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
                 key = f"{place}{chain[-1]}{CONTENT * isinstance(owner, types.FunctionType)}"
                 if (module := place.partition(":")[0]) not in sources:
                     found[key] = value
-                elif own is namespace and (f"{key}{VALUE}" in compared or not snapshots.has_all_of(module)):
+                elif own is namespace and (
+                    f"{key}{VALUE}" in compared or not snapshots.has_all_of(module) or not compares(chain[-1], value)
+                ):
                     compared.pop(f"{key}{VALUE}", None)
                     found[key] = value
     return {**compared, **found}
@@ -311,9 +316,23 @@ def _become(obj: Any, other: Any) -> bool:
     if kind is not None:
         kind.clear(obj)
         (kind.update if hasattr(kind, "update") else kind.extend)(obj, other)
-    own = getattr(obj, "__dict__", None)
-    if own is not None:
+    elif isinstance(obj, torch.Tensor):
+        if (obj.shape, obj.dtype, obj.layout) != (other.shape, other.dtype, other.layout):
+            return False
+        obj.detach().copy_(other.detach())
+    elif not hasattr(obj, "__dict__") or not _has_attributes_alone(type(obj)):
+        return False
+    if hasattr(obj, "__dict__"):
         content = dict(vars(other))
-        own.clear()
-        own.update(content)
-    return kind is not None or own is not None
+        vars(obj).clear()
+        vars(obj).update(content)
+    return True
+
+
+def _has_attributes_alone(kind: type) -> bool:
+    """Whether all that objects of a class have is in their dictionary: pickle copies them by that."""
+    if issubclass(kind, types.SimpleNamespace):
+        return True
+    ways = "__reduce__", "__reduce_ex__", "__getstate__"
+    is_default = all(getattr(kind, way, None) is getattr(object, way, None) for way in ways)
+    return is_default and not copyreg._slotnames(kind)  # type: ignore[attr-defined]

@@ -48,10 +48,18 @@ def _set_arguments(arguments: list[str]) -> None:
     sys.argv = list(arguments)
 
 
-def _umask() -> int:
-    """Read it: os.umask would change it for a moment, in which other threads make files."""
-    with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
-        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
+def _umask() -> int | None:
+    """Read it: os.umask would change it for a moment, in which other threads make files. None if it is not told."""
+    try:
+        with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
+            return next((int(line.split()[1], 8) for line in file if line.startswith("Umask:")), None)
+    except OSError:
+        return None
+
+
+def _set_umask(umask: int | None) -> None:
+    if umask is not None:
+        os.umask(umask)
 
 
 def _determinism() -> tuple[bool, bool]:
@@ -75,7 +83,7 @@ class ProcessSettings(_Settings):
         # The limit came with 3.11, and some versions of 3.10.
         (getattr(sys, "get_int_max_str_digits", bool), getattr(sys, "set_int_max_str_digits", bool)),
         (csv.field_size_limit, csv.field_size_limit),
-        (_umask, os.umask),
+        (_umask, _set_umask),
         (socket.getdefaulttimeout, socket.setdefaulttimeout),
         (torch.get_default_dtype, torch.set_default_dtype),
         (_determinism, _set_determinism),
@@ -89,7 +97,8 @@ def _numpy_errors() -> dict[str, Any]:
 
 def _is_built_in(entry: tuple[Any, ...]) -> bool:
     """Whether the category of a filter is built in; others may be classes that a session lacks."""
-    return getattr(entry[2], "__module__", "") == "builtins"
+    kinds = entry[2] if isinstance(entry[2], tuple) else (entry[2],)
+    return all(kind.__module__ == "builtins" for kind in kinds)
 
 
 def _filters() -> list[tuple[Any, ...]]:
@@ -101,7 +110,10 @@ def _set_filters(filters: list[tuple[Any, ...]]) -> None:
     others = [entry for entry in warnings.filters if not _is_built_in(entry)]
     warnings.resetwarnings()
     for action, message, category, module, line in reversed([*others, *filters]):
-        warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line)
+        if message is module is None:
+            warnings.simplefilter(action, category, line or 0)  # which takes several categories
+        else:
+            warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line or 0)
 
 
 def _pattern(expression: Any) -> str:

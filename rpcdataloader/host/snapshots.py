@@ -77,16 +77,21 @@ class _Fact:
         elif issubclass(kind, _DEFINITIONS):
             self.before = weakref.ref(value)
         else:
-            self.before = _Id(id(value))
+            try:
+                self.before = weakref.ref(value)
+            except TypeError:
+                self.before = _Id(id(value))
             if has_digest and not issubclass(kind, _NO_DATA):
                 self.content = Content(value)
+            if type(self.before) is _Id and (self.content is None or self.content.digest is None):
+                self.before = _Kept(value)
 
     def difference(self, value: Any) -> str | None:
         """Whether there is another value, or another content."""
         before, kind = self.before, type(value)
         if type(before) is _Id:
             is_same = before == id(value)
-        elif type(before) is weakref.ref:
+        elif type(before) in (weakref.ref, _Kept):
             is_same = value is not None and before() is value
         else:
             is_same = value is before or (kind is type(before) and value == before)
@@ -96,7 +101,19 @@ class _Fact:
 
 
 class _Id(int):
-    """That of an object."""
+    """That of an object, which may be another one's later: what that contains tells."""
+
+
+class _Kept:
+    """A reference to an object that has no weak ones, nor a digest."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self) -> Any:
+        return self._value
 
 
 @dataclass
@@ -188,7 +205,7 @@ class Snapshots:
     def _facts_of(self, module: str, namespace: Mapping[str, Any], prefix: str) -> dict[str, _Fact]:
         facts = {}
         for name, value in list(namespace.items()):
-            if not _is_compared(name, value):
+            if not compares(name, value):
                 continue
             parts = _parts_of(value, module, prefix + name)
             inner = {} if parts is None else self._facts_of(module, parts, f"{prefix}{name}.")
@@ -211,14 +228,14 @@ def _compare(
             continue
         kind = VALUE if fact is None else fact.difference(value)
         if kind is not None:
-            if _is_compared(name, value):
+            if compares(name, value):
                 # What functions keep that they have computed may be large: contents have a lower limit.
                 yield prefix + name, CONTENT if is_function else kind
         elif fact is not None and (parts := _parts_of(value, module, prefix + name)) is not None:
             yield from _compare(module, parts, fact.parts, f"{prefix}{name}.", isinstance(value, types.FunctionType))
 
 
-def _is_compared(name: str, value: Any) -> bool:
+def compares(name: str, value: Any) -> bool:
     """Whether a name of a module, class or function is compared."""
     if name.startswith("__") and name.endswith("__"):
         return name in _DEFAULTS

@@ -20,6 +20,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -101,6 +102,10 @@ class Recorder:
                     found[name] = source
             return found
 
+    def forget_lock(self) -> None:
+        """In a forked child: another thread of the parent may have held it."""
+        self._lock = Lock()
+
 
 def path_of_own(name: str, spec: Any, prefixes: tuple[str, ...]) -> str | None:
     """Where the source of a module of the script is; None of another module."""
@@ -122,6 +127,8 @@ def _read(path: str) -> Source | None:
 
 #: Of this process.
 recorder = Recorder()
+
+at_fork(Part.SOURCES, in_child=recorder.forget_lock)
 
 
 # Imports that are noticed

@@ -142,3 +142,6 @@ class InlineIterator(PassIterator):
         if self._pass.source.knows_states:
             self._draw()
         return True
+
+    def _shutdown_workers(self) -> None:
+        """End no workers: there are none."""

@@ -88,7 +88,7 @@ class PassIterator(ABC):
     def __reduce__(self) -> NoReturn:
         raise TypeError(CANNOT_BE_PICKLED)
 
-    # Frameworks use these names of torch's iterators, and _shutdown_workers.
+    # Frameworks use these names of torch's iterators.
     @property
     def _num_yielded(self) -> int:
         """Number of batches of the pass that were delivered, or left out at its beginning."""

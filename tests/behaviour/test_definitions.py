@@ -304,6 +304,89 @@ for epoch in range(3):
 """)
 
 
+KINDS = """
+import functools
+import io
+
+import torch
+from torch import nn
+
+class Base:
+    __slots__ = ("size",)
+
+class Sized(Base):
+    def __init__(self):
+        self.size, self.name = 1, "a"
+
+table, weight = torch.zeros(2), nn.Parameter(torch.zeros(2))
+alias = table
+part = functools.partial(int, base=2)
+sized, text = Sized(), io.StringIO()
+
+class Rows:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, _index):
+        values = table.tolist(), alias.tolist(), weight.tolist(), part("11"), sized.size, sized.name, text.getvalue()
+        return repr(values)
+"""
+
+
+def test_objects_that_have_more_than_attributes_reach_workers_as_the_script_has_changed_them(passes):
+    passes(f"""
+import pathlib
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("kinds.py").write_text({KINDS!r})
+import kinds
+
+loader = load(kinds.Rows())
+for number in range(1, 3):
+    kinds.table[0] = number
+    kinds.weight.data.fill_(number)
+    kinds.part.keywords["base"] = 2 + number
+    kinds.sized.size, kinds.sized.name = number, "b" * number
+    kinds.text.write("c")
+    assert (here := [[kinds.Rows()[0]] * 2]) == (there := list(loader)), (here, there)
+""")
+
+
+def test_what_a_script_assigns_in_its_modules_reaches_workers_whatever_its_name_or_kind(passes):
+    passes("""
+import pathlib
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("named.py").write_text(
+    "import cmath as kind\\nclass Rows:\\n    def __len__(self): return 2\\n"
+    "    def __getitem__(self, index): return kind.__name__\\n"
+)
+import named
+import math
+
+assert list(load(named.Rows())) == [["cmath"] * 2]
+named.kind = math
+assert list(load(named.Rows())) == [["math"] * 2]
+
+def doubled(self, index):
+    return 2 * index
+
+named.Rows.__getitem__ = doubled
+assert list(load(named.Rows())) == [[0, 2]]
+""")
+
+
+def test_functions_that_name_modules_of_their_own_class_reach_workers(passes):
+    """Those of torch.backends are such, which scripts set where they seed."""
+    passes("""
+import torch
+
+def seed_everything(worker):
+    torch.backends.cudnn.deterministic = True
+    torch.manual_seed(worker)
+
+assert list(load(Numbers(), worker_init_fn=seed_everything)) == [[0, 1], [2, 3]]
+""")
+
+
 SETTINGS = """
 import types
 

@@ -81,7 +81,6 @@ class Pass:
 @pytest.fixture(autouse=True)
 def _generators(monkeypatch):
     monkeypatch.setattr(mutable, "freeze", lambda content, **_options: content)
-    monkeypatch.setattr(MutableDataset, "_present_definitions", lambda _dataset: {})
     with generators_restored():
         yield
 

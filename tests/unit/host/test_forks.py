@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 
 from rpcdataloader.host import forks
 from rpcdataloader.host.forks import Part
+from rpcdataloader.host.sources import recorder
 from tests.support.forks import status_of_fork
 
 MOMENTS = {"before": forks._before, "in parent": forks._in_parent, "in child": forks._in_child}
@@ -42,3 +44,21 @@ def test_parts_act_beside_one_that_fails(told, monkeypatch):
         monkeypatch.setitem(MOMENTS[moment], part, lambda: 1 / 0)
     assert status_of_fork(lambda: None) == 0
     assert told == [each for each in order("in parent") if each not in failed]
+
+
+def test_child_looks_at_modules_though_a_thread_of_its_parent_was_about_to():
+    taken, over = threading.Event(), threading.Event()
+
+    def hold():
+        with recorder._lock:
+            taken.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    try:
+        assert status_of_fork(recorder.look) == 0
+    finally:
+        over.set()
+        thread.join()
