@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from rpcdataloader.host.trust import search_current_folder
 
@@ -39,6 +40,33 @@ from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_c
 logger = logging.getLogger("rpcdataloader.server")
 
 
+# Options that are no settings of the node server.
+_OWN_OPTIONS: dict[str, dict[str, Any]] = {
+    "--token-file": {
+        "metavar": "FILE",
+        "help": "read the secret from this file, which other users must not be able to read; - reads the first line of "
+        "standard input (default: none)",
+    },
+    "--insecure": {
+        "action": "store_true",
+        "help": "require no secret: only this user can connect to a Unix socket, but every user who reaches a TCP "
+        "port, other users of this machine included, can run code as you (default: off)",
+    },
+    "--exit-with-stdin": {
+        "action": "store_true",
+        "help": "drain when standard input ends, or falls silent for 60 seconds after its first byte: ties the server "
+        "to the ssh connection, or the program, that started it (default: off)",
+    },
+    "--log-level": {
+        "choices": ("debug", "info", "warning", "error"),
+        "default": "info",
+        "metavar": "LEVEL",
+        "help": "lowest level to log: debug adds each worker, info each client, then warning and error "
+        "(default: %(default)s)",
+    },
+}
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line; options, help texts and defaults come from the settings."""
     parser = argparse.ArgumentParser(
@@ -59,32 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
             shown = "" if field.default in ("", None) else " (default: %(default)s)"
             metavar = field.metadata.get("metavar") or {str: field.name.upper(), int: "N", float: "SECONDS"}[kind]
             parser.add_argument(option, type=kind, default=field.default, metavar=metavar, help=text + shown)
-    parser.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="read the secret from this file, which other users must not be able to read; - reads the first line of "
-        "standard input (default: none)",
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="require no secret: only this user can connect to a Unix socket, but every user who reaches a TCP port, "
-        "other users of this machine included, can run code as you (default: off)",
-    )
-    parser.add_argument(
-        "--exit-with-stdin",
-        action="store_true",
-        help="drain when standard input ends, or falls silent for 60 seconds after its first byte: ties the server to "
-        "the ssh connection, or the program, that started it (default: off)",
-    )
-    parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        metavar="LEVEL",
-        help="lowest level to log: debug adds each worker, info each client, then warning and error "
-        "(default: %(default)s)",
-    )
+    for option, keywords in _OWN_OPTIONS.items():
+        parser.add_argument(option, **keywords)
     parser.add_argument("--version", action="version", version=f"rpcdataloader {__version__}")
     return parser
 
