@@ -53,7 +53,10 @@ class Timer:
 
 
 class Alarm:
-    """Calls functions at their deadlines; the first one starts the thread."""
+    """Calls functions at their deadlines; the first one starts the thread.
+
+    Of several threads, and so not by ``sched``, as in a server's loop: nothing there wakes who waits for a later time.
+    """
 
     def __init__(self) -> None:
         self._condition = Condition()

@@ -132,7 +132,10 @@ class DatasetTable:
 
 @contextlib.contextmanager
 def _told_if_slow(name: str) -> Iterator[None]:
-    """Log the stack of this thread if it takes long to build a dataset."""
+    """Log the stack of this thread if it takes long to build a dataset.
+
+    By a thread that ends with the block: a session forks, and so has no alarm, which tells of the client's waits.
+    """
     is_built, builder = threading.Event(), threading.get_ident()
 
     def watch() -> None:

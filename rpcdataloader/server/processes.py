@@ -413,6 +413,7 @@ def _empty_stdin() -> None:
 
 
 def _seed_afresh() -> None:
+    """Seed by chance, for what has no seed of its own: samples and batches have, and changes of an RPCDataset."""
     seed = int.from_bytes(os.urandom(8), "little")
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
