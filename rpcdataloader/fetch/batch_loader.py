@@ -133,8 +133,6 @@ class BatchLoader:
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
         self._missing: list[tuple[Any, Exception]] = []  # samples of the present batch, and why
-        # True if a subclass of torch's wrappers turned out to give something else than lists.
-        self._gives_batches = False
         self._worker_info: Any = None
         self._begin()
         if not spec.num_workers:
@@ -268,7 +266,7 @@ class BatchLoader:
 
     def _loads_at_once(self, getitems: Any) -> bool:
         """Whether the dataset loads whole batches."""
-        return getitems is not None and (self._gives_batches or loads_batches(getitems))
+        return getitems is not None and loads_batches(getitems)
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> Any:
         self._missing = []
@@ -291,11 +289,7 @@ class BatchLoader:
                         elif at_once:
                             sample = getitems(wanted)
                         else:
-                            found = getitems([wanted])
-                            if type(found) is not list or len(found) != 1:  # a subclass makes whole batches of it
-                                self._gives_batches = True
-                                return self._fetch(indices, position, batch_number)
-                            sample = found[0]
+                            (sample,) = getitems([wanted])
                         samples.append(sample if rows is None else rows.place(sample, len(samples)))
                     except StopIteration as stop:
                         method = "__getitems__" if at_once else "__getitem__"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import types
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -70,23 +71,42 @@ def describe_indices(indices: Any) -> str:
 def loads_batches(getitems: Any) -> bool:
     """Whether this ``__getitems__`` loads whole batches, rather than passing the question on to a dataset behind it.
 
-    torch's wrappers of datasets always have the method, and call it where the datasets have it. Subclasses with another
-    ``__getitem__`` must have one that calls it. With a dataset behind them that loads single samples, they are asked
-    for one at a time, which has its own seed and may fail alone.
+    torch's wrappers of datasets always have the method, and call it where the datasets have it. Their subclasses with
+    another ``__getitem__`` must have one of their own, which may only call that in a loop. What loads single samples is
+    asked for one at a time, which has its own seed and may fail alone.
     """
     wrapper: Any = getattr(getitems, "__self__", None)  # not the dataset itself where that passes attributes on
-    for kind in type(wrapper).__mro__:
-        if "__getitem__" in vars(kind):
-            break  # if not torch's, that of a subclass
-        if "__getitems__" in vars(kind):
-            return True
-    if not any(_is_torchs(kind) and "__getitems__" in vars(kind) for kind in type(wrapper).__mro__):
+    kinds = [kind for kind in type(wrapper).__mro__ if "__getitems__" in vars(kind)]
+    if not any(map(_is_torchs, kinds)):
+        return True
+    if not _is_torchs(kinds[0]) and _code_of(vars(kinds[0])["__getitems__"]) not in _LOOPS:
         return True
     behind = [wrapper.dataset] if hasattr(wrapper, "dataset") else getattr(wrapper, "datasets", ())
     if isinstance(behind, Mapping):
         behind = behind.values()
     found = [getattr(dataset, "__getitems__", None) for dataset in behind]
-    return all(callable(each) and loads_batches(each) for each in found)
+    return any(callable(each) and loads_batches(each) for each in found)
+
+
+def _code_of(function: Any) -> tuple[Any, ...]:
+    """What a function does, whatever it and its variables are called; an empty tuple for other objects."""
+    if isinstance(function, types.FunctionType):
+        function = function.__code__
+    if not isinstance(function, types.CodeType):
+        return ()
+    return function.co_code, function.co_names, *filter(None, map(_code_of, function.co_consts))
+
+
+def _call_getitem(self: Any, indices: Any) -> Any:
+    return [self.__getitem__(index) for index in indices]
+
+
+def _subscript(self: Any, indices: Any) -> Any:
+    return [self[index] for index in indices]
+
+
+# What torch's documentation of ``Subset`` gives, in two spellings: it asks for single samples.
+_LOOPS = tuple(map(_code_of, (_call_getitem, _subscript)))
 
 
 def _is_torchs(kind: type) -> bool:

@@ -248,7 +248,11 @@ class RPCDataloader(LoaderIteration[_T_co]):
         if self._progress is None or self._saved is not None:
             return 0
         settings, progress = self._progress
-        by_stream = settings.sampler.loader.num_skipped if isinstance(settings.sampler, Source) else 0
+        by_stream = 0
+        if isinstance(settings.sampler, Source):
+            stream = settings.sampler.loader
+            # Of a pass that was saved at its end, nothing is left to load.
+            by_stream = stream.num_skipped if stream._saved is None else stream._saved["num_skipped"]
         return progress.copy().settle().num_skipped + by_stream
 
     @property

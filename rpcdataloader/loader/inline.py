@@ -30,7 +30,7 @@ class InlineIterator(PassIterator):
     Args:
         streams_before: Streams at the end of the pass before.
         is_elsewhere: True if that pass was another process's, which has brought its own dataset there.
-        num_skipped: Number of batches that a new pass leaves out.
+        num_left_out: Number of batches that a new pass leaves out.
 
     Attributes:
         recorder: Record of the waits, for the diagnosis.
@@ -47,7 +47,7 @@ class InlineIterator(PassIterator):
         streams_before: Sequence[StreamState] = (),
         *,
         is_elsewhere: bool = False,
-        num_skipped: int = 0,
+        num_left_out: int = 0,
     ) -> None:
         super().__init__(settings, name_of(dataset), reported_length)
         self._pins = settings.pin_memory and pinned_allocator() is not None
@@ -56,7 +56,7 @@ class InlineIterator(PassIterator):
             check_one_stream(saved)
         self._failure: Exception | None = None
         with undone_afterwards(saved):
-            self._pass = begin_pass(settings, saved, streams_before=streams_before, num_skipped=num_skipped)
+            self._pass = begin_pass(settings, saved, streams_before=streams_before, num_left_out=num_left_out)
             if self._pass.source.knows_states:
                 self._draw()
         kind = StreamLoader if settings.iterable else BatchLoader

@@ -175,9 +175,9 @@ class LoaderIteration(LoaderTools[_T_co]):
             is_elsewhere = ended is not None
             if saved is ended is None and self._progress is not None and (last := self._progress[1]).finished:
                 streams, is_elsewhere = last.streams, last.is_elsewhere
-            length, num_skipped = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
+            length, num_left_out = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
             return InlineIterator(
-                settings, local, saved, length, streams, is_elsewhere=is_elsewhere, num_skipped=num_skipped
+                settings, local, saved, length, streams, is_elsewhere=is_elsewhere, num_left_out=num_left_out
             )
         with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):
             return self._begin_remote(settings, saved)
@@ -212,9 +212,9 @@ class LoaderIteration(LoaderTools[_T_co]):
             if self._wanted is None or self._wanted.num_workers is not self.num_workers:
                 self._wanted = WantedWorkers(self.num_workers, self.min_workers)
             self._memory = get_client().allocator
-            length, num_skipped = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
+            length, num_left_out = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
             iterator = RemoteIterator(
-                settings, dataset, placement, recorder, saved, length, self._wanted, here, num_skipped
+                settings, dataset, placement, recorder, saved, length, self._wanted, here, num_left_out
             )
             failed.pop_all()
         recorder.start.in_iter = time.monotonic() - recorder.start.begun

@@ -202,7 +202,7 @@ class RemoteIterator(PassIterator):
         placement: Nodes of the workers; for an iterable-style dataset, of the streams.
         wanted: The number of workers that the loader wants.
         here: The place of workers on this machine that are this pass's own.
-        num_skipped: Number of batches that a new pass leaves out.
+        num_left_out: Number of batches that a new pass leaves out.
 
     Attributes:
         driver: State of the pass, to which its workers refer.
@@ -218,7 +218,7 @@ class RemoteIterator(PassIterator):
         reported_length: int | None = None,
         wanted: WantedWorkers | None = None,
         here: Here | None = None,
-        num_skipped: int = 0,
+        num_left_out: int = 0,
     ) -> None:
         super().__init__(settings, dataset.name, reported_length)
         self._ready = 0.0  # seconds asleep while a later batch was here
@@ -226,7 +226,7 @@ class RemoteIterator(PassIterator):
         with undone_afterwards(saved):
             decoder = BatchDecoder(settings, get_client().allocator)
             num_streams = len(placement.homes)
-            begun = begin_pass(settings, saved, num_streams, makes_requests=True, num_skipped=num_skipped)
+            begun = begin_pass(settings, saved, num_streams, makes_requests=True, num_left_out=num_left_out)
             options, turn = plan_options(settings, placement), begun.progress.turn
             split = make_part if settings.may_split and (wanted is None or wanted.may_split) else None
             engine = Engine(options, placement.homes, placement.others, describe=describe, turn=turn, split=split)

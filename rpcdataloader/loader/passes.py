@@ -61,7 +61,7 @@ def begin_pass(
     before: tuple[int, int] | None = None,
     streams_before: Sequence[StreamState] = (),
     makes_requests: bool = False,
-    num_skipped: int = 0,
+    num_left_out: int = 0,
 ) -> Pass:
     """Begin a pass: iterate over the sampler and draw the base seed, in torch's order.
 
@@ -71,7 +71,7 @@ def begin_pass(
         before: Base seed and epoch of the pass before; persistent workers keep their base seed, as torch's do.
         streams_before: Streams at the end of the pass before, unless that is ``saved``.
         makes_requests: True if the tasks go to workers.
-        num_skipped: Number of batches that a new pass draws and leaves out.
+        num_left_out: Number of batches that a new pass draws and leaves out.
 
     Raises:
         ValueError: The state does not fit this loader; or the sampler has fewer batches than are left out.
@@ -92,9 +92,9 @@ def begin_pass(
         streams = [StreamState()] * num_streams if settings.iterable else []
         known = list(streams_before) if len(streams_before) == len(streams) else []
         progress = Progress(before[0], before[1] + 1, start=start, streams=streams, before=known)
-        if num_skipped and not settings.iterable:
-            num_samples, digest = skip(samples, num_skipped, auto_collation=settings.auto_collation)
-            progress.num_batches, progress.num_samples, progress.digest = num_skipped, num_samples, digest
+        if num_left_out and not settings.iterable:
+            num_samples, digest = skip(samples, num_left_out, auto_collation=settings.auto_collation)
+            progress.num_batches, progress.num_samples, progress.digest = num_left_out, num_samples, digest
         # Other samplers may only know of the pass before until they have given a batch.
         if get_state is not None and is_ready is not None:
             progress.sampler = get_state()

@@ -20,6 +20,9 @@ _KIND = "__kind__"
 
 _MAPPINGS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
 
+# What makes missing values of a ``defaultdict``.
+_FACTORIES = {"None": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}}
+
 # Larger arrays stay as they are: their form takes twice the memory, and JSON is not for them.
 _MAX_BYTES = 1 << 20
 
@@ -35,8 +38,12 @@ def to_plain(value: Any) -> Any:
         if all(type(key) is str for key in value) and _KIND not in value:
             return {key: to_plain(each) for key, each in value.items()} if kind is dict else copy.deepcopy(value)
         items = [[to_plain(key), to_plain(each)] for key, each in value.items()]
+        if kind is collections.defaultdict:
+            for factory, makes in _FACTORIES.items():
+                if value.default_factory is makes:
+                    return {_KIND: "defaultdict", "factory": factory, "items": items}
         return {_KIND: kind.__name__ if kind in _MAPPINGS.values() else "dict", "items": items}
-    if isinstance(value, (np.ndarray, np.generic)) and value.nbytes <= _MAX_BYTES and not value.dtype.hasobject:
+    if _is_plain_array(value) and value.nbytes <= _MAX_BYTES:
         shape = None if isinstance(value, np.generic) else list(value.shape)
         return {_KIND: "array", "dtype": value.dtype.str, "shape": shape, "bytes": value.tobytes().hex()}
     if kind is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided:
@@ -45,6 +52,13 @@ def to_plain(value: Any) -> Any:
             dtype = str(value.dtype).removeprefix("torch.")
             return {_KIND: "tensor", "dtype": dtype, "shape": list(value.shape), "bytes": flat.tobytes().hex()}
     return value if kind in ATOMS else copy.deepcopy(value)
+
+
+def _is_plain_array(value: Any) -> bool:
+    """Whether it is an array or a number of numpy's, of no subclass, and of a dtype that a short text tells."""
+    if type(value) is not np.ndarray and not isinstance(value, np.generic):
+        return False
+    return not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype
 
 
 def from_plain(value: Any) -> Any:
@@ -59,8 +73,11 @@ def from_plain(value: Any) -> Any:
         return {key: from_plain(each) for key, each in value.items()}
     if name == "tuple":
         return tuple(map(from_plain, value["items"]))
-    if name in _MAPPINGS:
-        return _MAPPINGS[name]({from_plain(key): from_plain(each) for key, each in value["items"]})
+    if "items" in value:
+        mapping = {from_plain(key): from_plain(each) for key, each in value["items"]}
+        if name == "defaultdict":
+            return collections.defaultdict(_FACTORIES[value["factory"]], mapping)
+        return _MAPPINGS[name](mapping)
     data, shape = bytearray.fromhex(value["bytes"]), value["shape"]
     if name == "array":
         flat = np.frombuffer(data, value["dtype"])

@@ -297,7 +297,7 @@ class Limited(io.BytesIO):
 
     def write(self, data: Any) -> int:
         """Write bytes."""
-        if self.tell() + len(data) > self.max_bytes:
+        if self.tell() + memoryview(data).nbytes > self.max_bytes:  # of a large array, a PickleBuffer
             raise OverflowError(f"more than {self.max_bytes} bytes")
         return super().write(data)
 

@@ -255,6 +255,15 @@ def test_samples_that_fail_can_be_skipped(wide_servers, caplog):
         assert loader.num_skipped == 4
         assert "no label for 5" in caplog.text
         assert "sample 9 is broken" in caplog.text
+        num_batches = len(list(loader))
+        batches = iter(loader)
+        for _ in range(num_batches):
+            next(batches)
+        state = loader.state_dict()
+        continued = make(workers, Stream(broken=(9, 39)), Decode(broken=(5, 6)), **options)
+        continued.load_state_dict(state)
+        assert numbers(continued) == []
+        assert continued.num_skipped == 4
     loader = make(workers, decode=Decode(broken=range(5)), max_skipped=3, **options)
     with pytest.raises(BadSamplesError, match="more than max_skipped=3"):
         list(loader)

@@ -181,8 +181,25 @@ class InReverse(Subset):
         return self.dataset[7 - index]
 
     def __getitems__(self, indices):
-        self.dataset.asked.append(len(indices))
         return [self[index] for index in indices]
+
+
+class Spelled(InReverse):
+    """The other spelling."""
+
+    def __getitems__(self, numbers):
+        """Return samples."""
+        return [self.__getitem__(number) for number in numbers]
+
+
+class Relative(Subset):
+    """A subclass whose samples depend on the batch."""
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices):
+        return [self.dataset[index] - min(indices) for index in indices]
 
 
 class AtOnce(Subset):
@@ -203,11 +220,11 @@ EIGHT = range(8)
         (lambda dataset: Subset(dataset, EIGHT), [[2, 3]], [2, 3]),
         (lambda dataset: Subset(Subset(dataset, EIGHT), EIGHT), [[2, 3]], [2, 3]),
         (lambda dataset: StackDataset(dataset, dataset), [[2, 3]] * 2, [2, 2, 3, 3]),
-        (lambda dataset: StackDataset(dataset, Singles()), [[2], [3]], [2, 3]),
+        (lambda dataset: StackDataset(dataset, Singles()), [[2, 3]], [2, 3]),
         (lambda dataset: StackDataset(a=dataset, b=Subset(dataset, EIGHT)), [[2, 3]] * 2, [2, 2, 3, 3]),
         (lambda dataset: ConcatDataset([dataset]), [2, 3], [2, 3]),
         (lambda dataset: Forwarding(Subset(dataset, EIGHT)), [[2, 3]], [2, 3]),
-        (lambda dataset: InReverse(dataset, EIGHT), [2, 5, 4], [1, 5, 1, 4]),
+        (lambda dataset: InReverse(dataset, EIGHT), [5, 4], [5, 4]),
         (lambda dataset: AtOnce(dataset, EIGHT), [2, 2, 3], [2, 2, 3]),
     ],
 )
@@ -215,6 +232,24 @@ def test_dataset_is_asked_for_batches_only_if_what_is_behind_all_wrappers_loads_
     for dataset, expected in (Batches(), of_batches), (Singles(), of_singles):
         load(wrap(dataset), [2, 3], collate_fn=list)
         assert dataset.asked == expected
+
+
+@pytest.mark.parametrize("kind", [Subset, InReverse, Spelled])
+def test_wrapper_that_only_asks_for_single_samples_lets_each_have_its_own_seed(kind):
+    class Seeds(Singles):
+        def __getitem__(self, index):
+            return seeding.get_sample_seed()
+
+    batch = load(kind(Seeds(), EIGHT), [2, 5], collate_fn=list)
+    assert batch == [seed_at(0), seed_at(1)]
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: StackDataset(one), lambda one: StackDataset(one, one)])
+def test_subclass_whose_samples_depend_on_the_batch_gets_the_whole_batch(wrap):
+    batch = load(wrap(Relative(Singles(), EIGHT)), [2, 5], collate_fn=list)
+    assert [sample if type(sample) is int else sample[0] for sample in batch] == [0, 3]
+    mixed = load(StackDataset(Relative(Singles(), EIGHT), Singles()), [2, 5], collate_fn=list)
+    assert mixed == [(0, 2), (3, 5)]
 
 
 class Columns(Subset):

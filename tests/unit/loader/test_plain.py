@@ -39,7 +39,10 @@ def test_values_come_back_from_json_with_their_keys_and_types(value):
         {"__kind__": "mine"},
         collections.Counter({0: 3, 1: 2}),
         collections.OrderedDict({(0, 1): [1]}),
+        collections.defaultdict(list, {0: [1]}),
+        collections.defaultdict(None, {(0, 1): 2}),
         np.int64(3),
+        np.datetime64(3, "ns"),
         np.arange(6, dtype=np.float32).reshape(2, 3),
         np.zeros((0, 2)),
         np.random.default_rng(3).bit_generator.state,
@@ -54,6 +57,24 @@ def test_what_samplers_keep_comes_back_from_json(value):
     found = from_plain(json.loads(json.dumps(to_plain({"value": value}))))["value"]
     assert_same(found, value)
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros(2, [("index", "<i4"), ("weight", "<f8")]),
+        np.zeros((), [("index", "<i4")])[()],
+        np.rec.array([(1, 2.0)], [("index", "<i4"), ("weight", "<f8")]),
+        np.ma.array([1, 2], mask=[True, False]),
+    ],
+    ids=repr,
+)
+def test_other_kinds_of_arrays_stay_as_they_are(value):
+    found = from_plain(to_plain(value))
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    np.testing.assert_array_equal(found, value)
+    assert np.ma.getmaskarray(found).tolist() == np.ma.getmaskarray(value).tolist()
 
 
 def test_what_has_no_other_form_stays_and_is_not_plain():
