@@ -297,11 +297,15 @@ def clean_client() -> Iterator[None]:
     yield
     close_client()
     # Its sessions and workers, and whatever else the test has started.
-    wait_until(lambda: not set(descendants(os.getpid())) - processes, what="processes left behind")
+    wait_until(lambda: not _left_behind(processes), what=lambda: f"processes left behind: {_left_behind(processes)}")
     # A connection that was lost before is not waited for: its receiver may have a few instructions to go.
     wait_until(lambda: not _threads(), what=lambda: f"threads left, and where they are: {_threads()}")
     # A queue of torch's workers is closed by a thread, which no list has any more by then.
     wait_until(lambda: not _left_open(before), what=lambda: f"descriptors left: {_left_open(before)}")
+
+
+def _left_behind(before: set[int]) -> dict[int, str]:
+    return {pid: process_name(pid) for pid in set(descendants(os.getpid())) - before}
 
 
 def _left_open(before: set[str]) -> dict[str, str]:

@@ -38,7 +38,7 @@ def to_plain(value: Any) -> Any:
         if all(type(key) is str for key in value) and _KIND not in value:
             return {key: to_plain(each) for key, each in value.items()} if kind is dict else copy.deepcopy(value)
         items = [[to_plain(key), to_plain(each)] for key, each in value.items()]
-        if kind is collections.defaultdict:
+        if isinstance(value, collections.defaultdict) and kind is collections.defaultdict:
             for factory, makes in _FACTORIES.items():
                 if value.default_factory is makes:
                     return {_KIND: "defaultdict", "factory": factory, "items": items}

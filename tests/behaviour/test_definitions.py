@@ -351,6 +351,39 @@ for number in range(1, 3):
 """)
 
 
+LARGE = """
+import numpy as np, torch
+
+array, given, late = np.zeros(1 << 15), np.zeros(1 << 15), None
+
+def fill():
+    global late
+    late = np.full(1 << 16, 3.0)
+
+class Rows:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, _index):
+        return array[-1].item(), given.sum().item(), None if late is None else late.sum().item()
+"""
+
+
+def test_large_arrays_reach_workers_as_the_script_has_changed_them(passes):
+    passes(f"""
+import pathlib
+import numpy as np
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("large.py").write_text({LARGE!r})
+import large
+
+large.array[-1] = 1
+large.given = np.ones(1 << 17)
+large.fill()
+assert [*load(large.Rows())] == [[(1.0, 1 << 17, 3 << 16)] * 2]
+""")
+
+
 def test_what_a_script_assigns_in_its_modules_reaches_workers_whatever_its_name_or_kind(passes):
     passes("""
 import pathlib
