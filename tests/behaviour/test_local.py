@@ -402,7 +402,8 @@ def test_ctrl_c_while_a_process_begins_comes_out_and_leaves_nothing(zygote, tmp_
         path = tmp_path / "train.py"
         path.write_text(CTRL_C_WHILE_BEGINNING)
         command = [sys.executable, path, moment, method]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30 * TIMEOUT_SCALE)
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30 * TIMEOUT_SCALE)
         ended = Ended(done.returncode, done.stdout, done.stderr, time.monotonic())
     errors = [line for line in ended.errors.splitlines() if "still waiting" not in line]  # on a busy machine
     assert (ended.status, ended.output, errors) == (0, "5 8\n", [])

@@ -5,6 +5,7 @@
     python -m tests.benchmark                        # what is claimed of our loader: about 11 minutes on 2 cores
     python -m tests.benchmark --quick                # one short round, to see that it works
     python -m tests.benchmark --workloads float32 --loaders torch ours-tcp bare --rounds 5
+    python -m tests.benchmark --workloads jpeg --loaders torch torch-malloc ours-local --jpegs FOLDER
     python -m tests.benchmark.startup                # how passes begin, and what idle workers occupy
     python -m tests.benchmark.scale                  # how costs grow with workers
 
