@@ -758,7 +758,7 @@ def test_process_that_cannot_begin_is_an_error_at_once(zygote, method):
     assert ended.status == 1
     assert "has ended, and says why" in ended.errors or "exited with status 1 before it was ready" in ended.errors
     assert "LocalProtocolError" in ended.errors
-    assert "needs `if __name__ == '__main__':`" in ended.errors
+    assert "a script must be a file, and needs `if __name__ == '__main__':` around what it does" in ended.errors
 
 
 # --- what a constructor makes
