@@ -178,29 +178,29 @@ def examine(target: str | None, workers: Where | None, rate: float | None, repor
         Failure: A question failed, and those after it cannot be asked.
         RPCError: The directory that ``workers`` names has no node server.
     """
-    nodes, link = ["local:1"], math.inf
+    nodes, link, num_workers = ["local:1"], math.inf, 1
     module = target and target.partition(":")[0]
     if isinstance(workers, Remote):
-        nodes, link = _go_to([node.address for node in get_client().nodes(workers)], module, report)
+        nodes, link, num_workers = _go_to([node.address for node in get_client().nodes(workers)], module, report)
     if target is None or not nodes:
         return
     remotes, local = _build(nodes, target, report)
     _compare(remotes, local, nodes[0], report)
-    _time(remotes[0], rate, link, report)
+    _time(remotes[0], rate, link, num_workers, report)
 
 
-def _go_to(addresses: Iterable[Address], module: str | None, report: Report) -> tuple[list[str], float]:
+def _go_to(addresses: Iterable[Address], module: str | None, report: Report) -> tuple[list[str], float, int]:
     """Take all steps to each node server, to all of them at once.
 
     Returns:
-        Those without a failure, and the bytes per second of the slowest link.
+        Those without a failure, the bytes per second of the slowest link, and the number of their workers.
     """
-    found, slowest = [], math.inf
+    found, slowest, num_workers = [], math.inf, 0
     with ThreadPoolExecutor(_MOST_AT_ONCE, "rpcdl-check") as executor:
         ways = {address: executor.submit(list[Step], take(address, module)) for address in addresses}
         for address, way in ways.items():
-            for level, name, text in way.result():
-                report(level, name, f"{address}: {text}")
+            for step in way.result():
+                report(step.level, step.name, f"{address}: {step.text}")
     for address, way in ways.items():
         if all(step.level != "FAILED" for step in way.result()):
             try:
@@ -211,8 +211,9 @@ def _go_to(addresses: Iterable[Address], module: str | None, report: Report) -> 
                 continue
             found.append(str(address))
             slowest = min(slowest, rate)
+            num_workers += sum(step.num_workers for step in way.result())
             report("ok", "link", f"{address}: {rate / 1e6:,.0f} MB/s to one worker, or {rate * 8e-9:,.2g} Gbit/s")
-    return found, slowest
+    return found, slowest, num_workers
 
 
 def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCDataset], Probe | None]:
@@ -307,21 +308,24 @@ def _compare(remotes: Sequence[RPCDataset], local: Probe | None, node: str, repo
 
 def _collate(samples: list[Any], report: Report) -> None:
     """Make a batch of some samples, as a loader without ``collate_fn`` does."""
+    start = time.perf_counter()
     try:
         encoded = dumps_reply(default_collate(samples), name="batch")
     except _ERRORS as error:
         advice = "return tensors, arrays or numbers of equal shapes, or give the loader a collate_fn"
         report("note", "batch", f"torch's default collate fails, {_words(error)}: {advice}")
     else:
-        report("ok", "batch", f"{len(samples)} of them make one of {encoded.size_bytes:,} bytes")
+        text = f"{len(samples)} of them make one of {encoded.size_bytes:,} bytes"
+        report("ok", "batch", f"{text}, in {1000 * (time.perf_counter() - start):,.1f} ms")
 
 
-def _time(remote: RPCDataset, rate: float | None, link: float, report: Report) -> None:
+def _time(remote: RPCDataset, rate: float | None, link: float, num_workers: int, report: Report) -> None:
     """Measure how many samples one worker makes, and what follows from it.
 
     Args:
         rate: Samples per second that the trainer needs; None if unknown.
         link: Bytes per second from the nodes; infinity for this machine.
+        num_workers: Number of workers that the nodes offer together.
     """
     measured: list[tuple[float, int]] = []
     for answer in _load(remote, [Timed(index) for index in _choose(remote.facts, MAX_TIMED)]):
@@ -336,7 +340,11 @@ def _time(remote: RPCDataset, rate: float | None, link: float, report: Report) -
     speed = f"{1000 * seconds:,.3f} ms per sample, so {1 / seconds:,.1f} samples/s and worker"
     report("ok", "speed", f"{speed}, or {size_bytes / seconds / 1e6:,.1f} MB/s (measured with {len(times)})")
     if link < math.inf:
-        report("ok", "most", f"workers that the slowest link can carry: {max(1, int(link * seconds / size_bytes)):,}")
+        carried = max(1, int(link * seconds / size_bytes))
+        report("ok", "most", f"workers that the slowest link can carry: {carried:,}")
+        limit = ", as much as that link carries" if num_workers > carried else ""
+        most = min(num_workers / seconds, link / size_bytes)
+        report("ok", "expect", f"at most {most:,.1f} samples/s of all {num_workers:,} workers{limit}")
     if rate is not None:
         workers, gigabits = math.ceil(_SPARE * rate * seconds), rate * size_bytes * 8 / 1e9
         need = f"workers: {workers:,}, network: more than {gigabits:.3g} Gbit/s"

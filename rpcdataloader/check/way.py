@@ -45,6 +45,7 @@ class Step(NamedTuple):
     level: str  # ``ok``, ``note`` or ``FAILED``
     name: str
     text: str
+    num_workers: int = 0  # that the node offers; of the step ``room``
 
 
 class Place(NamedTuple):
@@ -134,7 +135,8 @@ def _look_at_room(status: NodeStatus) -> Step:
         f"{status.num_workers} workers on {status.cpus} CPUs with a load of {status.load_average:.1f}; {used} "
         f"connections in use; {status.memory_available_bytes / 1e9:.1f} GB of memory free"
     )
-    return Step("ok", "room", f"{text}; other programs keep it busy" if status.load_average > status.cpus else text)
+    more = "; other programs keep it busy" if status.load_average > status.cpus else ""
+    return Step("ok", "room", text + more, status.num_workers)
 
 
 def _call(address: Address, name: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -56,8 +56,8 @@ END_TIMEOUT = 4.0
 _NO_ROOM_PAUSE = 1.0
 
 _WHY = (
-    "and says why on standard error: a script needs `if __name__ == '__main__':` around what it does, unless the start "
-    "method is fork"
+    "and says why on standard error: unless the start method is fork, a script must be a file, and needs `if __name__ "
+    "== '__main__':` around what it does"
 )
 _TO_FORK = (
     "a lock that another thread held at the moment of the fork may stay locked in it: begin passes while such "

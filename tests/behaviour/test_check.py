@@ -68,13 +68,26 @@ def test_good_dataset(check):
     assert {line.split()[0] for line in output.splitlines()[:-1]} == {"ok"}
     names = [line.split()[1] for line in output.splitlines()[:-1]]
     steps = ["server", "room", "session", "module", "link"]  # see test_check_nodes.py
-    assert names == [*steps, "builds", "builds", "samples", "batch", "repeats", "size", "speed", "most", "rate"]
+    assert names == [
+        *steps,
+        "builds",
+        "builds",
+        "samples",
+        "batch",
+        "repeats",
+        "size",
+        "speed",
+        "most",
+        "expect",
+        "rate",
+    ]
     assert ".Data of 20 samples on " in line_of(output, "builds")
     assert ".Data of 20 samples in this process, after" in line_of(output, "builds")
     assert "8 of them arrive" in line_of(output, "samples")
     assert "equal seeds give equal samples again in the same worker and in another worker\n" in line_of(
         output, "repeats"
     )
+    assert re.search(r"8 of them make one of [\d,]+ bytes, in [\d.]+ ms\n", line_of(output, "batch"))
     milliseconds = float(re.search(r"(\S+) ms per sample", line_of(output, "speed"))[1])
     need = re.search(
         r"100,000,000 samples/s need workers: (\S+), network: more than \S+ Gbit/s", line_of(output, "rate")

@@ -14,6 +14,7 @@ import pytest
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.__main__ import main
+from rpcdataloader.check import __main__ as command
 from rpcdataloader.check import way
 from rpcdataloader.wire import channel, connecting
 from tests.support.crew import wait_for_crew
@@ -89,12 +90,25 @@ def test_dataset_is_checked_after_the_nodes_and_on_those_that_work(check, shared
     assert status == 1
     names = [name for _level, name, _text in found]
     assert names[names.index("module") :] == [
-        *("module", "link", "builds", "builds", "samples", "batch", "repeats", "size", "speed", "most"),
+        *("module", "link", "builds", "builds", "samples", "batch", "repeats", "size", "speed", "most", "expect"),
     ]
     assert [(level, text.startswith(closed_port)) for level, name, text in found if name == "port"] == [
         ("FAILED", True)
     ]
-    assert re.search(r"workers that the slowest link can carry: \d+", found[-1][2])
+    texts = {name: text for _level, name, text in found}
+    assert re.search(r"workers that the slowest link can carry: \d+", texts["most"])
+
+
+@pytest.mark.parametrize(("link", "expected"), [(8e3, 400.0), (1e3, 50.0)])
+def test_rate_of_all_workers_is_told_and_limited_by_the_link(link, expected, monkeypatch):
+    """Samples of 20 bytes, each of which takes a worker 10 ms, and four workers."""
+    told = {}
+    monkeypatch.setattr(command, "_load", lambda *_: [(0.01, 20)] * 8)
+    facts = command.Facts("Data of 8 samples", 8, None, "")
+    dataset = types.SimpleNamespace(facts=facts)
+    command._time(dataset, None, link, 4, lambda _level, name, text: told.update({name: text}))
+    limited = ", as much as that link carries" if expected == 50 else ""
+    assert told["expect"] == f"at most {expected} samples/s of all 4 workers{limited}"
 
 
 def test_name_that_does_not_resolve(check):

@@ -247,6 +247,15 @@ def test_python_of_session_runs(session, desk):
     assert re.fullmatch(as_pattern(shown), printed, re.DOTALL), f"{session} shows\n{shown}\nand prints\n{printed}"
 
 
+@pytest.mark.parametrize("page", ["README.md", "first-training.md"])
+def test_first_script_of_page_does_nothing_where_workers_run_it_to_begin(page, monkeypatch):
+    """As processes of multiprocessing do that are not forked, its fork server among them from Python 3.14 on."""
+    monkeypatch.setattr(rpcdataloader, "RPCDataset", lambda *_arguments, **_options: pytest.fail("a dataset is made"))
+    blocks = [block for block in blocks_of(page) if block.language == "python" and "not run" not in block.marks]
+    (script,) = [block.text for block in blocks if "RPCDataset(" in block.text]
+    exec(compile(script, page, "exec"), {"__name__": "__mp_main__"})
+
+
 def is_typed(block: Block) -> bool:
     return block.language == "console" and any(not is_launch(command) for command, _ in block.commands)
 

@@ -402,7 +402,8 @@ def test_ctrl_c_while_a_process_begins_comes_out_and_leaves_nothing(zygote, tmp_
         path = tmp_path / "train.py"
         path.write_text(CTRL_C_WHILE_BEGINNING)
         command = [sys.executable, path, moment, method]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30 * TIMEOUT_SCALE)
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30 * TIMEOUT_SCALE)
         ended = Ended(done.returncode, done.stdout, done.stderr, time.monotonic())
     errors = [line for line in ended.errors.splitlines() if "still waiting" not in line]  # on a busy machine
     assert (ended.status, ended.output, errors) == (0, "5 8\n", [])
@@ -757,7 +758,7 @@ def test_process_that_cannot_begin_is_an_error_at_once(zygote, method):
     assert ended.status == 1
     assert "has ended, and says why" in ended.errors or "exited with status 1 before it was ready" in ended.errors
     assert "LocalProtocolError" in ended.errors
-    assert "needs `if __name__ == '__main__':`" in ended.errors
+    assert "a script must be a file, and needs `if __name__ == '__main__':` around what it does" in ended.errors
 
 
 # --- what a constructor makes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -219,5 +221,6 @@ def test_rank_that_multiprocessing_has_started_sends_what_the_script_defines(sha
     path = tmp_path / "train.py"
     path.write_text(RANK)
     command = [sys.executable, path, shared_server.address, method]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60 * TIMEOUT_SCALE)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60 * TIMEOUT_SCALE)
     assert (ended.returncode, ended.stdout) == (0, "[5, 10, 15]\n"), ended.stderr

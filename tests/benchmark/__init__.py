@@ -5,6 +5,7 @@
     python -m tests.benchmark                        # what is claimed of our loader: about 11 minutes on 2 cores
     python -m tests.benchmark --quick                # one short round, to see that it works
     python -m tests.benchmark --workloads float32 --loaders torch ours-tcp bare --rounds 5
+    python -m tests.benchmark --workloads jpeg --loaders torch torch-malloc ours-local --jpegs FOLDER
     python -m tests.benchmark.startup                # how passes begin, and what idle workers occupy
     python -m tests.benchmark.scale                  # how costs grow with workers
 
@@ -29,7 +30,8 @@ amount of work, the same for all: what takes 10 ms of CPU time while nobody dist
 time of the trainer process with all its threads, without its workers and without the steps that it computes, per 10^9
 bytes of batches (where batches are tiny: per batch). *thread CPU ms/step*: CPU time per batch of the thread that
 computes and takes batches. *x torch* and the like: the median of the ratio to that loader in the same round; *x bare*
-is to ``bare-made``, *CPU x bare* to ``bare``, *step x ready* compares the CPU time per step with that of ``ready``.
+is to ``bare-made``, *x malloc* to ``torch-malloc``, *CPU x bare* to ``bare``, *step x ready* compares the CPU time per
+step with that of ``ready``.
 
 A batch is only received, and not read. torch's workers hand over shared memory, which costs the trainer page
 faults only once it is read.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
 
 from .claims import CLAIMS, add_options, conclude, format_claims, measure_claims, plan
 from .loaders import LOADERS, NUM_WORKERS, environment, serve
 from .processes import ask_trainer, describe_machine, measure_rounds, stop_by_signals
 from .report import make_table
 from .trainer import Figures, Phase, count_loops
-from .workloads import WORKLOADS
+from .workloads import JPEGS, WORKLOADS
 
 # CPU time of a step of the busy trainer, where nothing disturbs it.
 _STEP_SECONDS = 0.010
@@ -37,9 +39,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each phase of each (default: 3)")
     for option, known in ("workloads", list(WORKLOADS)), ("loaders", list(LOADERS)):
         parser.add_argument(f"--{option}", nargs="+", choices=known, default=known, help="some of them (default: all)")
+    parser.add_argument(
+        "--jpegs", type=Path, metavar="FOLDER", help="your own, for the workload jpeg (default: two of scikit-learn's)"
+    )
     add_options(parser)
     parser.add_argument("--quick", action="store_true", help="one round of 0.5 s: does it work?")
     args = parser.parse_args()
+    if args.jpegs:
+        if args.record or args.check:
+            parser.error("figures are recorded, and compared, with the usual JPEGs")
+        os.environ[JPEGS] = str(args.jpegs.resolve())  # for trainers and servers
     rounds, seconds = (1, 0.5) if args.quick else (args.rounds, args.seconds)
     stop_by_signals()
     machine = describe_machine()

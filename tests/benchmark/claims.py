@@ -61,6 +61,7 @@ class Claim:
 
 _IMAGES = "64x3x224x224 float32"
 _TORCH = "torch DataLoader"
+_TUNED = "torch, malloc as in ours"
 _READY = "bare sockets, ready batches"
 
 CLAIMS = {
@@ -69,12 +70,17 @@ CLAIMS = {
     "uint8-local": Claim(
         "64x3x224x224 uint8, one machine", _TORCH, 5.0, "uint8", "ours-local", "torch", "idle.rate"
     ),
+    "float32-malloc": Claim(
+        f"{_IMAGES}, one machine", _TUNED, 1.0, "float32", "ours-local", "torch-malloc", "idle.rate"
+    ),
+    "uint8-malloc": Claim(
+        "64x3x224x224 uint8, one machine", _TUNED, 1.0, "uint8", "ours-local", "torch-malloc", "idle.rate"
+    ),
     "jpeg-local": Claim(
         "JPEG decode and crop, one machine", _TORCH, 1.15, "jpeg", "ours-local", "torch", "idle.rate"
     ),
     "jpeg-malloc": Claim(
-        "JPEG decode and crop, one machine", "torch, malloc as in ours", 1.0, "jpeg", "ours-local", "torch-malloc",
-        "idle.rate",
+        "JPEG decode and crop, one machine", _TUNED, 1.0, "jpeg", "ours-local", "torch-malloc", "idle.rate"
     ),
     "cpu-local": Claim(
         "trainer CPU per GB, one machine", _TORCH, 0.25, "float32", "ours-local", "torch", "idle.cpu", at_most=True

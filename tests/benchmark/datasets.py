@@ -7,6 +7,7 @@ everywhere: untouched memory from the kernel is one page of zeros, which is read
 from __future__ import annotations
 
 import io
+import os
 import random
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
+
+from .workloads import JPEGS
 
 # More than any measurement takes, so that it never meets the end of an epoch.
 NUM_SAMPLES = 10**9
@@ -99,13 +102,17 @@ class Features(Endless):
 
 
 class Photographs(Endless):
-    """The two sample photographs of scikit-learn (640x427 JPEGs), decoded and cropped at random to uint8 3x224x224."""
+    """JPEGs that are read, decoded and cropped at random to uint8 3x224x224.
+
+    Those of the folder that the environment names, and of all below it, or else scikit-learn's two (640x427).
+    """
 
     def __init__(self) -> None:
-        self.files = _read_photographs()
+        folder = os.environ.get(JPEGS)
+        self.paths = find_jpegs(Path(folder)) if folder else _find_photographs()
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        crop = _crop(self.files[index % len(self.files)])
+        crop = _crop(self.paths[index % len(self.paths)].read_bytes())
         return torch.from_numpy(crop.transpose(2, 0, 1).copy())
 
 
@@ -125,7 +132,7 @@ class Files(Endless):
 
 def write_files(folder: Path, number: int) -> None:
     """Write JPEGs of 500x375, as the middle one of ImageNet is, cut from the photographs at random."""
-    photographs = [Image.open(io.BytesIO(content)).convert("RGB") for content in _read_photographs()]
+    photographs = [Image.open(path).convert("RGB") for path in _find_photographs()]
     choose = random.Random(0)
     for i in range(number):
         image = photographs[i % len(photographs)]
@@ -133,20 +140,29 @@ def write_files(folder: Path, number: int) -> None:
         image.crop((left, top, left + 500, top + 375)).save(folder / f"{i:04d}.jpg", quality=90)
 
 
-def _read_photographs() -> list[bytes]:
+def find_jpegs(folder: Path) -> list[Path]:
+    """Return the JPEGs of a folder, and of those below it."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no .jpg or .jpeg")
+    return paths
+
+
+def _find_photographs() -> list[Path]:
     # Found beside the package instead of by load_sample_images(), which decodes them and takes a second to import.
     import importlib.util
 
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the photographs are scikit-learn's: pip install scikit-learn")
-    folder = Path(spec.origin).parent / "datasets" / "images"
-    return [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
+    return find_jpegs(Path(spec.origin).parent / "datasets" / "images")
 
 
 def _crop(content: bytes) -> np.ndarray[Any, Any]:
-    """Decode a JPEG, and choose a part of it."""
+    """Decode a JPEG, and choose a part of it; one that is too small for that is enlarged."""
     image = Image.open(io.BytesIO(content)).convert("RGB")
+    if min(image.size) < _SIZE:
+        image = image.resize((max(_SIZE, image.width), max(_SIZE, image.height)))
     left, top = random.randint(0, image.width - _SIZE), random.randint(0, image.height - _SIZE)
     return np.asarray(image)[top : top + _SIZE, left : left + _SIZE]
 

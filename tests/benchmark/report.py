@@ -19,7 +19,12 @@ _TINY_BATCH_BYTES = 100_000
 _COLUMNS = {
     "idle": (
         ("first batch ms", "first_batch_seconds"),
-        {"x torch": ("idle.rate", "torch"), "x bare": ("idle.rate", "bare-made"), "CPU x bare": ("idle.cpu", "bare")},
+        {
+            "x torch": ("idle.rate", "torch"),
+            "x malloc": ("idle.rate", "torch-malloc"),
+            "x bare": ("idle.rate", "bare-made"),
+            "CPU x bare": ("idle.cpu", "bare"),
+        },
     ),
     "busy": (
         ("thread CPU ms/step", "busy.thread"),

@@ -31,6 +31,9 @@ class Workload:
     min_batches: int = 4
 
 
+# Variable of the environment: the folder of a reader's own JPEGs, for the workload ``jpeg``.
+JPEGS = "BENCHMARK_JPEGS"
+
 _IMAGE = 3 * 224 * 224
 
 WORKLOADS = {

@@ -92,8 +92,9 @@ def make_numbers(losses: dict[str, Any]) -> str:
 | **{_range("float32-tcp")}** | as many float32 image batches per second as torch's local `DataLoader`, over TCP, \
 with the same 2 workers |
 | **{_range("float32-local")}** | as many of these on one machine, where workers and training share memory |
-| **{_range("jpeg-local")}** | as many decoded and cropped JPEGs on one machine; {load()["jpeg-malloc"]:.2f} x where \
-torch gets [two variables](docs/compared.md#performance) for malloc, as our workers do |
+| **{_range("jpeg-local")}** | as many decoded and cropped JPEGs on one machine, fewer of \
+[small ones](docs/compared.md#performance); {load()["jpeg-malloc"]:.2f} x where torch gets [two \
+variables](docs/waiting.md#what-to-change-first) for malloc, as our workers do |
 | **{number(both["x torch"]):.1f} x** | as many JPEGs from disk, decoded and cropped, if one CPU behind a link of 10 \
 Gbit/s [helps](docs/compared.md#performance) the only one of a training; {number(both["x malloc"]):.1f} x where torch \
 gets these settings |
