@@ -199,22 +199,30 @@ class StreamLoader(BatchLoader):
             end_sample()
 
     def _begin_earlier_passes(self) -> None:
-        """Begin those of persistent workers that this process has not seen: the dataset may count them."""
+        """Begin those of persistent workers that this process has not seen: the dataset may count them.
+
+        They were read to their ends, so what the dataset counts by samples, such as a position, is set back.
+        """
         for _ in range(self._spec.epoch):
-            before = self._fingerprint()
-            self._take_first()
+            before = self._content()
+            self._take_first(before)
             self._begin()
-            if before is not None and before == self._fingerprint():
+            if before is not None and before == self._content():
                 break
 
-    def _fingerprint(self) -> bytes | None:
-        """What tells whether the dataset has changed; None if that would take long."""
-        file = Limited(_MAX_FINGERPRINT_BYTES)
+    def _content(self) -> dict[str, bytes] | None:
+        """The dataset's attributes, pickled; None if that would take long."""
+        content = {}
+        room = _MAX_FINGERPRINT_BYTES
         try:
-            pickle.Pickler(file, 5).dump(vars(self._dataset))
+            for name, value in vars(self._dataset).items():
+                file = Limited(room)
+                pickle.Pickler(file, 5).dump(value)
+                content[name] = file.getvalue()
+                room -= len(content[name])
         except Exception:
             return None
-        return file.getvalue()
+        return content
 
     def leave(self) -> None:
         """Let a pass begin that was left before: the dataset may count them, and torch's workers do so."""
@@ -222,17 +230,29 @@ class StreamLoader(BatchLoader):
         if not (self._num_samples or self._ended or saved.owner or saved.num_samples):
             self._take_first()
 
-    def _take_first(self) -> None:
-        """Begin the stream, and throw its first sample away."""
+    def _take_first(self, before: dict[str, bytes] | None = None) -> None:
+        """Begin the stream, and throw its first sample away.
+
+        Args:
+            before: Attributes of the dataset. Those that change with the second sample, too, become what they were.
+        """
         if self._keeper is not None:
             self._keeper.begin()
         try:
             self._take_sample([])
+            if before is not None and before != (after := self._content()):
+                self._take_sample([])
+                self._set_back(before, after)
         except BaseException:  # of the dataset, as no signal handler raises in a worker
             logger.debug("a stream that was left fails at its beginning", exc_info=True)
         finally:
             end_sample()
         self.close()
+
+    def _set_back(self, before: dict[str, bytes], after: dict[str, bytes] | None) -> None:
+        for name, value in (self._content() or {}).items():
+            if name in before and after is not None and value not in (before[name], after.get(name)):
+                setattr(self._dataset, name, pickle.loads(before[name]))
 
     def close(self) -> None:
         """End the stream: a generator's ``finally`` and ``with`` blocks run now."""

@@ -373,7 +373,21 @@ def test_epochs_that_a_stream_counts_are_whole_after_one_that_was_left(shared_se
         assert sorted(torch.cat(list(loader)).tolist()) == list(range(12))
 
 
-@pytest.mark.parametrize("kind", [Counting, CountingLate])
+class CountingSamples(Counting):
+    """It counts its epochs, and the samples of each."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.position = 0
+
+    def __iter__(self):
+        for number in self.order()[self.position :]:
+            self.position += 1
+            yield number
+        self.position = 0
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingLate, CountingSamples])
 def test_epochs_that_a_stream_counts_are_whole_after_the_loss_of_a_worker(shared_server, kind):
     options = {"collate_fn": with_pid, "persistent_workers": True, "workers": shared_server.address, "num_workers": 2}
     loader = RPCDataloader(kind(12), 2, **options)
