@@ -113,7 +113,11 @@ class RemoteSession:
         self._sources: dict[str, Source] = {}
         self._imported: set[str] = set()
         self._waiting = Waiting(settings.alarm, self._describe, self._partition.label)
-        self.connection.start()
+        try:
+            self.connection.start(self._deadline)
+        except BaseException:  # without a thread for it, or with Ctrl-C meanwhile
+            self._waiting.end()
+            raise
 
     @property
     def is_usable(self) -> bool:
