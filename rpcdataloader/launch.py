@@ -32,7 +32,7 @@ os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader import __version__  # noqa: E402
 from rpcdataloader.errors import RPCError  # noqa: E402
-from rpcdataloader.host.output import Output, is_journal  # noqa: E402
+from rpcdataloader.host.output import JournalFormatter, Output, is_journal  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
 from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_credentials  # noqa: E402
@@ -112,8 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as exc:
         parser.error(str(exc))
     try:
-        when = "" if is_journal(2) else "%(asctime)s "
-        log = _begin_log(options.log_level, f"{when}%(levelname)s %(name)s[%(process)d] %(message)s")
+        text = "%(levelname)s %(name)s[%(process)d] %(message)s"
+        form = JournalFormatter(text) if is_journal(2) else logging.Formatter(f"%(asctime)s {text}")
+        log = _begin_log(options.log_level, form)
         if insecure:
             credentials = INSECURE
         elif token_file == "-":
@@ -149,9 +150,11 @@ def _begin() -> None:
     os.close(descriptor)
 
 
-def _begin_log(level: str, form: str) -> Output:
+def _begin_log(level: str, form: logging.Formatter) -> Output:
     log = Output(2)
-    logging.basicConfig(format=form, handlers=[logging.StreamHandler(log)])
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(form)
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("rpcdataloader").setLevel(level.upper())
     return log
 

@@ -21,7 +21,7 @@ from rpcdataloader.client.background import Alarm, Callers, Janitor, Waiting
 from rpcdataloader.client.discovery import ASK_TIMEOUT, Remote, ask_all
 from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.session import RemoteSession
+from rpcdataloader.client.session import RemoteSession, told_while_waiting
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.errors import ConnectError, ConnectionLostError
@@ -192,7 +192,7 @@ class Client:
 
     def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float | None = None) -> None:
         """Wait until one of ``sessions``, all connecting, is ready or lost; at most ``timeout`` seconds."""
-        with (changed := self._settings.changed):
+        with told_while_waiting(sessions), (changed := self._settings.changed):
             changed.wait_for(lambda: not all(map(_connects, sessions)), timeout)
 
     def in_order_of_coming(self, sessions: Iterable[RemoteSession]) -> Iterator[RemoteSession]:

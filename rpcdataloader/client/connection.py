@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.locks import Lock
+from rpcdataloader.host.signals import signals_let_through
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
@@ -25,6 +26,7 @@ from rpcdataloader.wire.outbox import LONG_BYTES, Outbox
 from rpcdataloader.wire.pickling import Encoded
 from rpcdataloader.wire.shared import Borrower
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PageLock, PinnedAllocator
+from rpcdataloader.wire.transport import Deadline
 
 if TYPE_CHECKING:
     from rpcdataloader.client.session import RemoteSession
@@ -33,6 +35,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rpcdataloader.client")
 
 _ALL_SIGNALS = signal.valid_signals()
+
+
+# Seconds in which the system may come to have room for the thread that sends, and pauses between attempts.
+_NO_THREAD_TIMEOUT = 60.0
+_FIRST_PAUSE, _MAX_PAUSE = 0.05, 1.0
+
+
+def _start_thread(start: Callable[[], None], deadline: Deadline | None) -> None:
+    """Start a thread, once there is room for it; raises the ``RuntimeError`` of the last attempt."""
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return start()
+        except RuntimeError as exc:
+            if deadline is None or "shutdown" in str(exc):  # of the interpreter, from Python 3.12 on
+                raise
+            with signals_let_through():
+                if not deadline.pause(pause):
+                    raise
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
 @dataclass(slots=True)
@@ -86,14 +108,17 @@ class Connection:
         self.name = name
         self._receiver.name, self._outbox.name = f"rpcdl-recv {name}", f"rpcdl-send {name}"
 
-    def start(self) -> None:
+    def start(self, deadline: Deadline | None = None) -> None:
         """Start to connect.
+
+        Args:
+            deadline: Limit of the attempts to start a thread, if there is no room for one; None for a single one.
 
         Raises:
             ConnectionLostError: No thread can be started: there are too many, or the interpreter ends.
         """
         try:
-            self._receiver.start()
+            _start_thread(self._receiver.start, deadline)
         except RuntimeError as exc:
             raise ConnectionLostError(f"cannot connect to {self.name}: {exc}") from exc
 
@@ -263,7 +288,7 @@ class Connection:
             channel.borrow_with(self._borrow)
         channel.transport.read_ahead()
         # Sends earlier requests. References are let go at once, though no further request comes.
-        self._outbox.open(channel, start=not self._sends_now)
+        _start_thread(lambda: self._outbox.open(channel, start=not self._sends_now), Deadline(_NO_THREAD_TIMEOUT))
         self._owner.ready()
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):

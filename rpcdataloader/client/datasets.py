@@ -53,6 +53,8 @@ class RemoteDataset(DatasetRef):
         local: Place of its sessions on this machine, if it has some of its own; closed with the dataset.
         names: Names of the script that its workers need.
         definitions: What the script meant by these names, and by those that they refer to.
+        was_built: True once a session has had it.
+        shortages: Why sessions could not build it for the moment.
     """
 
     def __init__(self, name: str, pickled: Encoded | None, *, shared: bool = True) -> None:
@@ -77,6 +79,8 @@ class RemoteDataset(DatasetRef):
         self._lengths: dict[str, int | None] = {}  # on each node
         # Sessions that have not answered in time, which a thread waits for.
         self.late: weakref.WeakSet[RemoteSession] = weakref.WeakSet()
+        self.was_built = False
+        self.shortages: weakref.WeakKeyDictionary[RemoteSession, OSError] = weakref.WeakKeyDictionary()
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
 
     def build_on(self, session: RemoteSession) -> None:
@@ -144,6 +148,8 @@ class RemoteDataset(DatasetRef):
                 if not before.is_usable:
                     del self._sessions[before]
             self._sessions[session] = is_built
+            self.was_built = True
+            self.shortages.pop(session, None)
 
     def _leave_to_workers(self, session: RemoteSession, reason: str) -> None:
         """Let each worker build its own, from blocks that no constructor has changed."""

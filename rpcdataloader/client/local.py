@@ -324,7 +324,9 @@ def _start_when_there_is_room(
             if not pause:
                 logger.warning("%s; trying again, for at most %g s", problem, deadline.timeout)
             pause = min(2 * pause or 0.05, _NO_ROOM_PAUSE)
-            if not deadline.pause(pause):
+            with signals_let_through():
+                has_time = deadline.pause(pause)
+            if not has_time:
                 raise ConnectError(problem) from exc
 
 

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from typing import Any
 
@@ -59,11 +59,25 @@ END_TIMEOUT = 0.5
 STACK_TIMEOUT = 2.0
 
 
+@contextlib.contextmanager
+def told_while_waiting(sessions: Sequence[RemoteSession]) -> Iterator[None]:
+    """Wait for sessions. If a signal handler ends the wait, nothing more is said of them until the next one."""
+    for session in sessions:
+        session.is_given_up = False
+    try:
+        yield
+    except BaseException:
+        for session in sessions:
+            session.is_given_up = True
+        raise
+
+
 class RemoteSession:
     """This client's session on one node: the control connection.
 
     Attributes:
         is_quiet: True if waiting for it needs no log message.
+        is_given_up: True if a signal handler, such as that of Ctrl-C, has ended the last wait for it.
         reason: Last known reason for which it is not ready, in words.
         num_exited: Number of its workers that were reported as exited, whose places are free.
         workers: Its workers that have not ended.
@@ -88,7 +102,7 @@ class RemoteSession:
         self._unreported_until = 0.0  # the end of that of a worker which was closed before it was admitted
         self.num_exited = 0
         self._lost: RPCError | None = None
-        self.draining, self.is_quiet = False, is_quiet
+        self.draining, self.is_quiet, self.is_given_up = False, is_quiet, False
         self.reason = NO_ANSWER
         self._deadline = Deadline(settings.connect_timeout)
         self.connection = Connection(self.name, self, Known(self.has))
@@ -99,7 +113,11 @@ class RemoteSession:
         self._sources: dict[str, Source] = {}
         self._imported: set[str] = set()
         self._waiting = Waiting(settings.alarm, self._describe, self._partition.label)
-        self.connection.start()
+        try:
+            self.connection.start(self._deadline)
+        except BaseException:  # without a thread for it, or with Ctrl-C meanwhile
+            self._waiting.end()
+            raise
 
     @property
     def is_usable(self) -> bool:
@@ -141,7 +159,8 @@ class RemoteSession:
             RPCError: The session did not start, has ended, or is no longer wanted.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self.welcome is not None or self._lost is not None or not is_wanted())
+            with told_while_waiting([self]):
+                self._condition.wait_for(lambda: self.welcome is not None or self._lost is not None or not is_wanted())
             if self._lost is not None:
                 raise copy_to_raise(self._lost)
             if self.welcome is None:
@@ -325,7 +344,7 @@ class RemoteSession:
             except UnavailableError as exc:
                 if not self._deadline.pause(pause):
                     raise
-                if pause == MAX_PAUSE and not self.is_quiet and self._settings.seldom.is_due(str(exc)):
+                if pause == MAX_PAUSE and self._is_told and self._settings.seldom.is_due(str(exc)):
                     logger.warning("%swaiting for %s", self._partition.label, exc)
                 pause = min(2 * pause, MAX_PAUSE)
         self._tickets = Tickets(channel.ticket_key, self._welcome.pid)
@@ -338,9 +357,13 @@ class RemoteSession:
     def _note(self, reason: str) -> None:
         self.reason = reason
 
+    @property
+    def _is_told(self) -> bool:
+        return not (self.is_quiet or self.is_given_up)
+
     def _describe(self) -> str | None:
         limit = f"at most {self._settings.connect_timeout:g} s, RPCDATALOADER_CONNECT_TIMEOUT"
-        return None if self.is_quiet else f"{self.name}: {self.reason} ({limit})"
+        return f"{self.name}: {self.reason} ({limit})" if self._is_told else None
 
     def ready(self) -> None:
         self.reason = (

@@ -33,7 +33,7 @@ from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.definitions import Have
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.handshake import UnavailableError, refusal_in
+from rpcdataloader.wire.handshake import UnavailableError, UnknownSessionError, refusal_in
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Reference, Welcome
 from rpcdataloader.wire.picklers import Frozen, PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps_named, result_of
@@ -358,6 +358,11 @@ class RemoteWorker:
                 if not is_coming and self._settings.seldom.is_due(reason):
                     logger.warning("waiting for a worker: %s", reason)
                 pause = min(2 * pause, MAX_PAUSE)
+            except UnknownSessionError as exc:
+                # Of a session that has ended while the network was cut: the control connection does not know that yet.
+                lost = ConnectionLostError(str(exc))
+                self.session.connection.close(lost)
+                raise lost from None
             except ConnectError:
                 # The session answers when its build ends. If it is idle, its node is unreachable.
                 if limit.remaining() or not self.session.is_busy or self.connection.has_ended:

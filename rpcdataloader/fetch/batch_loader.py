@@ -89,6 +89,7 @@ class LoaderSpec:
     skips: bool = False  # True to leave out samples whose dataset raises an exception
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a sample is retried
     max_retries: int = 0  # limit on that
+    task_timeout: float | None = None  # seconds for a sample that a stream takes again; None for no limit
     thread: ThreadSettings | None = None  # of the thread that has begun the pass; None to keep those of the worker
 
     @property

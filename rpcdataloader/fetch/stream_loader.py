@@ -10,6 +10,7 @@ import contextlib
 import copy
 import logging
 import pickle
+import signal
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,8 @@ class StreamLoader(BatchLoader):
 
     # State of an earlier pass, which was read to its end, and to which the dataset is to be brought when it is opened.
     _before: StreamState | None = None
+
+    _is_limited = False  # True while a sample is taken again whose time is limited
 
     def _begin(self) -> None:
         if (stream := self._spec.stream) is not None and stream.ended:
@@ -199,22 +202,36 @@ class StreamLoader(BatchLoader):
             end_sample()
 
     def _begin_earlier_passes(self) -> None:
-        """Begin those of persistent workers that this process has not seen: the dataset may count them."""
-        for _ in range(self._spec.epoch):
-            before = self._fingerprint()
-            self._take_first()
-            self._begin()
-            if before is not None and before == self._fingerprint():
-                break
+        """Begin those of persistent workers that this process has not seen: the dataset may count them.
 
-    def _fingerprint(self) -> bytes | None:
-        """What tells whether the dataset has changed; None if that would take long."""
-        file = Limited(_MAX_FINGERPRINT_BYTES)
+        They were read to their ends, so what the dataset counts by samples, such as a position, is set back.
+        """
+        spec = self._spec
         try:
-            pickle.Pickler(file, 5).dump(vars(self._dataset))
+            for epoch in range(spec.epoch):
+                self._spec = replace(spec, epoch=epoch, stream=None)
+                self._begin()
+                before = self._content()
+                self._take_first(before)
+                if before is not None and before == self._content():
+                    break
+        finally:
+            self._spec = spec
+            self._begin()
+
+    def _content(self) -> dict[str, bytes] | None:
+        """The dataset's attributes, pickled; None if that would take long."""
+        content = {}
+        room = _MAX_FINGERPRINT_BYTES
+        try:
+            for name, value in vars(self._dataset).items():
+                file = Limited(room)
+                pickle.Pickler(file, 5).dump(value)
+                content[name] = file.getvalue()
+                room -= len(content[name])
         except Exception:
             return None
-        return file.getvalue()
+        return content
 
     def leave(self) -> None:
         """Let a pass begin that was left before: the dataset may count them, and torch's workers do so."""
@@ -222,17 +239,47 @@ class StreamLoader(BatchLoader):
         if not (self._num_samples or self._ended or saved.owner or saved.num_samples):
             self._take_first()
 
-    def _take_first(self) -> None:
-        """Begin the stream, and throw its first sample away."""
+    def _take_first(self, before: dict[str, bytes] | None = None) -> None:
+        """Begin the stream, and throw its first sample away.
+
+        Args:
+            before: Attributes of the dataset. Those that change with the second sample, too, become what they were.
+        """
         if self._keeper is not None:
             self._keeper.begin()
         try:
+            self._begin_step()
             self._take_sample([])
+            if before is not None and before != (after := self._content()):
+                self._begin_step()
+                self._take_sample([])
+                self._set_back(before, after)
         except BaseException:  # of the dataset, as no signal handler raises in a worker
             logger.debug("a stream that was left fails at its beginning", exc_info=True)
         finally:
+            self._end_step()
             end_sample()
         self.close()
+
+    def _set_back(self, before: dict[str, bytes], after: dict[str, bytes] | None) -> None:
+        for name, value in (self._content() or {}).items():
+            if name in before and after is not None and value not in (before[name], after.get(name)):
+                setattr(self._dataset, name, pickle.loads(before[name]))
+
+    def _begin_step(self) -> None:
+        """Let the kernel end this process if the next sample, which is none of a batch, takes longer than a batch may.
+
+        The time of a task begins later, as nothing tells how many samples are taken again. A user's handler stays.
+        """
+        seconds = self._spec.task_timeout
+        if not (seconds is None or self._inline) and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            self._is_limited = True
+
+    def _end_step(self) -> None:
+        if self._is_limited:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._is_limited = False
 
     def close(self) -> None:
         """End the stream: a generator's ``finally`` and ``with`` blocks run now."""
@@ -268,6 +315,7 @@ class StreamLoader(BatchLoader):
         self._kept = (self._frozen(saved.state), saved.at) if saved.owner else None
         self._digest = None if self._owner else 0
         for number in range(0 if saved.owner else saved.num_samples):
+            self._begin_step()
             self._begin_sample(number)
             try:
                 self._note(number, next(iterator))
@@ -281,6 +329,8 @@ class StreamLoader(BatchLoader):
                 logger.debug("a skipped sample has failed again", exc_info=True)
                 if self._spec.skips:
                     self._failed_at = number + 1
+            finally:
+                self._end_step()
         if self._failed_state is not None and not (
             self._owner and is_same_state(saved.state, self._present_state(iterator))
         ):
@@ -324,6 +374,7 @@ class StreamLoader(BatchLoader):
                 num_samples += before.num_samples // before.num_batches - 1
             number, has_ended = before.at, False
             while number <= num_samples and not has_ended:
+                self._begin_step()
                 self._begin_sample(number)
                 try:
                     next(iterator)
@@ -331,6 +382,8 @@ class StreamLoader(BatchLoader):
                     has_ended = True
                 except Exception:  # as when it was delivered
                     logger.debug("a sample of the pass before has failed again", exc_info=True)
+                finally:
+                    self._end_step()
                 if self._loaded is not None:
                     self._loaded.gave_first(self._dataset, ended=has_ended)
                     self._loaded = None

@@ -250,8 +250,12 @@ def install_modules(modules: Mapping[str, Module]) -> None:
         for place, content in module.files.items():
             path = os.path.join(_folder, place)
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            with open(path, "wb") as file:
-                file.write(content)
+            try:
+                with open(path, "wb") as file:
+                    file.write(content)
+            except OSError as error:  # of a full disk, which names no file
+                error.filename = error.filename or path
+                raise
         _installed[module.name] = hashes[module.name]
     importlib.invalidate_caches()
     for late in [module.name for module in wanted if module not in new]:

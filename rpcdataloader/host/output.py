@@ -5,6 +5,7 @@ A terminal that Ctrl-S has stopped, or a full pipe, would block a process in the
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import stat
@@ -14,6 +15,9 @@ import time
 # A reader that is slow for a moment loses nothing; one that has stopped costs no more memory than this.
 MAX_WAITING_BYTES = 1 << 20
 
+# The least level of a record, and its priority: see syslog(3).
+_PRIORITIES = (logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6)
+
 
 def is_journal(descriptor: int) -> bool:
     """Whether a descriptor is a stream of systemd's journal, which puts time and origin in front of each line."""
@@ -22,6 +26,16 @@ def is_journal(descriptor: int) -> bool:
     except OSError:
         return False
     return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+
+class JournalFormatter(logging.Formatter):
+    """Puts the priority of a record in front of each of its lines, as the journal takes it: see sd-daemon(3)."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        level = record.levelno
+        number = next((each for least, each in _PRIORITIES if level >= least), 7)
+        return f"<{number}>" + super().format(record).replace("\n", f"\n<{number}>")
 
 
 class Output:

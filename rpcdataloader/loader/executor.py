@@ -7,7 +7,6 @@ The driver decides when each of these is asked for; results go to it from the th
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import time
@@ -39,7 +38,7 @@ from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.by_value import main_globals
-from rpcdataloader.wire.connecting import EXHAUSTED
+from rpcdataloader.wire.connecting import SHORTAGES
 from rpcdataloader.wire.messages import Call, Path, Reference
 from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import Encoded, dumps
@@ -53,9 +52,6 @@ _LOOK_JOIN_TIMEOUT = 2.0
 _FAILED_LOOK_PAUSE = 5.0
 # Of all passes: an epoch may take a second.
 _seldom = Seldom()
-
-# Errors of a process or a system that has no room for a process or a descriptor.
-_MAY_PASS = {errno.EAGAIN, *EXHAUSTED}
 
 # Seconds until another attempt to start a thread.
 _NO_THREAD_PAUSE = 1.0
@@ -141,8 +137,10 @@ class Executor:
         session = node.current
         return session if session is not None and self._dataset.is_on(session) else None
 
-    def reason(self, node: Node) -> ConnectError | ConnectionLostError:
+    def reason(self, node: Node) -> Exception:
         """The reason for which a node has no session now."""
+        if (session := node.current) is not None and (short := self._dataset.shortages.get(session)) is not None:
+            return short
         error = next((session.connection.error for session in node.sessions[-1:]), None)
         return error if isinstance(error, (ConnectError, ConnectionLostError)) else ConnectionLostError(_UNREACHABLE)
 
@@ -172,7 +170,7 @@ class Executor:
             feed(lambda engine, _now: engine.crew.node_failed(node, failure, is_foreign=is_foreign))
         except BaseException as exc:
             reason = exc.with_traceback(None)
-            if isinstance(exc, OSError) and exc.errno in _MAY_PASS:  # for the constructor, or here
+            if isinstance(exc, OSError) and exc.errno in SHORTAGES:  # for the constructor, or here
                 feed(lambda engine, _now: engine.crew.node_failed(node, reason))
             else:
                 feed(lambda engine, _now: engine.crew.node_hopeless(node, reason))

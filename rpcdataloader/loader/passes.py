@@ -144,7 +144,7 @@ def _length_of(sampler: Any) -> int | None:
 
 
 # What workers have from the loader's arguments, by the same names; its functions come apart from these.
-_OF_SETTINGS = "auto_collation", "iterable", "drop_last", "skips", "max_retries"
+_OF_SETTINGS = "auto_collation", "iterable", "drop_last", "skips", "max_retries", "task_timeout"
 
 
 def loader_spec(

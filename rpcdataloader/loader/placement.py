@@ -28,9 +28,11 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
 )
 from rpcdataloader.host.resources import cpus_of_rank
+from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.crew import told_of
+from rpcdataloader.wire.connecting import SHORTAGES
 from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -44,6 +46,9 @@ _LOOK_PAUSE = 0.1
 
 # The same while there is none, and seconds after which those that were there are asked again.
 _ASK_PAUSE = 1.0
+
+# Of all passes: an epoch may take a second.
+_seldom = Seldom()
 
 # Errors of servers that others in their place would not mend.
 _REFUSALS = AuthenticationError, RemoteProtocolError
@@ -198,7 +203,8 @@ def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
     it has the connect timeout left; then its thread goes on waiting, and it joins the pass when it answers.
 
     Raises:
-        ConnectionLostError: A session has ended meanwhile. All others have the dataset nevertheless.
+        ConnectionLostError: A session has ended meanwhile, or has no room for the dataset at the moment, which others
+            have, or have had. All others have the dataset nevertheless.
         Exception: An exception from building the dataset.
     """
     wanted = list(dict.fromkeys(sessions))
@@ -213,7 +219,12 @@ def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
 def _build(dataset: RemoteDataset, wanted: Sequence[RemoteSession], missing: set[RemoteSession]) -> None:
     """Build on all of ``wanted``; those that are ``missing`` are waited for."""
     if len(wanted) == 1:
-        dataset.build_on(wanted[0])
+        try:
+            dataset.build_on(wanted[0])
+        except OSError as exc:
+            if not (dataset.was_built and _is_short(dataset, wanted[0], exc)):
+                raise
+            raise ConnectionLostError(f"{wanted[0].name}: {exc}") from None
         return
     answers: queue.SimpleQueue[tuple[RemoteSession, BaseException | None]] = queue.SimpleQueue()
 
@@ -230,7 +241,9 @@ def _build(dataset: RemoteDataset, wanted: Sequence[RemoteSession], missing: set
         run = functools.partial(build_on, session)
         if not get_client().start_thread(f"rpcdl-build {session.name}", run, threading.Event()):
             run()
-    limit, lost = Deadline(None), None
+    limit = Deadline(None)
+    lost: ConnectionLostError | None = None
+    short: OSError | None = None
     while missing:
         try:
             session, error = answers.get(timeout=limit.remaining())
@@ -239,6 +252,8 @@ def _build(dataset: RemoteDataset, wanted: Sequence[RemoteSession], missing: set
         missing.discard(session)
         if isinstance(error, ConnectionLostError):
             lost = error
+        elif isinstance(error, OSError) and _is_short(dataset, session, error):
+            short = error
         elif error is not None:
             try:
                 raise error
@@ -252,8 +267,25 @@ def _build(dataset: RemoteDataset, wanted: Sequence[RemoteSession], missing: set
             dataset.late.discard(answers.get()[0])
         names = ", ".join(session.name for session in missing)
         logger.warning("going on without %s until it answers: it prepares dataset %s", names, dataset.name)
+    if short is not None:
+        try:
+            if not dataset.was_built:
+                raise short
+            lost = lost or ConnectionLostError(str(short))
+        finally:
+            del short  # as above
     if lost is not None:
         raise lost
+
+
+def _is_short(dataset: RemoteDataset, session: RemoteSession, error: OSError) -> bool:
+    """Whether a node has no room to build a dataset at the moment, which is noted."""
+    if error.errno not in SHORTAGES or dataset.is_on(session):  # a change raised it
+        return False
+    dataset.shortages[session] = error.with_traceback(None)
+    if dataset.was_built and _seldom.is_due(text := f"{session.name} has no room for dataset {dataset.name}: {error}"):
+        logger.warning("%s%s; it is asked again", current_partition().label, text)
+    return True
 
 
 def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rpcdataloader.host.forks import Part, at_fork
-from rpcdataloader.host.output import Output
+from rpcdataloader.host.output import JournalFormatter, Output
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.server import events
 from rpcdataloader.server.events import Link
@@ -58,6 +58,8 @@ def redirect_output(write_end: int) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, Output):
             handler.setStream(sys.stderr)
+            if isinstance(handler.formatter, JournalFormatter):  # the origin comes first, which a dataset cannot forge
+                handler.setFormatter(logging.Formatter(handler.formatter._fmt))
 
 
 class OutputReader:

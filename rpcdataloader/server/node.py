@@ -38,6 +38,7 @@ from rpcdataloader.wire.handshake import (
     Preamble,
     Refusal,
     UnavailableError,
+    UnknownSessionError,
     is_ours,
     session_of,
 )
@@ -67,7 +68,7 @@ ORPHANS_PERIOD = 5.0
 # close it.
 LIFELINE_SILENCE = 60.0
 
-_NO_SUCH_SESSION = RemoteProtocolError(
+_NO_SUCH_SESSION = UnknownSessionError(
     "there is no such session on this node server: it ended, or the server was restarted"
 )
 

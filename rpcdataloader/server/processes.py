@@ -233,7 +233,7 @@ def describe_exit(status: int) -> str:
         name = f"signal {-code}"
     hint = {
         "SIGKILL": " (perhaps out of memory)",
-        "SIGALRM": " (its end took too long)",
+        "SIGALRM": " (its end, or a sample that a stream takes again, took too long)",
         "SIGBUS": " (perhaps shared memory or a file that shrank)",
         "SIGSEGV": " (a crash in compiled code)",
     }.get(name, "")

@@ -52,6 +52,7 @@ from rpcdataloader.wire.handshake import (
     Refusal,
     TlsError,
     UnavailableError,
+    UnknownSessionError,
 )
 from rpcdataloader.wire.tls import VARIABLES, TlsFiles, TlsTransport, reason_of
 from rpcdataloader.wire.transport import Deadline, Transport, without_start
@@ -272,6 +273,8 @@ def open_channel(
                 ) from exc
             case UnavailableError():
                 raise UnavailableError(f"{address}: {exc}") from exc
+            case UnknownSessionError():
+                raise UnknownSessionError(f"{address}: {exc}") from exc
             case RemoteProtocolError():
                 raise RemoteProtocolError(f"{address}: {exc}") from exc
             case TlsError():

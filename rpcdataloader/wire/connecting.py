@@ -52,6 +52,9 @@ LOCK_TIMEOUT = 5.0
 # Errors of this process or the system, which have no room; all others of accept(2) concern that one connection.
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
+# The same of user code, which may also need a process.
+SHORTAGES = {errno.EAGAIN, *EXHAUSTED}
+
 
 def connect(
     address: Address,

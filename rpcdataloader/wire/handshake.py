@@ -192,6 +192,10 @@ class UnavailableError(ConnectError):
     """A connection cannot be made or served now, for a reason that may pass: try again later."""
 
 
+class UnknownSessionError(RemoteProtocolError):
+    """A worker connection has a ticket of a session that the node server does not know, or has had it already."""
+
+
 Refusal = AuthenticationError | RemoteProtocolError | UnavailableError
 
 # The first byte of a refusal in clear. Those of TLS begin with the type of a record, below 32.
@@ -347,6 +351,7 @@ _REFUSALS: dict[str, type[Exception]] = {
     "unavailable": UnavailableError,
     "authentication": AuthenticationError,
     "version": _IncompatibleError,
+    "session": UnknownSessionError,
     "protocol": RemoteProtocolError,
 }
 

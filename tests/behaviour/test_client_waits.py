@@ -165,6 +165,39 @@ def test_any_wait_for_nodes_is_told_with_the_reason_and_told_again(
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize("wait", [node, workers])
+def test_nothing_is_said_of_a_wait_that_a_signal_handler_has_ended(
+    server, closed_port, silent_port, fifo, monkeypatch, caplog, wait
+):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
+    close_client()  # it has read the variable
+    shorten(monkeypatch, "told", "told again")
+
+    def lines(address):
+        return [line for line in list(caplog.messages) if line.startswith("still waiting") and address in line]
+
+    def interrupted(address, wait):
+        def look(_number, _frame):
+            if len(lines(address)) >= 3:
+                raise Told
+
+        before = signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        try:
+            with pytest.raises(Told):
+                wait(server.address, fifo, address)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    interrupted(closed_port, wait)
+    count = len(lines(closed_port))
+    interrupted(silent_port, node)  # of which three lines are told meanwhile
+    assert len(lines(closed_port)) <= count + 1
+    caplog.clear()
+    interrupted(closed_port, wait)  # which is told again
+
+
 def test_missing_node_is_left_out_with_its_reason(server, closed_port, monkeypatch, caplog):
     shorten(monkeypatch, "patience")
     assert len(RPCDataset(f"{server.address},{closed_port}", Numbers)) == 20

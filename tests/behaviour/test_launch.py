@@ -89,18 +89,26 @@ def test_unknown_commands_and_options_are_refused(words, capsys):
 
 
 @pytest.mark.parametrize("is_journal", [False, True])
-def test_each_line_of_the_log_has_one_time(serve, is_journal):
+def test_each_line_of_the_log_has_one_time_and_in_the_journal_a_priority(serve, is_journal):
     """systemd sets the variable for what it starts, also where standard error then goes somewhere else."""
     inode = "file.st_ino" if is_journal else "0"
     server = serve(before=f"file = os.fstat(2); os.environ['JOURNAL_STREAM'] = f'{{file.st_dev}}:{{{inode}}}'")
     rpc_async(server.address, warn).wait()
     server.logged(r"WARNING tests\[\d+\] from a worker")
+    os.kill(rpc_async(server.address, os.getpid).wait(), signal.SIGKILL)
+    server.logged("WARNING .* was killed by SIGKILL")
     time = "" if is_journal else r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
     for line in server.log.splitlines():
-        assert re.match(rf"(\[\S+ client \S+ worker 1\] )?{time}[A-Z]+ [\w.]+\[\d+\] [a-z]", line), line
+        parts = re.match(rf"(\[\S+ client \S+ worker 1\] )?((<\d>)?){time}([A-Z]+) [\w.]+\[\d+\] [a-z]", line)
+        printed = re.match(r"\[\S+ client \S+ worker 1\] <0>printed$", line)
+        assert parts or printed, line
+        if parts:
+            priority = {"INFO": "<6>", "WARNING": "<4>"}[parts[4]]
+            assert parts[2] == (priority if is_journal and not parts[1] else ""), line
 
 
 def warn():
+    os.write(1, b"<0>printed\n")
     logging.getLogger("tests").warning("from a worker")
 
 

@@ -527,6 +527,8 @@ def test_session_without_a_thread_leaves_no_process_and_no_descriptor(monkeypatc
     def refuse(_thread):
         raise RuntimeError("can't start new thread")
 
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.3")
+    close_client()  # it has read the variable
     node, before, open_before = get_client().local_node(None, Inherited(1)), children(), os.listdir("/proc/self/fd")
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
@@ -534,6 +536,52 @@ def test_session_without_a_thread_leaves_no_process_and_no_descriptor(monkeypatc
             node.session()
     assert children() == before
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
+
+
+@pytest.mark.parametrize("name", ["rpcdl-recv local", "rpcdl-send local"])
+def test_pass_begins_once_there_is_room_for_a_thread(monkeypatch, caplog, name):
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread):
+        if thread.name == name and len(refused) < 3:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert torch.cat(list(RPCDataloader(range(8), 2, num_workers=1))).tolist() == list(range(8))
+    assert len(refused) == 3
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("lacking", ["process", "thread"])
+def test_signal_handler_acts_while_a_pass_waits_for_room(monkeypatch, lacking):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(20 * TIMEOUT_SCALE))
+    close_client()  # it has read the variable
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "rpcdl-recv local":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    if lacking == "process":
+        monkeypatch.setattr(os, "fork", Refusing(errno.EAGAIN, 10**6))
+    else:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    def handle(_number, _frame):
+        raise TimeoutError("the script has waited long enough")
+
+    before, began = signal.signal(signal.SIGALRM, handle), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
+    try:
+        with pytest.raises(TimeoutError, match="waited long enough"):
+            list(RPCDataloader(range(8), 2, num_workers=1))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 10 * TIMEOUT_SCALE
 
 
 # --- what arrives, by each start method

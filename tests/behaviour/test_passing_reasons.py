@@ -172,6 +172,37 @@ def test_node_whose_dataset_cannot_be_built_for_a_moment_joins_when_it_can(serve
         next(iterator)
 
 
+@pytest.mark.parametrize("has_other", [False, True])
+def test_pass_begins_while_a_node_cannot_build_the_dataset_for_a_moment(
+    serve, limit, tmp_path, monkeypatch, caplog, has_other
+):
+    shorten(monkeypatch, "search")
+    servers = [serve("--num-workers", "1") for _ in range(1 + has_other)]
+    log = tmp_path / "tried"
+    dataset = RPCDataset([server.address for server in servers], Forking, 500, str(limit), str(log))
+    loader = RPCDataloader(dataset, None, prefetch_factor=1)
+    assert list(loader) == list(range(500))
+    limit.touch()
+    servers[0].end(signal.SIGKILL)
+    server = serve("--num-workers", "1", "--port", servers[0].address.rpartition(":")[2])
+    session_of(server.address).wait()  # so that the pass finds it there
+    iterator = iter(loader)
+    assert log.exists()
+    assert (
+        f"{server.address} has no room for dataset Forking: [Errno 11] Resource temporarily unavailable" in caplog.text
+    )
+    delivered = [next(iterator)] if has_other else []
+    limit.unlink()
+    assert [*delivered, *iterator] == list(range(500))
+
+
+def test_first_build_without_room_is_an_error_at_once(serve, limit, tmp_path):
+    server = serve("--num-workers", "1")
+    limit.touch()
+    with pytest.raises(BlockingIOError):
+        RPCDataset(server.address, Forking, 8, str(limit), str(tmp_path / "tried"))
+
+
 LATE_SESSIONS = """
 import os
 def late(real, path=%r):

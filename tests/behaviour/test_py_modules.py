@@ -128,3 +128,10 @@ def test_what_is_too_late_is_an_error_of_those_that_give_it_alone(serve, unseen,
     for server in [*both, serve("--preload", "shapes", before=before)]:
         assert len(list(RPCDataloader(Numbers(3), workers=server.address))) == 3
         assert len(RPCDataset(server.address, Numbers, 3, py_modules=given[1:])) == 3
+
+
+def test_full_disk_is_an_error_that_names_the_file(serve, unseen):
+    full = "lambda path, mode: open('/dev/full', mode)"
+    server = serve(before=f"from rpcdataloader.host import environment; environment.open = {full}")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/rpcdataloader-\w+/shapes/\w+.\w+'"):
+        RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])

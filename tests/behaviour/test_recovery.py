@@ -428,6 +428,46 @@ def test_time_limit_is_neither_for_an_init_function_nor_for_what_a_stream_takes_
     assert next(iterator, None) is None, "its stream ends"
 
 
+class HangsOnce(IterableDataset):
+    """Hangs where a marker is found, at the first sample that a worker takes after that."""
+
+    def __init__(self, marker):
+        self.marker, self.epoch = marker, 0
+
+    def __iter__(self):
+        self.epoch += 1
+        for number in range(20):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.marker)
+                threading.Event().wait()
+            yield number, os.getpid()
+
+
+@pytest.mark.parametrize("num_epochs", [0, 2])
+def test_stream_goes_on_where_the_samples_that_it_takes_again_hang(workers, tmp_path, caplog, num_epochs):
+    """In the samples of the pass, or of those before, which persistent workers begin."""
+    marker = tmp_path / "marker"
+    loader = RPCDataloader(
+        HangsOnce(str(marker)),
+        *(2, None),
+        workers=workers,
+        num_workers=1,
+        persistent_workers=num_epochs > 0,
+        task_timeout=0.5 * TIMEOUT_SCALE,
+        timeout=30 * TIMEOUT_SCALE,
+        collate_fn=list,
+    )
+    for _epoch in range(num_epochs):
+        assert len(list(loader)) == 10
+    iterator = iter(loader)
+    batches = [next(iterator) for _ in range(1 if num_epochs else 8)]
+    marker.touch()
+    os.kill(batches[-1][-1][1], signal.SIGKILL)
+    batches += iterator
+    assert [number for batch in batches for number, _pid in batch] == [*range(20)]
+    assert "(its end, or a sample that a stream takes again, took too long)" in caplog.text
+
+
 def test_batch_that_always_takes_too_long_is_an_error_with_a_stack_and_the_others_come(workers):
     loader = RPCDataloader(datasets.Deadly(40, {3}, "hang"), workers=workers, num_workers=2, task_timeout=0.3)
     iterator = iter(loader)

@@ -373,14 +373,35 @@ def test_epochs_that_a_stream_counts_are_whole_after_one_that_was_left(shared_se
         assert sorted(torch.cat(list(loader)).tolist()) == list(range(12))
 
 
-@pytest.mark.parametrize("kind", [Counting, CountingLate])
-def test_epochs_that_a_stream_counts_are_whole_after_the_loss_of_a_worker(shared_server, kind):
+class CountingSamples(Counting):
+    """It counts its epochs, and the samples of each."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.position = 0
+
+    def __iter__(self):
+        for number in self.order()[self.position :]:
+            self.position += 1
+            yield number
+        self.position = 0
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingLate, CountingSamples])
+@pytest.mark.parametrize("num_taken", [None, 3])
+def test_epochs_that_a_stream_counts_are_whole_after_the_loss_of_a_worker(shared_server, kind, num_taken, caplog):
     options = {"collate_fn": with_pid, "persistent_workers": True, "workers": shared_server.address, "num_workers": 2}
     loader = RPCDataloader(kind(12), 2, **options)
     for epoch in range(4):
-        batches = list(loader)
+        iterator = iter(loader)
+        batches = list(itertools.islice(iterator, num_taken))
+        if num_taken is not None:
+            os.kill(batches[-1][0], signal.SIGKILL)
+        batches += iterator
         assert sorted(numbers(batches)) == list(range(12)), epoch
-        os.kill(batches[-1][0], signal.SIGKILL)
+        if num_taken is None:
+            os.kill(batches[-1][0], signal.SIGKILL)
+    assert "gives other samples" not in caplog.text
 
 
 def test_stream_that_counts_its_epochs_goes_on_in_another_process(shared_server):

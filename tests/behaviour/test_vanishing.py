@@ -8,6 +8,7 @@ second); those marked slow wait for the real time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -166,6 +167,23 @@ def test_stream_goes_on_when_the_connection_of_its_worker_dies_alone(zygote, mon
             "another worker starts there",
             caplog.text,
         )
+        close_client()
+
+
+def test_session_that_has_ended_behind_a_cut_is_made_again_at_once(zygote, caplog):
+    """Its workers are refused, while the control connection still waits for a packet to be sent again."""
+    with quick_server(zygote, "--num-workers", "2") as server:
+        loader = RPCDataloader(Hosted(500), batch_size=None, workers=server.address, prefetch_factor=1)
+        iterator = iter(loader)
+        begun = [index for index, _pid in itertools.islice(iterator, 10)]
+        session = session_of(server.address)
+        drop_incoming(session.connection._channel.transport._sock)
+        os.kill(session.welcome.pid, signal.SIGKILL)
+        start = time.monotonic()
+        assert begun + [index for index, _pid in iterator] == list(range(500))
+        assert time.monotonic() - start < SLACK
+        assert f"{server.address}: the node server refused this connection: there is no such session" in caplog.text
+        assert f"{server.address} is back" in caplog.text
         close_client()
 
 

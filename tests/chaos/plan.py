@@ -28,9 +28,12 @@ class Kind(enum.Enum):
     START_SERVER = "start the node server again"
     ADD_SERVER = "add a node server"
     REMOVE_SERVER = "drain the added node server"
+    TAKE_ROOM = "leave no room for open files"
+    GIVE_ROOM = "give room for open files back"
     CUT = "cut the network"
     HEAL = "mend the network"
     SLOW = "slow the network down"
+    DEAFEN_WORKER = "lose all that comes to a worker"
 
 
 # How often each is tried. What ends a whole node is rarer than what ends a process.
@@ -45,8 +48,10 @@ WEIGHTS = {
     Kind.KILL_SERVER: 3,
     Kind.TERM_SERVER: 3,
     Kind.ADD_SERVER: 2,
+    Kind.TAKE_ROOM: 2,
 }
-NETWORK_WEIGHTS = {Kind.CUT: 6, Kind.SLOW: 3}
+# A deaf worker is noticed after 25 s only, and holds its stream up for so long.
+NETWORK_WEIGHTS = {Kind.CUT: 6, Kind.SLOW: 3, Kind.DEAFEN_WORKER: 1}
 
 # What follows some events later, by itself.
 _UNDONE_BY = {
@@ -56,11 +61,12 @@ _UNDONE_BY = {
     Kind.KILL_SERVER: Kind.START_SERVER,
     Kind.TERM_SERVER: Kind.START_SERVER,
     Kind.ADD_SERVER: Kind.REMOVE_SERVER,
+    Kind.TAKE_ROOM: Kind.GIVE_ROOM,
     Kind.CUT: Kind.HEAL,
     Kind.SLOW: Kind.HEAL,
 }
 # Nobody can be sure to go on with such a node.
-_TAKES_AWAY = {Kind.STOP_SESSION, Kind.STOP_SERVER, Kind.KILL_SERVER, Kind.TERM_SERVER, Kind.CUT}
+_TAKES_AWAY = {Kind.STOP_SESSION, Kind.STOP_SERVER, Kind.KILL_SERVER, Kind.TERM_SERVER, Kind.CUT, Kind.TAKE_ROOM}
 _UNDONE_AFTER = (1, 4)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 from pathlib import Path
 
 from tests.chaos.datasets import Traps
 from tests.chaos.plan import Event, Kind
 from tests.conftest import descendants, is_running, stat_of, wait_until
-from tests.support.network import Cable, Host, Network
+from tests.support.network import Cable, Host, Network, deafen_from_outside
 from tests.support.quick import QuickServer
 from tests.support.zygote import Zygote
 
@@ -26,6 +27,17 @@ def children(pid: int) -> list[int]:
 def _birth(pid: int) -> str:
     """Tells a process from a later one with the same id."""
     return "".join(stat_of(pid)[19:20])
+
+
+def _take_room(pids: list[int]) -> dict[int, tuple[int, int]]:
+    """Leave processes about as many descriptors as they have open; returns the limits that they had."""
+    before = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), limits[1]))
+            before[pid] = limits
+    return before
 
 
 class Pool:
@@ -51,6 +63,7 @@ class Pool:
         self.servers: dict[int, QuickServer] = {}  # those that should be there, by place
         self._ports: dict[int, str] = {}
         self._stopped: dict[int, list[int]] = {}
+        self._limits: dict[int, dict[int, tuple[int, int]]] = {}  # of open files, by place and process
         self._seen: set[tuple[int, str]] = set()  # every process, with its birth
         self.addresses = [self._start(place).address for place in range(num_places)]
 
@@ -97,9 +110,20 @@ class Pool:
         elif event.kind is Kind.CONTINUE:
             for pid in self._stopped.pop(place, []):
                 self._signal(pid, signal.SIGCONT)
+        elif event.kind is Kind.GIVE_ROOM:
+            for pid, limits in self._limits.pop(place, {}).items():
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        elif event.kind is Kind.TAKE_ROOM:
+            assert server is not None
+            self._limits[place] = _take_room([server.pid, *children(server.pid)])
         else:
             assert server is not None
             pids = self._victims(event, server)
+            if event.kind is Kind.DEAFEN_WORKER:
+                for pid in pids:
+                    deafen_from_outside(pid)
+                return f"{event.kind.value} of node {place}, pid {pids or 'none there'}"
             for pid in pids:
                 self._signal(pid, _SIGNALS[event.kind])
             if event.kind in _STOPS:
@@ -110,9 +134,9 @@ class Pool:
     def _victims(self, event: Event, server: QuickServer) -> list[int]:
         """One process of the kind that the event is about, or none if there is none."""
         found = [server.pid]
-        if event.kind in (Kind.KILL_SESSION, Kind.STOP_SESSION, Kind.KILL_WORKER, Kind.STOP_WORKER):
+        if event.kind in (Kind.KILL_SESSION, Kind.STOP_SESSION) or event.kind in _OF_A_WORKER:
             found = children(server.pid)
-        if event.kind in (Kind.KILL_WORKER, Kind.STOP_WORKER):
+        if event.kind in _OF_A_WORKER:
             found = [pid for session in found for pid in children(session)]
         return [found[int(event.pick * len(found))]] if found else []
 
@@ -135,6 +159,7 @@ class Pool:
         return [pid for pid, birth in self._seen if is_running(pid) and _birth(pid) == birth]
 
 
+_OF_A_WORKER = {Kind.KILL_WORKER, Kind.STOP_WORKER, Kind.DEAFEN_WORKER}
 _STOPS = {Kind.STOP_WORKER, Kind.STOP_SESSION, Kind.STOP_SERVER}
 _SIGNALS = {
     Kind.KILL_WORKER: signal.SIGKILL,

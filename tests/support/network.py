@@ -23,6 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 SO_ATTACH_FILTER = 26  # of asm-generic/socket.h
+PIDFD_GETFD = 438  # of asm-generic/unistd.h
 
 
 def drop_incoming(sock: socket.socket, above: int = 0) -> None:
@@ -36,10 +37,30 @@ def deafen() -> None:
     """Let the kernel drop all that comes to this process by TCP."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as sock:
-                    if sock.family == socket.AF_INET:
-                        drop_incoming(sock)
+            _drop_by_tcp(os.dup(int(name)))
+
+
+def deafen_from_outside(pid: int) -> None:
+    """Let the kernel drop all that comes to another process by TCP; it may have ended."""
+    with contextlib.suppress(OSError):
+        process = os.pidfd_open(pid)
+        try:
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                descriptor = _libc.syscall(PIDFD_GETFD, process, int(name), 0)
+                if descriptor >= 0:
+                    _drop_by_tcp(descriptor)
+        finally:
+            os.close(process)
+
+
+def _drop_by_tcp(descriptor: int) -> None:
+    """Drop what comes to a connection; closes the descriptor, which may be anything else."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return
+    with socket.socket(fileno=descriptor) as sock:
+        if sock.family == socket.AF_INET:
+            drop_incoming(sock)
 
 
 class Host:
