@@ -28,6 +28,7 @@ from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.state import Change, append_change, catch_up, changes_after, derive_seed, last_of
 from rpcdataloader.server.datasets import change_shared
 from rpcdataloader.server.local import Inherited
+from rpcdataloader.wire.built import Built, built_here
 from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded
@@ -140,7 +141,10 @@ class MutableDataset(RemoteDataset):
             return changes_after(self._made.get(session, 0), oldest)
 
     def _build(self, session: RemoteSession) -> None:
+        is_new = not self.is_on(session)
         super()._build(session)
+        if is_new and self._sessions[session] and not session.is_local:  # which inherits what this process has built
+            self.compare(session.name, session.call(Built.of, self).wait())
         if lacking := self._lacking(session):
             if (reason := session.call(change_shared, self, self.key, lacking).wait()) is not None:
                 self._leave_to_workers(session, f"after a change, {reason}")
@@ -241,6 +245,8 @@ class MutableDataset(RemoteDataset):
                 if self._query_worker is worker and usable is not None:
                     worker = usable.open_worker(WorkerOwner())  # each question fails with its worker
                     weakref.finalize(self, get_client().janitor.leave, worker.close).atexit = False
+                    if not self._sessions.get(usable) and (built := self._answer(worker, built_here, self, self.key)):
+                        self.compare(worker.name, built)
                     if changes := self.changes:
                         # They have succeeded before, and a question that follows shows a failure.
                         self._ask(worker, catch_up, self, self.key, changes)

@@ -27,7 +27,8 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.resources import read
-from rpcdataloader.host.state import Change, catch_up, forget_changes, set_states
+from rpcdataloader.host.state import Change, built, catch_up, forget_changes, set_states
+from rpcdataloader.wire.built import Built
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
 
@@ -98,8 +99,9 @@ class DatasetTable:
         if key not in self._built:
             if key not in self._recipes:
                 raise LocalProtocolError(f"dataset {key} is unknown to this process")
-            self._built[key] = build(*self._recipes[key])
+            dataset = self._built[key] = build(*self._recipes[key])
             self._builders[key] = os.getpid()
+            built[key] = Built.of(dataset)
         return self._built[key]
 
     def release(self, keys: Sequence[int]) -> None:

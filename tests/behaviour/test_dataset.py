@@ -41,11 +41,16 @@ def items(batches):
     return [tuple(map(int, sample)) for batch in batches for sample in zip(*batch, strict=True)]
 
 
-def items_of_all(loader):
-    """The same, after all workers have started: otherwise, the first ones may be done before."""
+def list_of_all(loader):
+    """Batches, after all workers have started: otherwise, the first ones may be done before."""
     iterator = iter(loader)
     wait_for_crew(iterator, len(workers_of(iterator)))
-    return items(iterator)
+    return list(iterator)
+
+
+def items_of_all(loader):
+    """Their samples."""
+    return items(list_of_all(loader))
 
 
 # Built once per node
@@ -305,6 +310,41 @@ def test_nodes_must_agree_on_the_length(two_nodes, tmp_path):
         RPCDataset(two_nodes, build_shorter_once, str(tmp_path / "marker"))
     for address in two_nodes:
         assert re.search(rf"(19|20) on {address}", str(caught.value))
+
+
+class Chosen(datasets.Numbers):
+    """Chooses anew in each process: its order and, if it may be longer, its length."""
+
+    def __init__(self, is_longer):
+        super().__init__(50 + is_longer * os.getpid())
+        self.order = random.Random(os.getpid()).sample(range(self.size), self.size)
+
+    def __getitem__(self, index):
+        return self.order[index]
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_processes_that_build_another_order_are_named_once(two_nodes, caplog, build):
+    dataset = RPCDataset(two_nodes, Chosen, False, build=build)
+    for _epoch in range(2):
+        list_of_all(RPCDataloader(dataset, 5))
+    (text,) = [text for record in caplog.records if "is not the same wherever" in (text := record.getMessage())]
+    name = "(worker .* on )?" + "|(worker .* on )?".join(map(re.escape, two_nodes))
+    assert re.match(rf"dataset Chosen is not .* is built: order of ({name}) and of ({name}) differ, so samples", text)
+
+
+def test_workers_that_build_another_length_end_the_pass(shared_server):
+    dataset = RPCDataset(shared_server.address, Chosen, True, build="worker")
+    with pytest.raises(
+        ValueError, match=r"dataset Chosen is not .*: its length is \d+ in worker .*, and \d+ in worker"
+    ):
+        list_of_all(RPCDataloader(dataset, 5, sampler=range(10)))
+
+
+def test_workers_that_build_another_length_than_the_one_that_is_asked_end_the_pass(shared_server):
+    dataset = RPCDataset(shared_server.address, Chosen, True, build="worker")
+    with pytest.raises(ValueError, match=r"dataset Chosen is not .*: its length is"):
+        list(RPCDataloader(dataset, 5, num_workers=1))
 
 
 # Gone with the last reference
