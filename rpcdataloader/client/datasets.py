@@ -140,7 +140,7 @@ class RemoteDataset(DatasetRef):
             if reply["shared"]:
                 self._built(session.name, reply["kind"], reply["length"])
             elif self._shared:
-                self._leave_to_workers(session, reply["reason"])
+                self._leave_to_workers(session, reply["reason"], leaves_threads=reply["leaves_threads"])
         except BaseException:
             session.connection.release(self.key)  # nothing else does, also if it is still building
             raise
@@ -155,7 +155,7 @@ class RemoteDataset(DatasetRef):
                     del self._sessions[before]
             self._sessions[session] = is_built
 
-    def _leave_to_workers(self, session: RemoteSession, reason: str) -> None:
+    def _leave_to_workers(self, session: RemoteSession, reason: str, *, leaves_threads: bool = False) -> None:  # noqa: ARG002
         """Let each worker build its own, from blocks that no constructor has changed."""
         self._tell_of_workers(session.name, reason)
         self._ask_to_build(session, False, lambda: None)

@@ -7,6 +7,7 @@ of the oldest running pass, and a worker those of its own pass that its session 
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Set
@@ -33,6 +34,25 @@ from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded
 
+logger = logging.getLogger("rpcdataloader.client")
+
+# Sessions that have built a dataset for their workers.
+_holding: weakref.WeakSet[RemoteSession] = weakref.WeakSet()
+
+
+_MAY_WAIT = "workers are forks without these, in which a library may wait for them without end"
+
+
+class _Questioner(WorkerOwner):
+    """Does nothing: each question fails with its worker."""
+
+    purpose = "questions"
+
+
+def _is_needed(worker: RemoteWorker) -> bool:
+    """Whether to end a worker would be noticed; for questions, another one comes."""
+    return worker.purpose != _Questioner.purpose or worker.connection.num_pending > 0
+
 
 class MutableDataset(RemoteDataset):
     """A remote dataset with questions and changes; thread-safe.
@@ -40,7 +60,12 @@ class MutableDataset(RemoteDataset):
     Args:
         is_iterable: True for an iterable-style dataset, False for a map-style one; None to ask a node.
         where: Where to look for nodes once those that had it are lost.
+
+    Attributes:
+        leaves_threads: True if each worker builds it, and a session that had built it was left with threads.
     """
+
+    leaves_threads = False
 
     def __init__(
         self, name: str, pickled: Encoded | None, *, shared: bool, is_iterable: bool | None, where: Local | Remote
@@ -86,10 +111,14 @@ class MutableDataset(RemoteDataset):
         """Note what this process has built, for sessions that inherit it."""
         self._built("this machine", style, length)
 
-    def build_in_workers(self, reason: str) -> None:
+    def build_in_workers(self, reason: str, *, leaves_threads: bool) -> None:
         """Let each worker build its own, wherever it is."""
         self._shared = False
         self._tell_of_workers("this machine", reason)
+        if leaves_threads:
+            text = "the constructor of dataset %s has left threads in this process: "
+            advice = "call multiprocessing.set_start_method('forkserver') first"
+            logger.warning(f"{text}%s, {advice}", self.name, _MAY_WAIT)
 
     def _built(self, node: str, style: str, length: int | None) -> None:
         with self._lock:
@@ -100,6 +129,31 @@ class MutableDataset(RemoteDataset):
         with self._lock:
             if not self._last_change:
                 self._length = length
+
+    def _note_session(self, session: RemoteSession, is_built: bool) -> None:
+        super()._note_session(session, is_built)
+        if is_built:
+            _holding.add(session)
+
+    def _leave_to_workers(self, session: RemoteSession, reason: str, *, leaves_threads: bool = False) -> None:
+        """Let each worker build its own, in a session that has not done so if the constructor has left threads.
+
+        A library would wait for these in a worker, where they are not.
+
+        Raises:
+            ConnectionLostError: Another session is needed.
+        """
+        if not leaves_threads or session in _holding or any(map(_is_needed, list(session.workers))):
+            super()._leave_to_workers(session, reason)
+            if leaves_threads:
+                text = "the constructor of dataset %s has left threads in a session on %s that others need: "
+                advice = "make such datasets first, or set build='worker'"
+                logger.warning(f"{text}%s, {advice}", self.name, session.name, _MAY_WAIT)
+            return
+        self._tell_of_workers(session.name, reason)
+        self.leaves_threads, self._shared = True, False
+        session.close()
+        raise ConnectionLostError(f"{session.name} was ended, as a constructor has left threads there")
 
     # Changes
 
@@ -243,7 +297,7 @@ class MutableDataset(RemoteDataset):
                     default=None,
                 )
                 if self._query_worker is worker and usable is not None:
-                    worker = usable.open_worker(WorkerOwner())  # each question fails with its worker
+                    worker = usable.open_worker(_Questioner())
                     weakref.finalize(self, get_client().janitor.leave, worker.close).atexit = False
                     if not self._sessions.get(usable) and (built := self._answer(worker, built_here, self, self.key)):
                         self.compare(worker.name, built)

@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.resources import read
 from rpcdataloader.host.state import Change, built, catch_up, forget_changes, set_states
+from rpcdataloader.server.processes import has_more_threads, num_threads
 from rpcdataloader.wire.built import Built
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
@@ -73,14 +74,19 @@ class DatasetTable:
             forget_changes(recipe.key)
             self._recipes[recipe.key] = recipe, parts
             return {"shared": False}
-        files, connections = open_files(), open_connections()
+        files, connections, threads = open_files(), open_connections(), num_threads()
         with _told_if_slow(recipe.name):
             dataset = build(recipe, parts)
             length = length_of(dataset)  # which may open files, too
         if (reason := why_not_shared(dataset, files)) is not None:
             del dataset
             gc.collect()  # closes files of cycles
-            return {"shared": False, "reason": reason}
+            # Of libraries, and its own: in a fork, these are not there.
+            return {
+                "shared": False,
+                "reason": reason,
+                "leaves_threads": has_more_threads(threads),
+            }
         self._built[recipe.key] = dataset
         # No fork's collector visits what lives now, so its pages stay shared.
         gc.collect()

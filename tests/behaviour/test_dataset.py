@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -379,6 +380,57 @@ def test_dataset_that_starts_threads_is_built_in_every_worker(shared_server, cap
     assert re.match(
         r"dataset Threaded is built in every worker .*: it holds threads, .* on first use$", record.getMessage()
     )
+
+
+_pool = ThreadPoolExecutor(2)  # as libraries keep one for the whole process
+
+
+class ReadByPool(datasets.Numbers):
+    def __init__(self, path):
+        super().__init__(len(list(_pool.map(float, range(20)))))
+        self.file = open(path)  # noqa: SIM115  # stays open
+
+
+def test_workers_can_use_a_pool_of_threads_that_a_session_has_used_before(shared_server, tmp_path):
+    (path := tmp_path / "file").touch()
+    for _dataset in range(2):
+        dataset = RPCDataset(shared_server.address, ReadByPool, str(path))
+        for _epoch in range(2):
+            assert [int(batch) for batch in RPCDataloader(dataset, num_workers=2)] == list(range(20))
+
+
+def test_session_in_which_a_constructor_has_left_threads_stays_while_others_need_it(serve, tmp_path, caplog):
+    (path := tmp_path / "file").touch()
+    address, log = serve("--num-workers", "2").address, str(tmp_path / "log")
+    other = RPCDataset(address, State, 10, log)
+    RPCDataset(address, ReadByPool, str(path))
+    assert len(items(RPCDataloader(other, num_workers=1))) == 10
+    assert len(notes(log)) == 1
+    assert any("has left threads in a session on" in record.getMessage() for record in caplog.records)
+
+
+class LeavingThread(datasets.Numbers):
+    def __init__(self, path, is_over):
+        super().__init__()
+        self.file = os.open(path, os.O_RDONLY)
+        threading.Thread(target=is_over.wait).start()
+
+    def __del__(self):
+        os.close(self.file)
+
+
+def test_threads_that_a_constructor_leaves_in_the_script_are_told(tmp_path, caplog):
+    (path := tmp_path / "file").touch()
+    is_over = threading.Event()
+    try:
+        RPCDataset("local:1", LeavingThread, str(path), is_over)
+    finally:
+        is_over.set()
+    texts = [record.getMessage() for record in caplog.records]
+    assert ["the constructor of dataset LeavingThread has left threads in this" in text for text in texts] == [
+        False,
+        True,
+    ]
 
 
 class Records:
