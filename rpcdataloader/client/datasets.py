@@ -161,7 +161,7 @@ class RemoteDataset(DatasetRef):
         self._ask_to_build(session, False, lambda: None)
 
     def _tell_of_workers(self, where: str, reason: str) -> None:
-        advice = "open files and start threads on first use"
+        advice = "open files and connections, and start threads, on first use"
         text = "dataset %s is built in every worker instead of once on %s: %s; %s"
         logger.warning(text, self.name, where, reason, advice)
 
