@@ -16,7 +16,7 @@ from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.host.parts import set_shared
-from rpcdataloader.host.state import Change, catch_up
+from rpcdataloader.host.state import Change, built, catch_up
 from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.shared import Lender
@@ -64,13 +64,14 @@ def open_loader(
     shared: Mapping[Any, torch.Tensor],
     spec: LoaderSpec,
     functions: Mapping[str, Any],
-) -> float:
+) -> tuple[float, Any]:
     """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
 
     ``shared`` are other values of shared tensors than were sent.
 
-    Returns the seconds that it took, nearly all of them in ``worker_init_fn``, without those in which a stream goes on.
-    ``functions`` are those of the loader's ``spec``, and what the script has registered with torch's default collate.
+    Returns the seconds that it took, nearly all of them in ``worker_init_fn``, without those in which a stream goes on;
+    and what this process has built, if it has built the dataset. ``functions`` are those of the loader's ``spec``, and
+    what the script has registered with torch's default collate.
 
     Its exceptions are raised by :func:`load`, so that a loop that goes on comes to its end.
     """
@@ -80,7 +81,7 @@ def open_loader(
     _collate_fn = of_spec["collate_fn"]
     set_shared(shared, main_globals(), dataset, _collate_fn)
     default_collate_fn_map.update(of_spec.pop("registered", {}))
-    return _open(dataset, replace(spec, **of_spec))
+    return _open(dataset, replace(spec, **of_spec)), built.get(key)
 
 
 def _open(dataset: Any, spec: LoaderSpec) -> float:
