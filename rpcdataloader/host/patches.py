@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
+import contextvars
 import copyreg
 import functools
 import importlib.abc
@@ -23,12 +24,11 @@ import random
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, compares, snapshots
+from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, cells_of, compares, parts_of, snapshots
 from rpcdataloader.host.sources import Source, recorder
 
 # Modules by which a worker lives.
@@ -234,9 +234,15 @@ def patch(name: str, value: Any) -> None:
 def _apply(name: str, value: Any) -> None:
     module, _colon, attribute = name.partition("[")[0].partition(":")
     owner, _dot, last = attribute.rpartition(".")
-    with contextlib.suppress(AttributeError, TypeError):
-        place = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
-        if value is Deleted:
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        place: Any = sys.modules[module]
+        for each in owner.split(".") if owner else ():
+            place = parts_of(place)[each] if each.startswith("<") else getattr(place, each)
+        if last.startswith("<"):
+            cell = cells_of(place)[last]
+            if not _become(cell.cell_contents, value):
+                cell.cell_contents = value
+        elif value is Deleted:
             delattr(place, last)
         elif isinstance(registry := vars(place).get(last), types.MappingProxyType) and is_content(name):
             for kind in [kind for kind in value if registry.get(kind) is not value[kind]]:
@@ -310,6 +316,12 @@ def _become(obj: Any, other: Any) -> bool:
         return False
     if isinstance(obj, random.Random):
         obj.setstate(other.getstate())
+        return True
+    if isinstance(obj, types.MethodType):
+        return _become(obj.__self__, other.__self__)
+    if isinstance(obj, contextvars.ContextVar):
+        with contextlib.suppress(LookupError):
+            obj.set(other.get())
         return True
     kinds: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
     kind = next((kind for kind in kinds if isinstance(obj, kind)), None)

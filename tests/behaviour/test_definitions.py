@@ -551,6 +551,123 @@ assert [*load(changed.Rows())] == [[{seen}] * 2] * 2
 """)
 
 
+COMPUTED = """
+import random
+
+import settings
+from settings import options
+
+sizes, drawn = list(range(settings.level)), random.random()
+
+class Reader:
+    def __init__(self):
+        self.size = options.size
+
+reader = Reader()
+
+class Rows(settings.Rows):
+    limit = settings.level * 2
+
+    def __getitem__(self, index, level=settings.level):
+        return len(sizes), drawn, reader.size, self.limit, level
+"""
+
+
+@pytest.mark.parametrize("made", ["computed.Rows()", "RPCDataset(address, computed.Rows)"])
+def test_what_a_module_has_computed_from_another_after_a_change_or_drawn_is_that_of_the_script(passes, made):
+    passes(f"""
+import pathlib
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+(folder / "settings.py").write_text({SETTINGS!r})
+(folder / "computed.py").write_text({COMPUTED!r})
+import settings
+settings.level, settings.options.size = 3, 4
+import computed
+
+assert [*load({made})] == [[(3, computed.drawn, 4, 6, 3)] * 2] * 2
+""")
+
+
+HIDDEN = """
+import contextvars, functools, logging, random, threading
+
+def counter(count=0):
+    table = {}
+
+    class Counted:
+        limit = 1
+
+    def get():
+        return count, len(table), Counted.limit
+
+    def put(key):
+        nonlocal count
+        count, table[key] = count + 1, 1
+
+    return get, put, Counted
+
+get, put, Counted = counter()
+
+def doubled(function):
+    options = {"factor": 2}
+
+    @functools.wraps(function)
+    def call():
+        return function() * options["factor"]
+
+    call.configure = options.update
+    return call
+
+@doubled
+def one():
+    return 1
+
+class Limits:
+    size = 1
+
+    def set(self, size):
+        self.size = size
+
+    def get(self):
+        return self.size
+
+set_size, get_size = (lambda limits: (limits.set, limits.get))(Limits())
+local, variable = threading.local(), contextvars.ContextVar("variable", default=1)
+logger = logging.getLogger("package.hidden")
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        is_on = logger.isEnabledFor(logging.DEBUG), logger.isEnabledFor(logging.ERROR)
+        return *get(), one(), get_size(), getattr(local, "size", None), variable.get(), is_on
+"""
+
+
+def test_changes_of_variables_that_functions_close_over_methods_threads_and_loggers_reach_workers(passes):
+    passes(f"""
+import logging, pathlib
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("hidden.py").write_text({HIDDEN!r})
+import hidden
+
+loader = load(hidden.Rows())
+assert [*loader] == [[(0, 0, 1, 2, 1, None, 1, (False, True))] * 2] * 2
+hidden.put("a")
+hidden.Counted.limit = 3
+hidden.one.configure(factor=5)
+hidden.set_size(6)
+hidden.local.size = 7
+hidden.variable.set(8)
+logging.getLogger("package").setLevel(logging.DEBUG)
+assert [*loader] == [[(1, 1, 3, 5, 6, 7, 8, (True, True))] * 2] * 2
+logging.disable(logging.CRITICAL)
+assert [*loader] == [[(1, 1, 3, 5, 6, 7, 8, (False, False))] * 2] * 2
+""")
+
+
 OF_THE_NODE = """
 import os, random
 
