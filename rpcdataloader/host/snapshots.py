@@ -21,8 +21,8 @@ from typing import Any
 
 from rpcdataloader.host.contents import Content, is_loading, level_of
 from rpcdataloader.host.imports import Imports
-from rpcdataloader.host.literals import literals_of
-from rpcdataloader.host.sources import Source, installed_prefixes, path_of_own, read_source
+from rpcdataloader.host.literals import literals_of, set_later_in
+from rpcdataloader.host.sources import Source, installed_prefixes, path_of_own, read_source, recorder
 
 #: Ends the name of what has another content, and of what has another value.
 CONTENT, VALUE = "[...]", "[=]"
@@ -290,8 +290,9 @@ class Snapshots:
     def may_stay(self, name: str, value: Any) -> bool:
         """Whether nothing is missing on a node that does not get what this key of :meth:`find` means.
 
-        It was None, or an empty container, as memos and connections are: a worker makes its own. Or it is an object of
-        a library that has only been used, such as a progress bar.
+        It was an empty container that has been filled, as memos are, or the module itself sets it when it is needed,
+        such as a connection: a worker makes its own. Or it is an object of a library that has only been used, such as a
+        progress bar.
         """
         place, _bracket, _kind = name.partition("[")
         module, _colon, path = place.partition(":")
@@ -301,7 +302,10 @@ class Snapshots:
             fact = facts.get(each)
             facts = {} if fact is None else fact.parts
         if fact is not None and fact.is_lazy:
-            return True
+            source = recorder.look().get(module)
+            return name.endswith(CONTENT) or (
+                source is not None and path.rpartition(".")[2] in set_later_in(source.content)
+            )
         owner = type(value).__module__
         return name.endswith(CONTENT) and owner not in self._modules and owner.partition(".")[0] not in _PLAIN
 

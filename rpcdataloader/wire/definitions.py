@@ -113,7 +113,8 @@ class _Script:
         self._order = itertools.count()
         self._last: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
         self._rest: dict[str, tuple[Any, Definition | None]] = {}
-        self._left_out: dict[str, int] = {}  # patches that cannot be sent, each with the number of its object
+        # Patches that cannot be sent, each with the number of its object, and whether that is too large.
+        self._left_out: dict[str, tuple[int, bool]] = {}
 
     def collect(
         self,
@@ -150,15 +151,17 @@ class _Script:
             view = view._replace(namespace={**namespace, **patches}, owners=owners)
             for name, value in patches.items():
                 number = self._number(name, value)
-                if self._left_out.get(name) == number:
+                if self._left_out.get(name) == (number, True):  # to pickle it takes time
                     continue
                 trial = dict(parts)
                 try:
                     self._follow({name: ""}, trial, view, explain)
                     parts = trial
                 except USER_ERRORS as error:
-                    self._left_out[name] = number
-                    _tell_of_left_out(name, value, error)
+                    reason = error.__cause__ or error
+                    if self._left_out.get(name) != (left_out := (number, isinstance(reason, OverflowError))):
+                        self._left_out[name] = left_out
+                        _tell_of_left_out(name, value, reason)
         found: dict[str, Definition] = {}
         for name in parts:
             if name not in found:
@@ -262,15 +265,16 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _tell_of_left_out(name: str, value: Any, error: BaseException) -> None:
-    place, reason = name.partition("[")[0].replace(":", "."), error.__cause__ or error
+def _tell_of_left_out(name: str, value: Any, reason: BaseException) -> None:
+    place = name.partition("[")[0].replace(":", ".")
     if isinstance(reason, OverflowError):
         limit = _MAX_CONTENT_BYTES if is_content(name) else _MAX_VALUE_BYTES
         why = f"it has more than {limit >> 20} MiB, or is on a device; {place} = ... in the script has no limit"
         client_logger.warning("workers of nodes do not get what has changed in %s: %s", place, why)
     else:
         level = logging.INFO if is_compared(name) and snapshots.may_stay(name, value) else logging.WARNING
-        client_logger.log(level, "workers of nodes do not get what has changed in %s: %s", place, reason)
+        advice = "; set it in worker_init_fn" * (not is_content(name))
+        client_logger.log(level, "workers of nodes do not get what has changed in %s: %s%s", place, reason, advice)
 
 
 def _may_be_rest(name: str, value: Any) -> bool:

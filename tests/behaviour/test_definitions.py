@@ -736,7 +736,11 @@ for dataset in own.Rows(), RPCDataset(address, own.Rows):
 
 
 WITH_MEMO = """
-table, seen, handle, level = {"a": 1}, {}, None, 1
+table, seen, handle, level, opened = {"a": 1}, {}, None, 1, None
+
+def open_one():
+    global opened
+    opened = (each for each in ())
 
 class Rows:
     def __len__(self):
@@ -752,7 +756,11 @@ class Rows:
     [
         ("own.table['b'] = (each for each in ())", "workers of nodes do not get what has changed in own.table: "),
         ("own.table.update((n, str(n) * 50) for n in range(20_000))", "own.table: it has more than 1 MiB"),
-        ("own.seen['b'] = own.handle = (each for each in ())", ""),
+        (
+            "own.handle = (each for each in ())",
+            "own.handle: cannot pickle 'generator' object; set it in worker_init_fn",
+        ),
+        ("own.seen['b'] = (each for each in ()); own.open_one()", ""),
         ("own.seen['b'] = only_here.Thing()", ""),
     ],
 )
@@ -771,6 +779,21 @@ for epoch in range(2):
     )
     assert ended.errors.count("workers of nodes do not get") == (told != "")
     assert told in ended.errors
+
+
+def test_what_can_be_sent_only_later_reaches_the_workers_of_later_passes(passes_with):
+    ended = passes_with(
+        WITH_MEMO,
+        """
+loader = load(own.Rows())
+own.table["b"] = (each for each in ())
+for _ in range(2):
+    assert [*loader] == [[(1, 0, True, 1)] * 2] * 2
+own.table["b"] = 2
+assert [*loader] == [[(2, 0, True, 1)] * 2] * 2
+""",
+    )
+    assert ended.errors.count("workers of nodes do not get") == 1
 
 
 def test_what_a_module_has_computed_from_another_stays_as_the_script_changes_that(passes):
