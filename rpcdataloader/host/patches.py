@@ -222,6 +222,24 @@ def is_compared(name: str) -> bool:
     return name.endswith((CONTENT, VALUE))
 
 
+def patched(name: str, received: Mapping[str, Any]) -> Any:
+    """The object that a key means in this process.
+
+    Args:
+        received: Values of keys that are not given to :func:`patch` yet.
+    """
+    place = name.partition("[")[0]
+    values = {**_later.values, **received}
+    with contextlib.suppress(Exception):  # it is not imported, which must wait for what computes from it
+        module, _colon, path = place.partition(":")
+        own: Any = sys.modules[module]
+        for each in path.split("."):
+            own = parts_of(own)[each] if each.startswith("<") else getattr(own, each)
+        if name not in values or (is_content(name) and type(own) is type(values[name])):  # whose content changes
+            return own
+    return values[name]
+
+
 def patch(name: str, value: Any) -> None:
     """Change a module as the script has done, once it is imported here; without effect where it is missing."""
     _later.values[name] = value

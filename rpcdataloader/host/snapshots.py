@@ -186,6 +186,7 @@ class Snapshots:
     _early: set[str] = field(default_factory=set)
     _imports: Imports = field(default_factory=Imports)
     _sent_whole: set[str] = field(default_factory=set)
+    _whole: set[tuple[str, str]] = field(default_factory=set)  # what has changed only for these
 
     def begin(self, name: str, code: types.CodeType) -> None:
         """Note what has changed in a module that is about to run again, and in those that it uses; does not fail."""
@@ -234,6 +235,7 @@ class Snapshots:
             with contextlib.suppress(Exception):
                 for changed, kind in _compare(name, vars(module), known.facts, ""):
                     self._changed[name, changed] = kind
+                    self._whole.discard((name, changed))
 
     def _look_after_script(self, name: str) -> None:
         """Note what has changed in a module, which the script has done if it is new."""
@@ -268,8 +270,13 @@ class Snapshots:
         found = {}
         for (name, place), kind in [*self._changed.items()]:
             with contextlib.suppress(AttributeError, KeyError, TypeError):  # what it was an attribute of is gone
-                found[f"{name}:{place}{kind}"] = _present(sys.modules[name], place)
-        return found
+                found[name, place, kind] = _present(sys.modules[name], place)
+        # What a module has taken from one where it is another object now is that object there, too.
+        bound = {id(value) for (*_, kind), value in found.items() if kind == VALUE and type(value) not in _ATOMS}
+        return {
+            f"{name}:{place}{VALUE if (name, place) in self._whole and id(value) in bound else kind}": value
+            for (name, place, kind), value in found.items()
+        }
 
     def _compare_with_source(self, name: str, source: Source) -> None:
         for place, literal in literals_of(source.content).items():
@@ -284,8 +291,10 @@ class Snapshots:
         literals = {} if source is None else literals_of(source.content)
         for place in _data_in(self._modules[name].facts, vars(sys.modules[name])):
             with contextlib.suppress(AttributeError, KeyError, TypeError):
-                if place not in literals or not _equal(_present(sys.modules[name], place), literals[place]):
-                    self._changed.setdefault((name, place), CONTENT)
+                is_told = place in literals and _equal(_present(sys.modules[name], place), literals[place])
+                if not is_told and (name, place) not in self._changed:
+                    self._changed[name, place] = CONTENT
+                    self._whole.add((name, place))
 
     def may_stay(self, name: str, value: Any) -> bool:
         """Whether nothing is missing on a node that does not get what this key of :meth:`find` means.

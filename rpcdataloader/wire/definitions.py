@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, patch
+from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, patch, patched
 from rpcdataloader.host.snapshots import snapshots
-from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named
+from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named, root_of
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
     DefinitionPickler,
@@ -148,6 +148,7 @@ class _Script:
             # Not as the global of the script that it may be, too: its content is what counts.
             contents = {id(value) for name, value in patches.items() if is_content(name)}
             owners = {number: name for number, name in view.owners.items() if number not in contents}
+            owners = {**_owners_among(patches), **owners}
             view = view._replace(namespace={**namespace, **patches}, owners=owners)
             for name, value in patches.items():
                 number = self._number(name, value)
@@ -294,6 +295,12 @@ def _owners(namespace: Mapping[str, Any]) -> dict[int, str]:
             for number, cell in enumerate(value.__closure__ or ()):
                 owners.setdefault(id(cell), f"{name}.{number}")
     return owners
+
+
+def _owners_among(patches: Mapping[str, Any]) -> dict[int, str]:
+    """Names of the objects that several patches may be, or contain: first of those that the receiver has already."""
+    order = sorted(patches, key=lambda name: 0 if is_content(name) else 1 + is_compared(name))
+    return _owners({name: patches[name] for name in order if not isinstance(patches[name], types.FunctionType)})
 
 
 def _circle(name: str, parts: Mapping[str, _Part]) -> set[str]:
@@ -454,10 +461,9 @@ class _Adopted:
 
     def find(self, name: str) -> Any:
         """The object of a dotted name."""
-        root = name.partition(".")[0]
-        if root in self._pending:
+        if (root := root_of(name)) in self._pending:
             self._load(self._pending, root)
-        return named(name)
+        return patched(name, self._patches) if is_patch(name) else named(name)
 
     def _refer(self, reference: Any) -> Any:
         """What stands in a definition for another one, or for an object held elsewhere."""

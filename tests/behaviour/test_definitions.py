@@ -589,6 +589,47 @@ assert [*load({made})] == [[(3, computed.drawn, 4, 6, 3)] * 2] * 2
 """)
 
 
+TAKEN = """
+import settings
+from settings import options, table
+
+held = {}
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        is_held = held["options"] is settings.options and held["table"]["b"] == 2
+        return options.size, options is settings.options, len(table), table is settings.table, is_held
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_object_that_several_modules_have_is_one_in_workers(passes, when):
+    passes(f"""
+import pathlib, types
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+(folder / "settings.py").write_text({SETTINGS!r})
+(folder / "taken.py").write_text({TAKEN!r})
+import settings
+if {when!r} == "after":
+    import taken
+settings.options = types.SimpleNamespace(size=2)
+settings.table["b"] = 2
+import taken
+if {when!r} == "after":
+    taken.options = settings.options
+exec("taken.held['options'], taken.held['table'] = settings.options, settings.table")
+
+loader = load(taken.Rows())
+assert [*loader] == [[(2, True, 2, True, True)] * 2] * 2
+settings.options.size = settings.table["c"] = 3
+assert [*loader] == [[(3, True, 3, True, True)] * 2] * 2
+""")
+
+
 HIDDEN = """
 import contextvars, functools, logging, random, threading
 
