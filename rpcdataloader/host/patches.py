@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, cells_of, compares, parts_of, snapshots
-from rpcdataloader.host.sources import Source, recorder
+from rpcdataloader.host.sources import Source, has_imported, recorder
 
 # Modules by which a worker lives.
 _OWN = (
@@ -265,7 +265,10 @@ def _apply(name: str, value: Any) -> None:
         elif isinstance(registry := vars(place).get(last), types.MappingProxyType) and is_content(name):
             for kind in [kind for kind in value if registry.get(kind) is not value[kind]]:
                 place.register(kind, value[kind])
-        elif not is_content(name) or not _become(vars(place).get(last), value):
+        elif not is_content(name):
+            _later.before.setdefault((module, attribute), (place, last, vars(place).get(last, Deleted)))
+            setattr(place, last, value)
+        elif not _become(vars(place).get(last), value):
             setattr(place, last, value)
 
 
@@ -277,16 +280,18 @@ class _Later(importlib.abc.MetaPathFinder):
 
     Attributes:
         values: What :func:`patch` has got, by name, until its module is imported.
+        before: What was there before another value was set: each with its owner and name.
         is_importing: True within an import.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.before: dict[tuple[str, str], tuple[Any, str, Any]] = {}
         self.is_importing = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """The spec that others find, with a loader that makes the changes."""
-        if self.is_importing or not self.values:
+        if self.is_importing or not (self.values or (self.before and has_imported(name))):
             return None
         for finder in [*sys.meta_path]:
             find = getattr(finder, "find_spec", None)
@@ -296,6 +301,23 @@ class _Later(importlib.abc.MetaPathFinder):
                     spec.loader = _Loader(spec.loader)
                 return spec
         return None
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Let values be those before the changes: the script has imported the module that is about to run by then.
+
+        What was imported after a change gets the script's data anyway (``imports.py``).
+        """
+        changed = [(owner, name, before, vars(owner).get(name)) for owner, name, before in self.before.values()]
+        for owner, name, before, _now in changed:
+            if before is not Deleted:
+                setattr(owner, name, before)
+        try:
+            yield
+        finally:
+            for owner, name, before, now in changed:
+                if vars(owner).get(name) is before:
+                    setattr(owner, name, now)
 
     def change_imported(self) -> None:
         """Change the modules that are imported."""
@@ -315,8 +337,10 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         was_importing, _later.is_importing = _later.is_importing, True
+        is_late = not was_importing and has_imported(module.__name__)
         try:
-            self._loader.exec_module(module)
+            with _later.as_before() if is_late else contextlib.nullcontext():
+                self._loader.exec_module(module)
         finally:
             _later.is_importing = was_importing
         if not was_importing:

@@ -266,6 +266,11 @@ class _Finder:
 _finder = _Finder()
 
 
+def has_imported(name: str) -> bool:
+    """Whether the script that this process serves has imported a module of its own."""
+    return name in _finder.sources
+
+
 def take_over(sources: Mapping[str, Source]) -> None:
     """Import the script's modules as it has imported them; those that are imported already, too.
 

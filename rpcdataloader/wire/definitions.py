@@ -143,26 +143,8 @@ class _Script:
         if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
             waiting.setdefault("__package__", "")
         self._follow(waiting, parts, view, explain)
-        if with_patches:
-            patches = find_patches(namespace)
-            # Not as the global of the script that it may be, too: its content is what counts.
-            contents = {id(value) for name, value in patches.items() if is_content(name)}
-            owners = {number: name for number, name in view.owners.items() if number not in contents}
-            owners = {**_owners_among(patches), **owners}
-            view = view._replace(namespace={**namespace, **patches}, owners=owners)
-            for name, value in patches.items():
-                number = self._number(name, value)
-                if self._left_out.get(name) == (number, True):  # to pickle it takes time
-                    continue
-                trial = dict(parts)
-                try:
-                    self._follow({name: ""}, trial, view, explain)
-                    parts = trial
-                except USER_ERRORS as error:
-                    reason = error.__cause__ or error
-                    if self._left_out.get(name) != (left_out := (number, isinstance(reason, OverflowError))):
-                        self._left_out[name] = left_out
-                        _tell_of_left_out(name, value, reason)
+        if with_patches and (patches := find_patches(namespace)):
+            view, parts = self._add_patches(patches, view, parts, explain)
         found: dict[str, Definition] = {}
         for name in parts:
             if name not in found:
@@ -170,6 +152,30 @@ class _Script:
                 found |= dict.fromkeys(group, self._definition(group, parts, view))
         self._last.update(found)
         return {**self._collect_rest(view), **found} if with_rest else found
+
+    def _add_patches(
+        self, patches: Mapping[str, Any], view: _View, parts: dict[str, _Part], explain: Explain
+    ) -> tuple[_View, dict[str, _Part]]:
+        """Add what the script has changed in other modules, as far as it can be sent."""
+        # Not as the global of the script that it may be, too: its content is what counts.
+        contents = {id(value) for name, value in patches.items() if is_content(name)}
+        owners = {number: name for number, name in view.owners.items() if number not in contents}
+        owners = {**_owners_among(patches), **owners}
+        view = view._replace(namespace={**view.namespace, **patches}, owners=owners)
+        for name, value in patches.items():
+            number = self._number(name, value)
+            if self._left_out.get(name) == (number, True):  # to pickle it takes time
+                continue
+            trial = dict(parts)
+            try:
+                self._follow({name: ""}, trial, view, explain)
+                parts = trial
+            except USER_ERRORS as error:
+                reason = error.__cause__ or error
+                if self._left_out.get(name) != (left_out := (number, isinstance(reason, OverflowError))):
+                    self._left_out[name] = left_out
+                    _tell_of_left_out(name, value, reason)
+        return view, parts
 
     def _follow(self, waiting: dict[str, str], parts: dict[str, _Part], view: _View, explain: Explain) -> None:
         """Add the globals of these names to ``parts``, and all that they use."""

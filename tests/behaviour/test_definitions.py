@@ -589,6 +589,40 @@ assert [*load({made})] == [[(3, computed.drawn, 4, 6, 3)] * 2] * 2
 """)
 
 
+LATE = """
+import settings
+
+limit = settings.level * 2
+
+class Rows(settings.Rows):
+    def __getitem__(self, index):
+        import {lazily}
+        return limit, {lazily}.level, settings.level
+"""
+
+
+def test_module_that_a_worker_imports_late_computes_from_what_the_script_had_then(passes):
+    passes(f"""
+import pathlib
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+(folder / "settings.py").write_text({SETTINGS!r})
+(folder / "training.py").write_text({LATE.format(lazily="settings")!r})
+(folder / "validation.py").write_text({LATE.format(lazily="imported")!r})
+(folder / "third.py").write_text({LATE.format(lazily="unknown")!r})
+for name in "imported", "unknown":
+    (folder / (name + ".py")).write_text("from settings import level")
+import settings, training, validation, third, imported
+
+settings.level = 3
+seen = []
+for dataset in training.Rows(), validation.Rows(), third.Rows():
+    seen += [*load(dataset)][0][:1]
+# A worker that torch forks has not imported the last one, either.
+assert seen == [(2, 3, 3), (2, 1, 3), (2, 3, 3)]
+""")
+
+
 TAKEN = """
 import settings
 from settings import options, table
