@@ -231,14 +231,14 @@ def test_change_reaches_modules_that_use_it_by_others_and_no_others_that_draw_nu
 
 def test_module_is_no_other_for_what_modules_change_in_each_other(make):
     make("names = {}", "used")
-    make("import used\nused.names['first'] = 1\nsize = [1]", "first")
-    make("import used\nused.names['second'] = 1\nsize = [1]", "second")
+    make("import used\nused.names['first'] = 1\nsize = [1] * 2", "first")
+    make("import used\nused.names['second'] = 1\nsize = [1] * 2", "second")
     assert ([*found("used")], found("first"), found("second")) == (["names[...]"], {}, {})
 
 
 def test_module_that_imports_one_that_draws_numbers_has_drawn_none_itself(make, tmp_path):
     (tmp_path / "drawing.py").write_text("import random\nsize = random.random()")
-    make("size = []\nimport json\ndef load():\n    pass\n__import__('draw' + 'ing')", "others")
+    make("size = [1] * 2\nimport json\ndef load():\n    pass\n__import__(str.join('', ['draw', 'ing']))", "others")
     assert ([*found("drawing")], found("others")) == (["size[...]"], {})
     sys.modules.pop("drawing")
     snapshots.forget("drawing")
