@@ -7,10 +7,12 @@ else is what it is: a function, a lock, a table of a library that keeps its rows
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import io
 import logging
 import pickle
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -39,6 +41,12 @@ _MUTABLE: tuple[Any, ...] = (dict, list, set)
 def is_loading(kind: type) -> bool:
     """Whether this is the class of a loader, of its dataset on nodes, or of an iterator."""
     return any(str(base.__module__).startswith(_LOADING) for base in kind.__mro__)
+
+
+def level_of(logger: logging.Logger) -> int:
+    """The level from which on records are made."""
+    disabled = logger.manager.disable
+    return max(logger.getEffectiveLevel(), disabled + 1 if disabled else 0)
 
 
 class Content:
@@ -106,6 +114,8 @@ class _Digester(pickle.Pickler):
             return self._refer(obj)
         if kind is types.MappingProxyType:
             return id, (dict(obj),)
+        if issubclass(kind, (threading.local, contextvars.ContextVar)):
+            return id, (id(obj), vars(obj) if issubclass(kind, threading.local) else obj.get(None))
         torch: Any = sys.modules.get("torch")
         if issubclass(kind, getattr(torch, "Tensor", ())):
             return id, (id(obj), *_version_of(obj))

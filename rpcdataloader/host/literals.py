@@ -30,6 +30,19 @@ def literals_of(source: bytes) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=64)
+def set_later_in(source: bytes) -> frozenset[str]:
+    """Globals and attributes that functions of a module set, such as a connection that is made when it is needed."""
+    found: set[str] = set()
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Global):
+                found.update(node.names)
+            elif isinstance(node, ast.Attribute) and _binds(node):
+                found.add(node.attr)
+    return frozenset(found)
+
+
 def _literals_in(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Any]]:
     mentions = list(_mentions(body))
     bound = Counter(name for name, is_bound in mentions if is_bound)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
+import contextvars
 import copyreg
 import functools
 import importlib.abc
@@ -23,13 +24,12 @@ import random
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, compares, snapshots
-from rpcdataloader.host.sources import Source, recorder
+from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, cells_of, compares, parts_of, snapshots
+from rpcdataloader.host.sources import Source, has_imported, recorder
 
 # Modules by which a worker lives.
 _OWN = (
@@ -222,6 +222,24 @@ def is_compared(name: str) -> bool:
     return name.endswith((CONTENT, VALUE))
 
 
+def patched(name: str, received: Mapping[str, Any]) -> Any:
+    """The object that a key means in this process.
+
+    Args:
+        received: Values of keys that are not given to :func:`patch` yet.
+    """
+    place = name.partition("[")[0]
+    values = {**_later.values, **received}
+    with contextlib.suppress(Exception):  # it is not imported, which must wait for what computes from it
+        module, _colon, path = place.partition(":")
+        own: Any = sys.modules[module]
+        for each in path.split("."):
+            own = parts_of(own)[each] if each.startswith("<") else getattr(own, each)
+        if name not in values or (is_content(name) and type(own) is type(values[name])):  # whose content changes
+            return own
+    return values[name]
+
+
 def patch(name: str, value: Any) -> None:
     """Change a module as the script has done, once it is imported here; without effect where it is missing."""
     _later.values[name] = value
@@ -234,14 +252,23 @@ def patch(name: str, value: Any) -> None:
 def _apply(name: str, value: Any) -> None:
     module, _colon, attribute = name.partition("[")[0].partition(":")
     owner, _dot, last = attribute.rpartition(".")
-    with contextlib.suppress(AttributeError, TypeError):
-        place = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
-        if value is Deleted:
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        place: Any = sys.modules[module]
+        for each in owner.split(".") if owner else ():
+            place = parts_of(place)[each] if each.startswith("<") else getattr(place, each)
+        if last.startswith("<"):
+            cell = cells_of(place)[last]
+            if not _become(cell.cell_contents, value):
+                cell.cell_contents = value
+        elif value is Deleted:
             delattr(place, last)
         elif isinstance(registry := vars(place).get(last), types.MappingProxyType) and is_content(name):
             for kind in [kind for kind in value if registry.get(kind) is not value[kind]]:
                 place.register(kind, value[kind])
-        elif not is_content(name) or not _become(vars(place).get(last), value):
+        elif not is_content(name):
+            _later.before.setdefault((module, attribute), (place, last, vars(place).get(last, Deleted)))
+            setattr(place, last, value)
+        elif not _become(vars(place).get(last), value):
             setattr(place, last, value)
 
 
@@ -253,16 +280,18 @@ class _Later(importlib.abc.MetaPathFinder):
 
     Attributes:
         values: What :func:`patch` has got, by name, until its module is imported.
+        before: What was there before another value was set: each with its owner and name.
         is_importing: True within an import.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.before: dict[tuple[str, str], tuple[Any, str, Any]] = {}
         self.is_importing = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """The spec that others find, with a loader that makes the changes."""
-        if self.is_importing or not self.values:
+        if self.is_importing or not (self.values or (self.before and has_imported(name))):
             return None
         for finder in [*sys.meta_path]:
             find = getattr(finder, "find_spec", None)
@@ -272,6 +301,23 @@ class _Later(importlib.abc.MetaPathFinder):
                     spec.loader = _Loader(spec.loader)
                 return spec
         return None
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Let values be those before the changes: the script has imported the module that is about to run by then.
+
+        What was imported after a change gets the script's data anyway (``imports.py``).
+        """
+        changed = [(owner, name, before, vars(owner).get(name)) for owner, name, before in self.before.values()]
+        for owner, name, before, _now in changed:
+            if before is not Deleted:
+                setattr(owner, name, before)
+        try:
+            yield
+        finally:
+            for owner, name, before, now in changed:
+                if vars(owner).get(name) is before:
+                    setattr(owner, name, now)
 
     def change_imported(self) -> None:
         """Change the modules that are imported."""
@@ -291,8 +337,10 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         was_importing, _later.is_importing = _later.is_importing, True
+        is_late = not was_importing and has_imported(module.__name__)
         try:
-            self._loader.exec_module(module)
+            with _later.as_before() if is_late else contextlib.nullcontext():
+                self._loader.exec_module(module)
         finally:
             _later.is_importing = was_importing
         if not was_importing:
@@ -310,6 +358,12 @@ def _become(obj: Any, other: Any) -> bool:
         return False
     if isinstance(obj, random.Random):
         obj.setstate(other.getstate())
+        return True
+    if isinstance(obj, types.MethodType):
+        return _become(obj.__self__, other.__self__)
+    if isinstance(obj, contextvars.ContextVar):
+        with contextlib.suppress(LookupError):
+            obj.set(other.get())
         return True
     kinds: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
     kind = next((kind for kind in kinds if isinstance(obj, kind)), None)

@@ -121,6 +121,26 @@ def _pattern(expression: Any) -> str:
     return expression if isinstance(expression, str) else "" if expression is None else expression.pattern
 
 
+_entered: list[Any] = []
+
+
+def _set_inference_mode(is_on: bool) -> None:
+    if is_on != torch.is_inference_mode_enabled():
+        _entered.append(torch.inference_mode(is_on))
+        _entered[-1].__enter__()  # for good: it would be left with the object
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    """Whether operations of the CPU choose their types, and of these the lower."""
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def _set_autocast(autocast: tuple[bool, torch.dtype]) -> None:
+    if autocast != _autocast():
+        torch.set_autocast_enabled("cpu", autocast[0])
+        torch.set_autocast_dtype("cpu", autocast[1])
+
+
 class ThreadSettings(_Settings):
     """Settings of a thread, and filters of warnings, which must not hold while a session imports modules."""
 
@@ -129,6 +149,8 @@ class ThreadSettings(_Settings):
     KIND = (
         (lambda: decimal.getcontext().copy(), decimal.setcontext),
         (_numpy_errors, lambda errors: np.seterr(**errors)),
+        (torch.is_inference_mode_enabled, _set_inference_mode),  # which has gradients off
         (torch.is_grad_enabled, torch.set_grad_enabled),
+        (_autocast, _set_autocast),
         (_filters, _set_filters),
     )

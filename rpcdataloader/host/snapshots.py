@@ -3,8 +3,9 @@
 A worker of a node imports them anew, and must get what the script has changed there, and nothing else: what a module
 computes as it is imported, such as a folder of its machine, stays the node's own.
 
-Compared are the globals of a module, and the attributes of its classes and functions. Names that have changed once
-count as changed for good, as a node may have got an earlier value.
+Compared are the globals of a module, the attributes of its classes and functions, and the variables that these close
+over. Names that have changed once count as changed for good, as a node may have got an earlier value. Of a module that
+a node may import otherwise (``imports.py``), all data counts as changed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.host.contents import Content, is_loading
-from rpcdataloader.host.literals import literals_of
-from rpcdataloader.host.sources import Source, installed_prefixes, path_of_own
+from rpcdataloader.host.contents import Content, is_loading, level_of
+from rpcdataloader.host.imports import Imports
+from rpcdataloader.host.literals import literals_of, set_later_in
+from rpcdataloader.host.sources import Source, installed_prefixes, path_of_own, read_source, recorder
 
 #: Ends the name of what has another content, and of what has another value.
 CONTENT, VALUE = "[...]", "[=]"
@@ -39,6 +41,9 @@ _DEFINITIONS = (type, types.FunctionType)
 
 # Attributes of functions that have no dictionary.
 _DEFAULTS = ("__defaults__", "__kwdefaults__")
+
+# Functions and classes that functions make belong to what has them, up to this depth: they may refer to each other.
+_MAX_DEPTH = 3
 
 
 # Modules whose objects hold what a script sets.
@@ -81,7 +86,9 @@ class _Fact:
                 self.before = weakref.ref(value)
             except TypeError:
                 self.before = _Id(id(value))
-            if has_digest and not issubclass(kind, _NO_DATA):
+            if issubclass(kind, logging.Logger):
+                self.content = _Level(value)
+            elif has_digest and (kind is types.MethodType or not issubclass(kind, _NO_DATA)):
                 self.content = Content(value)
             if type(self.before) is _Id and (self.content is None or self.content.digest is None):
                 self.before = _Kept(value)
@@ -100,6 +107,17 @@ class _Fact:
         return CONTENT if self.content is not None and self.content.has_changed(value) else None
 
 
+class _Level(Content):
+    """In place of a content, what decides in which records of a logger are made where only its module has set it."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self.digest, self.size_bytes, self._references = hash((logger.level or logging.WARNING, logger.disabled)), 0, ()
+
+    def has_changed(self, value: Any) -> bool:
+        """Whether other records are made now."""
+        return hash((level_of(value), value.disabled)) != self.digest
+
+
 class _Id(int):
     """That of an object, which may be another one's later: what that contains tells."""
 
@@ -116,6 +134,45 @@ class _Kept:
         return self._value
 
 
+class _Known:
+    """A module right after its import.
+
+    Attributes:
+        refer: The module, while it is there.
+        facts: What its names meant.
+    """
+
+    __slots__ = ("_stamp", "facts", "refer")
+
+    def __init__(self, module: types.ModuleType, facts: dict[str, _Fact]) -> None:
+        self.refer, self.facts = weakref.ref(module), facts
+        self._stamp = _stamp(vars(module), facts)
+
+    def may_have_changed(self) -> bool:
+        """Whether there may be a change; several times as fast as to find it, and blind to parts of functions."""
+        namespace = vars(self.refer())
+        return _stamp(namespace, self.facts) != self._stamp or _has_other_content(namespace, self.facts)
+
+
+def _stamp(namespace: Mapping[str, Any], facts: Mapping[str, _Fact]) -> int:
+    """What tells the objects that a module and its classes have; one number, as there are thousands of names."""
+    owned = [(namespace.get(name), fact.parts) for name, fact in facts.items() if fact.parts]
+    stamps = [_stamp(vars(value), parts) for value, parts in owned if isinstance(value, type)]
+    return hash((*map(id, namespace.values()), *stamps))
+
+
+def _has_other_content(namespace: Mapping[str, Any], facts: Mapping[str, _Fact]) -> bool:
+    return any(
+        (fact.content is not None and fact.content.has_changed(namespace.get(name)))
+        or (
+            bool(fact.parts)
+            and isinstance(value := namespace.get(name), type)
+            and _has_other_content(vars(value), fact.parts)
+        )
+        for name, fact in facts.items()
+    )
+
+
 @dataclass
 class Snapshots:
     """The script's own modules, as they were right after their imports.
@@ -123,10 +180,30 @@ class Snapshots:
     Thread-safe without a lock, which a fork might inherit: what it sets, it sets at once.
     """
 
-    _modules: dict[str, tuple[weakref.ref[types.ModuleType], dict[str, _Fact]]] = field(default_factory=dict)
+    _modules: dict[str, _Known] = field(default_factory=dict)
     _left_bytes: int = _MAX_BYTES
     _changed: dict[tuple[str, str], str] = field(default_factory=dict)  # how, by module and dotted name
     _early: set[str] = field(default_factory=set)
+    _imports: Imports = field(default_factory=Imports)
+    _sent_whole: set[str] = field(default_factory=set)
+    _whole: set[tuple[str, str]] = field(default_factory=set)  # what has changed only for these
+
+    def begin(self, name: str, code: types.CodeType) -> None:
+        """Note what has changed in a module that is about to run again, and in those that it uses; does not fail."""
+        self.look(name)
+        with contextlib.suppress(Exception):
+            for used in self._imports.begin(name, code):
+                if used in self._early and (source := read_source(sys.modules[used].__file__ or "")) is not None:
+                    self._compare_with_source(used, source)
+                if self._modules[used].may_have_changed():
+                    self._look_after_script(used)
+
+    def end(self, name: str) -> None:
+        """Note that a module has run, or failed, and what it has changed elsewhere; does not fail."""
+        with contextlib.suppress(Exception):
+            for used in self._imports.end(name):
+                if self._modules[used].may_have_changed():
+                    self.look(used)
 
     def take(self, names: Iterable[str], *, are_early: bool = False) -> None:
         """Note modules that have been imported; does not fail.
@@ -138,10 +215,14 @@ class Snapshots:
         for name in names:
             module = sys.modules.get(name)
             self._modules.pop(name, None)
+            self._sent_whole.discard(name)
             with contextlib.suppress(Exception):  # an import must not fail for that
                 if isinstance(module, types.ModuleType) and path_of_own(name, module.__spec__, prefixes) is not None:
-                    self._modules[name] = weakref.ref(module), self._facts_of(name, vars(module), "")
+                    self._modules[name] = _Known(module, self._facts_of(name, vars(module), ""))
                     (self._early.add if are_early else self._early.discard)(name)
+                    loader: Any = module.__loader__
+                    if are_early:
+                        self._imports.take_early(name, loader.get_code(name))
 
     def has_all_of(self, module: str) -> bool:
         """Whether all changes of a module are found."""
@@ -150,14 +231,24 @@ class Snapshots:
     def look(self, name: str) -> None:
         """Note what has changed in a module, which may be about to be imported again."""
         module, known = sys.modules.get(name), self._modules.get(name)
-        if module is not None and known is not None and known[0]() is module:
+        if module is not None and known is not None and known.refer() is module:
             with contextlib.suppress(Exception):
-                for changed, kind in _compare(name, vars(module), known[1], ""):
+                for changed, kind in _compare(name, vars(module), known.facts, ""):
                     self._changed[name, changed] = kind
+                    self._whole.discard((name, changed))
+
+    def _look_after_script(self, name: str) -> None:
+        """Note what has changed in a module, which the script has done if it is new."""
+        before = len(self._changed)
+        self.look(name)
+        if len(self._changed) > before:
+            self._imports.moved.add(name)
 
     def forget(self, name: str) -> None:
         """Begin anew with a module, for tests."""
         self._modules.pop(name, None)
+        self._imports.forget(name)
+        self._sent_whole.discard(name)
         for changed in [each for each in self._changed if each[0] == name]:
             del self._changed[changed]
 
@@ -168,14 +259,24 @@ class Snapshots:
             sources: Those of the modules. What one says is compared, too, if the module was imported early.
         """
         for name in [*self._modules]:
-            self.look(name)
+            self._look_after_script(name)
             if name in self._early and name in sources:
                 self._compare_with_source(name, sources[name])
+        if not self._early.isdisjoint(self._imports.moved):
+            self._imports.judge_early(self._early)
+        for name in self._imports.differing - self._sent_whole:
+            self._sent_whole.add(name)
+            self._take_all_of(name, sources.get(name))
         found = {}
         for (name, place), kind in [*self._changed.items()]:
             with contextlib.suppress(AttributeError, KeyError, TypeError):  # what it was an attribute of is gone
-                found[f"{name}:{place}{kind}"] = _present(sys.modules[name], place)
-        return found
+                found[name, place, kind] = _present(sys.modules[name], place)
+        # What a module has taken from one where it is another object now is that object there, too.
+        bound = {id(value) for (*_, kind), value in found.items() if kind == VALUE and type(value) not in _ATOMS}
+        return {
+            f"{name}:{place}{VALUE if (name, place) in self._whole and id(value) in bound else kind}": value
+            for (name, place, kind), value in found.items()
+        }
 
     def _compare_with_source(self, name: str, source: Source) -> None:
         for place, literal in literals_of(source.content).items():
@@ -183,22 +284,37 @@ class Snapshots:
                 value = _present(sys.modules[name], place)
                 if not _equal(value, literal):
                     self._changed.setdefault((name, place), VALUE if type(literal) in _ATOMS else CONTENT)
+                    self._imports.moved.add(name)
+
+    def _take_all_of(self, name: str, source: Source | None) -> None:
+        """Let all data of a module count as changed, but for what is as its source says."""
+        literals = {} if source is None else literals_of(source.content)
+        for place in _data_in(self._modules[name].facts, vars(sys.modules[name])):
+            with contextlib.suppress(AttributeError, KeyError, TypeError):
+                is_told = place in literals and _equal(_present(sys.modules[name], place), literals[place])
+                if not is_told and (name, place) not in self._changed:
+                    self._changed[name, place] = CONTENT
+                    self._whole.add((name, place))
 
     def may_stay(self, name: str, value: Any) -> bool:
         """Whether nothing is missing on a node that does not get what this key of :meth:`find` means.
 
-        It was None, or an empty container, as memos and connections are: a worker makes its own. Or it is an object of
-        a library that has only been used, such as a progress bar.
+        It was an empty container that has been filled, as memos are, or the module itself sets it when it is needed,
+        such as a connection: a worker makes its own. Or it is an object of a library that has only been used, such as a
+        progress bar.
         """
         place, _bracket, _kind = name.partition("[")
         module, _colon, path = place.partition(":")
-        _refer, facts = self._modules.get(module, (None, {}))
-        fact = None
+        known, fact = self._modules.get(module), None
+        facts = {} if known is None else known.facts
         for each in path.split("."):
             fact = facts.get(each)
             facts = {} if fact is None else fact.parts
         if fact is not None and fact.is_lazy:
-            return True
+            source = recorder.look().get(module)
+            return name.endswith(CONTENT) or (
+                source is not None and path.rpartition(".")[2] in set_later_in(source.content)
+            )
         owner = type(value).__module__
         return name.endswith(CONTENT) and owner not in self._modules and owner.partition(".")[0] not in _PLAIN
 
@@ -238,29 +354,58 @@ def _compare(
 def compares(name: str, value: Any) -> bool:
     """Whether a name of a module, class or function is compared."""
     if name.startswith("__") and name.endswith("__"):
-        return name in _DEFAULTS
+        return name in _DEFAULTS or type(value) is types.FunctionType
     kind = type(value)
-    return kind in _ATOMS or not (issubclass(kind, (types.ModuleType, logging.Logger)) or is_loading(kind))
+    return kind in _ATOMS or not (issubclass(kind, types.ModuleType) or is_loading(kind))
+
+
+def _data_in(facts: Mapping[str, _Fact], namespace: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield dotted names of data that a module may have computed: no definitions, and nothing that a class does."""
+    for name, fact in facts.items():
+        value = namespace.get(name, Deleted)
+        if fact.parts:
+            yield from _data_in(fact.parts, parts_of(value), f"{prefix}{name}.")
+        elif value is not Deleted and not (
+            isinstance(value, _DEFINITIONS) or callable(value) or hasattr(type(value), "__get__")
+        ):
+            yield prefix + name
 
 
 def _parts_of(value: Any, module: str, place: str) -> Mapping[str, Any] | None:
-    """Attributes of a class or function that belongs to a module, in this place; None of all else."""
-    if not issubclass(type(value), _DEFINITIONS) or value.__module__ != module or value.__qualname__ != place:
+    """Parts of a class or function that belongs to a module, in this place; None of all else."""
+    if not issubclass(type(value), _DEFINITIONS) or value.__module__ != module:
         return None
+    if value.__qualname__ != place and ("<locals>" not in value.__qualname__ or place.count(".") >= _MAX_DEPTH):
+        return None
+    return parts_of(value)
+
+
+def parts_of(value: Any) -> Mapping[str, Any]:
+    """Attributes by name; of a function, also its defaults, and in brackets the variables that it closes over."""
     if not isinstance(value, types.FunctionType):
         return types.MappingProxyType(vars(value))
-    defaults = {name: each for name in _DEFAULTS if (each := getattr(value, name))}
-    if not value.__dict__:
-        return defaults
-    return {**{name: each for name, each in vars(value).items() if is_data(name, each)}, **defaults}
+    found = {name: each for name in _DEFAULTS if (each := getattr(value, name))}
+    if value.__dict__:
+        found |= {name: each for name, each in vars(value).items() if is_data(name, each)}
+    if value.__closure__:
+        for name, cell in cells_of(value).items():
+            with contextlib.suppress(ValueError):  # it is empty
+                found[name] = cell.cell_contents
+    return found
+
+
+def cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
+    """Variables that a function closes over, by their names in brackets."""
+    names = [f"<{name}>" for name in function.__code__.co_freevars]
+    return dict(zip(names, function.__closure__ or (), strict=True))
 
 
 def _present(owner: Any, place: str) -> Any:
     *owners, last = place.split(".")
     for name in owners:
-        owner = vars(owner)[name]
-    if isinstance(owner, types.FunctionType) and last in _DEFAULTS:
-        return getattr(owner, last)
+        owner = parts_of(owner)[name] if name.startswith("<") else vars(owner)[name]
+    if isinstance(owner, types.FunctionType) and (last in _DEFAULTS or last.startswith("<")):
+        return parts_of(owner).get(last)
     return vars(owner).get(last, Deleted)
 
 

@@ -95,7 +95,7 @@ class Recorder:
                     if path is None:
                         others[name] = module
                         continue
-                    source = _read(path)
+                    source = read_source(path)
                     self.num_reloaded += before is not None
                     self._own[name] = spec, source
                 if source is not None and (left := left - len(source.content)) >= 0:
@@ -117,7 +117,8 @@ def path_of_own(name: str, spec: Any, prefixes: tuple[str, ...]) -> str | None:
     return None if is_under(path, prefixes) else path
 
 
-def _read(path: str) -> Source | None:
+def read_source(path: str) -> Source | None:
+    """The file of a module; None if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return Source(path, file.read())
@@ -137,8 +138,11 @@ at_fork(Part.SOURCES, in_child=recorder.forget_lock)
 class Listener(Protocol):
     """What hears of the script's own modules, perhaps also of others."""
 
-    def look(self, name: str) -> None:
+    def begin(self, name: str, code: types.CodeType) -> None:
         """A module is about to run, perhaps again."""
+
+    def end(self, name: str) -> None:
+        """A module that was about to run has run, or failed."""
 
     def take(self, names: Sequence[str], *, are_early: bool = False) -> None:
         """Modules have run; early ones some time ago."""
@@ -174,12 +178,19 @@ def watch(listener: str) -> None:
 
 
 def _watched_exec_module(loader: importlib.machinery.SourceFileLoader, module: types.ModuleType) -> None:
-    is_own = _may_be_own(loader)
-    if is_own:
-        _get_listener().look(loader.name)
-    _exec_module(loader, module)
-    if is_own:
-        _get_listener().take([loader.name])
+    code = loader.get_code(loader.name) if _may_be_own(loader) else None
+    if code is None:
+        _exec_module(loader, module)
+        return
+    listener = _get_listener()
+    listener.begin(loader.name, code)
+    loader.get_code = lambda _name: code  # type: ignore[assignment,method-assign]  # reading it takes time
+    try:
+        _exec_module(loader, module)
+        listener.take([loader.name])
+    finally:
+        del loader.get_code
+        listener.end(loader.name)
 
 
 # Where a module fails, Python leaves functions of importlib out of the traceback, and so this one.
@@ -237,7 +248,7 @@ class _Finder:
         spec = None if source is None else importlib.machinery.PathFinder.find_spec(name, path)
         if source is None or spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None
-        own = _read(os.path.abspath(spec.loader.path))
+        own = read_source(os.path.abspath(spec.loader.path))
         if own is None or own.content == source.content:
             return spec
         if is_under(own.path, installed_prefixes()):
@@ -253,6 +264,11 @@ class _Finder:
 
 
 _finder = _Finder()
+
+
+def has_imported(name: str) -> bool:
+    """Whether the script that this process serves has imported a module of its own."""
+    return name in _finder.sources
 
 
 def take_over(sources: Mapping[str, Source]) -> None:

@@ -32,6 +32,8 @@ from typing import Any
 
 from cloudpickle import cloudpickle  # type: ignore[import-untyped]
 
+from rpcdataloader.host.contents import level_of
+from rpcdataloader.host.patches import is_patch
 from rpcdataloader.host.snapshots import is_data
 
 #: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
@@ -71,6 +73,11 @@ def _spawned_globals(main: types.ModuleType) -> dict[str, Any]:
             if isinstance(function, types.FunctionType) and function.__globals__.get("__name__") == main.__name__:
                 return function.__globals__
     return vars(main)
+
+
+def root_of(name: str) -> str:
+    """The definition that a dotted name belongs to; a key of ``patches.py`` is one itself."""
+    return name if is_patch(name) else name.partition(".")[0]
 
 
 def named(name: str) -> Any:
@@ -453,12 +460,12 @@ def make_context_variable(name: str, value: Any) -> contextvars.ContextVar[Any]:
 
 def reduce_logger(logger: logging.Logger) -> tuple[Any, ...]:
     """Take apart a logger: its handlers stay here."""
-    state = {"level": logger.level, "disabled": logger.disabled}
+    state = {"level": level_of(logger), "disabled": logger.disabled}
     return logging.getLogger, (logger.name,), state, None, None, fill_logger
 
 
 def fill_logger(logger: logging.Logger, state: dict[str, Any]) -> None:
-    """Give a logger the level that the script has set."""
+    """Give a logger the level that it has in the script, whichever logger that was set for."""
     logger.setLevel(state["level"])
     logger.disabled = state["disabled"]
 

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, patch
+from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, patch, patched
 from rpcdataloader.host.snapshots import snapshots
-from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named
+from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named, root_of
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
     DefinitionPickler,
@@ -113,7 +113,8 @@ class _Script:
         self._order = itertools.count()
         self._last: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
         self._rest: dict[str, tuple[Any, Definition | None]] = {}
-        self._left_out: dict[str, int] = {}  # patches that cannot be sent, each with the number of its object
+        # Patches that cannot be sent, each with the number of its object, and whether that is too large.
+        self._left_out: dict[str, tuple[int, bool]] = {}
 
     def collect(
         self,
@@ -142,23 +143,8 @@ class _Script:
         if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
             waiting.setdefault("__package__", "")
         self._follow(waiting, parts, view, explain)
-        if with_patches:
-            patches = find_patches(namespace)
-            # Not as the global of the script that it may be, too: its content is what counts.
-            contents = {id(value) for name, value in patches.items() if is_content(name)}
-            owners = {number: name for number, name in view.owners.items() if number not in contents}
-            view = view._replace(namespace={**namespace, **patches}, owners=owners)
-            for name, value in patches.items():
-                number = self._number(name, value)
-                if self._left_out.get(name) == number:
-                    continue
-                trial = dict(parts)
-                try:
-                    self._follow({name: ""}, trial, view, explain)
-                    parts = trial
-                except USER_ERRORS as error:
-                    self._left_out[name] = number
-                    _tell_of_left_out(name, value, error)
+        if with_patches and (patches := find_patches(namespace)):
+            view, parts = self._add_patches(patches, view, parts, explain)
         found: dict[str, Definition] = {}
         for name in parts:
             if name not in found:
@@ -166,6 +152,30 @@ class _Script:
                 found |= dict.fromkeys(group, self._definition(group, parts, view))
         self._last.update(found)
         return {**self._collect_rest(view), **found} if with_rest else found
+
+    def _add_patches(
+        self, patches: Mapping[str, Any], view: _View, parts: dict[str, _Part], explain: Explain
+    ) -> tuple[_View, dict[str, _Part]]:
+        """Add what the script has changed in other modules, as far as it can be sent."""
+        # Not as the global of the script that it may be, too: its content is what counts.
+        contents = {id(value) for name, value in patches.items() if is_content(name)}
+        owners = {number: name for number, name in view.owners.items() if number not in contents}
+        owners = {**_owners_among(patches), **owners}
+        view = view._replace(namespace={**view.namespace, **patches}, owners=owners)
+        for name, value in patches.items():
+            number = self._number(name, value)
+            if self._left_out.get(name) == (number, True):  # to pickle it takes time
+                continue
+            trial = dict(parts)
+            try:
+                self._follow({name: ""}, trial, view, explain)
+                parts = trial
+            except USER_ERRORS as error:
+                reason = error.__cause__ or error
+                if self._left_out.get(name) != (left_out := (number, isinstance(reason, OverflowError))):
+                    self._left_out[name] = left_out
+                    _tell_of_left_out(name, value, reason)
+        return view, parts
 
     def _follow(self, waiting: dict[str, str], parts: dict[str, _Part], view: _View, explain: Explain) -> None:
         """Add the globals of these names to ``parts``, and all that they use."""
@@ -262,15 +272,16 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _tell_of_left_out(name: str, value: Any, error: BaseException) -> None:
-    place, reason = name.partition("[")[0].replace(":", "."), error.__cause__ or error
+def _tell_of_left_out(name: str, value: Any, reason: BaseException) -> None:
+    place = name.partition("[")[0].replace(":", ".")
     if isinstance(reason, OverflowError):
         limit = _MAX_CONTENT_BYTES if is_content(name) else _MAX_VALUE_BYTES
         why = f"it has more than {limit >> 20} MiB, or is on a device; {place} = ... in the script has no limit"
         client_logger.warning("workers of nodes do not get what has changed in %s: %s", place, why)
     else:
         level = logging.INFO if is_compared(name) and snapshots.may_stay(name, value) else logging.WARNING
-        client_logger.log(level, "workers of nodes do not get what has changed in %s: %s", place, reason)
+        advice = "; set it in worker_init_fn" * (not is_content(name))
+        client_logger.log(level, "workers of nodes do not get what has changed in %s: %s%s", place, reason, advice)
 
 
 def _may_be_rest(name: str, value: Any) -> bool:
@@ -290,6 +301,12 @@ def _owners(namespace: Mapping[str, Any]) -> dict[int, str]:
             for number, cell in enumerate(value.__closure__ or ()):
                 owners.setdefault(id(cell), f"{name}.{number}")
     return owners
+
+
+def _owners_among(patches: Mapping[str, Any]) -> dict[int, str]:
+    """Names of the objects that several patches may be, or contain: first of those that the receiver has already."""
+    order = sorted(patches, key=lambda name: 0 if is_content(name) else 1 + is_compared(name))
+    return _owners({name: patches[name] for name in order if not isinstance(patches[name], types.FunctionType)})
 
 
 def _circle(name: str, parts: Mapping[str, _Part]) -> set[str]:
@@ -450,10 +467,9 @@ class _Adopted:
 
     def find(self, name: str) -> Any:
         """The object of a dotted name."""
-        root = name.partition(".")[0]
-        if root in self._pending:
+        if (root := root_of(name)) in self._pending:
             self._load(self._pending, root)
-        return named(name)
+        return patched(name, self._patches) if is_patch(name) else named(name)
 
     def _refer(self, reference: Any) -> Any:
         """What stands in a definition for another one, or for an object held elsewhere."""

@@ -47,6 +47,7 @@ from rpcdataloader.wire.by_value import (
     reduce_class,
     reduce_dispatcher,
     reduce_function,
+    root_of,
 )
 from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tensor
 from rpcdataloader.wire.slabs import Block
@@ -404,7 +405,7 @@ class RequestPickler(Pickler):
         return pickler
 
     def _may_name(self, name: str) -> bool:
-        self.used.setdefault(name.partition(".")[0], "")
+        self.used.setdefault(root_of(name), "")
         return True
 
     def _reduce_by_value(self, obj: Any) -> Any:
@@ -459,7 +460,7 @@ class DefinitionPickler(RequestPickler):
         return None if self._reference_of is None else self._reference_of(obj)
 
     def _may_name(self, name: str) -> bool:
-        root = name.partition(".")[0]
+        root = root_of(name)
         if root in self._names:
             return False
         self.contained.add(root)

@@ -584,6 +584,198 @@ assert [*load(changed.Rows())] == [[{seen}] * 2] * 2
 """)
 
 
+COMPUTED = """
+import random
+
+import settings
+from settings import options
+
+sizes, drawn = list(range(settings.level)), random.random()
+
+class Reader:
+    def __init__(self):
+        self.size = options.size
+
+reader = Reader()
+
+class Rows(settings.Rows):
+    limit = settings.level * 2
+
+    def __getitem__(self, index, level=settings.level):
+        return len(sizes), drawn, reader.size, self.limit, level
+"""
+
+
+@pytest.mark.parametrize("made", ["computed.Rows()", "RPCDataset(address, computed.Rows)"])
+def test_what_a_module_has_computed_from_another_after_a_change_or_drawn_is_that_of_the_script(passes, made):
+    passes(f"""
+import pathlib
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+(folder / "settings.py").write_text({SETTINGS!r})
+(folder / "computed.py").write_text({COMPUTED!r})
+import settings
+settings.level, settings.options.size = 3, 4
+import computed
+
+assert [*load({made})] == [[(3, computed.drawn, 4, 6, 3)] * 2] * 2
+""")
+
+
+LATE = """
+import settings
+
+limit = settings.level * 2
+
+class Rows(settings.Rows):
+    def __getitem__(self, index):
+        import {lazily}
+        return limit, {lazily}.level, settings.level
+"""
+
+
+def test_module_that_a_worker_imports_late_computes_from_what_the_script_had_then(passes):
+    passes(f"""
+import pathlib
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+(folder / "settings.py").write_text({SETTINGS!r})
+(folder / "training.py").write_text({LATE.format(lazily="settings")!r})
+(folder / "validation.py").write_text({LATE.format(lazily="imported")!r})
+(folder / "third.py").write_text({LATE.format(lazily="unknown")!r})
+for name in "imported", "unknown":
+    (folder / (name + ".py")).write_text("from settings import level")
+import settings, training, validation, third, imported
+
+settings.level = 3
+seen = []
+for dataset in training.Rows(), validation.Rows(), third.Rows():
+    seen += [*load(dataset)][0][:1]
+# A worker that torch forks has not imported the last one, either.
+assert seen == [(2, 3, 3), (2, 1, 3), (2, 3, 3)]
+""")
+
+
+TAKEN = """
+import settings
+from settings import options, table
+
+held = {}
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        is_held = held["options"] is settings.options and held["table"]["b"] == 2
+        return options.size, options is settings.options, len(table), table is settings.table, is_held
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_object_that_several_modules_have_is_one_in_workers(passes, when):
+    passes(f"""
+import pathlib, types
+folder = pathlib.Path(__file__).parent
+sys.path.insert(0, str(folder))
+(folder / "settings.py").write_text({SETTINGS!r})
+(folder / "taken.py").write_text({TAKEN!r})
+import settings
+if {when!r} == "after":
+    import taken
+settings.options = types.SimpleNamespace(size=2)
+settings.table["b"] = 2
+import taken
+if {when!r} == "after":
+    taken.options = settings.options
+exec("taken.held['options'], taken.held['table'] = settings.options, settings.table")
+
+loader = load(taken.Rows())
+assert [*loader] == [[(2, True, 2, True, True)] * 2] * 2
+settings.options.size = settings.table["c"] = 3
+assert [*loader] == [[(3, True, 3, True, True)] * 2] * 2
+""")
+
+
+HIDDEN = """
+import contextvars, functools, logging, random, threading
+
+def counter(count=0):
+    table = {}
+
+    class Counted:
+        limit = 1
+
+    def get():
+        return count, len(table), Counted.limit
+
+    def put(key):
+        nonlocal count
+        count, table[key] = count + 1, 1
+
+    return get, put, Counted
+
+get, put, Counted = counter()
+
+def doubled(function):
+    options = {"factor": 2}
+
+    @functools.wraps(function)
+    def call():
+        return function() * options["factor"]
+
+    call.configure = options.update
+    return call
+
+@doubled
+def one():
+    return 1
+
+class Limits:
+    size = 1
+
+    def set(self, size):
+        self.size = size
+
+    def get(self):
+        return self.size
+
+set_size, get_size = (lambda limits: (limits.set, limits.get))(Limits())
+local, variable = threading.local(), contextvars.ContextVar("variable", default=1)
+logger = logging.getLogger("package.hidden")
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        is_on = logger.isEnabledFor(logging.DEBUG), logger.isEnabledFor(logging.ERROR)
+        return *get(), one(), get_size(), getattr(local, "size", None), variable.get(), is_on
+"""
+
+
+def test_changes_of_variables_that_functions_close_over_methods_threads_and_loggers_reach_workers(passes):
+    passes(f"""
+import logging, pathlib
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("hidden.py").write_text({HIDDEN!r})
+import hidden
+
+loader = load(hidden.Rows())
+assert [*loader] == [[(0, 0, 1, 2, 1, None, 1, (False, True))] * 2] * 2
+hidden.put("a")
+hidden.Counted.limit = 3
+hidden.one.configure(factor=5)
+hidden.set_size(6)
+hidden.local.size = 7
+hidden.variable.set(8)
+logging.getLogger("package").setLevel(logging.DEBUG)
+assert [*loader] == [[(1, 1, 3, 5, 6, 7, 8, (True, True))] * 2] * 2
+logging.disable(logging.CRITICAL)
+assert [*loader] == [[(1, 1, 3, 5, 6, 7, 8, (False, False))] * 2] * 2
+""")
+
+
 OF_THE_NODE = """
 import os, random
 
@@ -652,7 +844,11 @@ for dataset in own.Rows(), RPCDataset(address, own.Rows):
 
 
 WITH_MEMO = """
-table, seen, handle, level = {"a": 1}, {}, None, 1
+table, seen, handle, level, opened = {"a": 1}, {}, None, 1, None
+
+def open_one():
+    global opened
+    opened = (each for each in ())
 
 class Rows:
     def __len__(self):
@@ -668,7 +864,11 @@ class Rows:
     [
         ("own.table['b'] = (each for each in ())", "workers of nodes do not get what has changed in own.table: "),
         ("own.table.update((n, str(n) * 50) for n in range(20_000))", "own.table: it has more than 1 MiB"),
-        ("own.seen['b'] = own.handle = (each for each in ())", ""),
+        (
+            "own.handle = (each for each in ())",
+            "own.handle: cannot pickle 'generator' object; set it in worker_init_fn",
+        ),
+        ("own.seen['b'] = (each for each in ()); own.open_one()", ""),
         ("own.seen['b'] = only_here.Thing()", ""),
     ],
 )
@@ -687,6 +887,21 @@ for epoch in range(2):
     )
     assert ended.errors.count("workers of nodes do not get") == (told != "")
     assert told in ended.errors
+
+
+def test_what_can_be_sent_only_later_reaches_the_workers_of_later_passes(passes_with):
+    ended = passes_with(
+        WITH_MEMO,
+        """
+loader = load(own.Rows())
+own.table["b"] = (each for each in ())
+for _ in range(2):
+    assert [*loader] == [[(1, 0, True, 1)] * 2] * 2
+own.table["b"] = 2
+assert [*loader] == [[(2, 0, True, 1)] * 2] * 2
+""",
+    )
+    assert ended.errors.count("workers of nodes do not get") == 1
 
 
 def test_what_a_module_has_computed_from_another_stays_as_the_script_changes_that(passes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import decimal
 import os
@@ -118,6 +119,35 @@ class Filters:
 
     def __getitem__(self, _index):
         return [(action, str(category)) for action, _message, category, *_where in warnings.filters]
+
+
+class Thread:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _index):
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), str(product.dtype)
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        (contextlib.nullcontext(), (False, True, "torch.float32")),
+        (torch.inference_mode(), (True, False, "torch.float32")),
+        (torch.autocast("cpu", torch.bfloat16), (False, True, "torch.bfloat16")),
+    ],
+)
+@pytest.mark.parametrize("place", ["node", "torch"])
+def test_workers_have_the_modes_of_the_thread_that_begins_a_pass(shared_server, context, expected, place):
+    with context:
+        if place == "torch":
+            loader = torch.utils.data.DataLoader(
+                Thread(), None, collate_fn=list, num_workers=1, multiprocessing_context="fork"
+            )
+        else:
+            loader = RPCDataloader(Thread(), None, collate_fn=list, num_workers=1, workers=shared_server.address)
+        assert [tuple(sample) for sample in loader] == [expected]
 
 
 def test_workers_of_this_machine_keep_all_filters_and_those_of_nodes_the_built_in_ones(shared_server):

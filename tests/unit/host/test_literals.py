@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rpcdataloader.host.literals import literals_of
+from rpcdataloader.host.literals import literals_of, set_later_in
 
 SOURCE = b"""
 import os
@@ -55,3 +55,9 @@ def test_source_that_cannot_be_parsed_says_nothing():
 
 def test_source_with_an_expression_of_thousands_of_terms_has_none():
     assert literals_of(b"level = 1\ntable = " + b" + ".join([b"[0]"] * 3000)) == {}
+
+
+def test_names_that_functions_of_a_module_set_are_found():
+    source = b"a = b = 1\ndef f():\n    global a\n    a = c = 2\n    Kept.one, kept.two[0] = 1, kept.three\n"
+    assert set_later_in(source) == {"a", "one"}
+    assert set_later_in(b"def") == frozenset()

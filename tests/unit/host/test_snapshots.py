@@ -17,9 +17,11 @@ from rpcdataloader.host import sources
 from rpcdataloader.host.snapshots import Deleted, snapshots
 
 MODULE = """
+import contextvars
 import functools
 import logging
 import os
+import random
 import threading
 
 logger, lock, handle, memo = logging.getLogger("own"), threading.Lock(), None, {}
@@ -38,6 +40,9 @@ class Limits:
         cls.one = cls.one or cls()
         return cls.one
 
+    def __len__(self, more=1):
+        return more
+
     def size_of(self, more=()):
         return 1
 
@@ -53,6 +58,26 @@ def size_for(value):
 @functools.cache
 def cached(value):
     return value
+
+def counter(count=0):
+    table = {}
+
+    class Counted:
+        limit = 1
+
+    def get():
+        return count, table
+
+    def put(key):
+        nonlocal count
+        count, table[key] = count + 1, 1
+
+    return get, put, Counted
+
+count_of, count_up, Counted = counter()
+get_limits = limits.get
+draw, seed = (lambda source: (source.random, source.seed))(random.Random(1))
+local, variable = threading.local(), contextvars.ContextVar("variable")
 """
 
 
@@ -101,6 +126,8 @@ CHANGES = {
     "del own.Limits.one": "Limits.one[=]",
     "own.Limits.get().size = 2": "Limits.one[=]",
     "own.Limits.size_of = None": "Limits.size_of[=]",
+    "own.Limits.__init__ = lambda self: None": "Limits.__init__[=]",
+    "own.Limits.__len__.__defaults__ = (2,)": "Limits.__len__.__defaults__[...]",
     "own.Limits.size_of.attribute = 2": "Limits.size_of.attribute[...]",
     "own.Limits = type('Limits', (), {})": "Limits[=]",
     "own.fill(1)": "fill.__defaults__[...]",
@@ -110,7 +137,14 @@ CHANGES = {
     "vars(own).update(level=2)": "level[=]",
     "own.cached(1)": "",
     "own.lock.acquire()": "",
-    "own.logger.setLevel(10)": "",
+    "own.logger.setLevel(10)": "logger[...]",
+    "own.logger.disabled = True": "logger[...]",
+    "own.count_up('a')": "count_of.<count>[...] count_of.<table>[...] count_up.<count>[...] count_up.<table>[...]",
+    "own.Counted.limit = 2": "Counted.limit[=]",
+    "own.Counted.itself = own.Counted": "Counted.itself[=]",
+    "own.seed(2)": "seed[...]",
+    "own.local.size = 2": "local[...]",
+    "own.variable.set(2)": "variable[...]",
     "own.level = own.level": "",
     "own.logger = own.os": "",
     "own.handle = own.os": "",
@@ -125,6 +159,89 @@ def test_changes_are_found_by_whatever_means(own, change):
     assert found() == {}
     exec(change, {"own": own})
     assert found().keys() == set(CHANGES[change].split())
+
+
+OTHERS = """
+import random
+
+import used
+from used import options
+
+literal = 5
+doubled, where = used.size * 2, used.__name__
+table = {"size": options["size"]}
+
+class Reader:
+    size = used.size
+    unchanged = 1
+
+    def read(self, size=used.size):
+        return size
+
+reader = Reader()
+"""
+
+
+@pytest.fixture
+def uses(make):
+    """Make ``others``, after a change of ``used``."""
+
+    def uses(change, source=OTHERS):
+        used = make("size, options, level = 4, {'size': 4}, 1\nclass Config:\n    size = 4\n", "used")
+        exec(change, {"used": used})
+        return make(source, "others")
+
+    return uses
+
+
+ALL_OF_IT = {"doubled", "where", "table", "Reader.size", "Reader.read.__defaults__", "reader", "options"}
+
+
+@pytest.mark.parametrize(
+    ("change", "source", "names"),
+    [
+        ("", OTHERS, set()),
+        ("used.size = 5", OTHERS, ALL_OF_IT),
+        ("used.options['size'] = 5", OTHERS, ALL_OF_IT),
+        ("used.Config.size = 5", OTHERS, ALL_OF_IT),
+        ("used.size = 5", "import importlib\nsize = importlib.import_module('used').size", {"size"}),
+        ("used.size = 5", "level = {}", set()),
+        ("used.size = 5", "import used\nlevel = 1", set()),
+        ("", "import random\nsize = random.random()\nlevel = 1", {"size"}),
+        ("", "import numpy\nsize = numpy.random.rand()", {"size"}),
+        ("", "import torch\nsize = torch.rand(1)", {"size"}),
+        ("", "import random\nsize = random.Random(1).random()", set()),
+    ],
+)
+def test_data_of_a_module_that_a_node_may_import_otherwise_has_changed(uses, change, source, names):
+    import torch  # noqa: F401  # of which a module may draw
+
+    uses(change, source)
+    assert found("others").keys() == {f"{name}[...]" for name in names}
+
+
+def test_change_reaches_modules_that_use_it_by_others_and_no_others_that_draw_numbers(make):
+    used = make("size = 4", "used")
+    make("import used\ndef build():\n    return used.size", "between")
+    used.size = 5
+    make("import between\nsize = between.build()", "others")
+    make("import random\nsize = random.random()", "drawing")
+    assert (found("between"), found("others"), [*found("drawing")]) == ({}, {"size[...]": 5}, ["size[...]"])
+
+
+def test_module_is_no_other_for_what_modules_change_in_each_other(make):
+    make("names = {}", "used")
+    make("import used\nused.names['first'] = 1\nsize = [1] * 2", "first")
+    make("import used\nused.names['second'] = 1\nsize = [1] * 2", "second")
+    assert ([*found("used")], found("first"), found("second")) == (["names[...]"], {}, {})
+
+
+def test_module_that_imports_one_that_draws_numbers_has_drawn_none_itself(make, tmp_path):
+    (tmp_path / "drawing.py").write_text("import random\nsize = random.random()")
+    make("size = [1] * 2\nimport json\ndef load():\n    pass\n__import__(str.join('', ['draw', 'ing']))", "others")
+    assert ([*found("drawing")], found("others")) == (["size[...]"], {})
+    sys.modules.pop("drawing")
+    snapshots.forget("drawing")
 
 
 def test_present_values_are_found_and_what_was_changed_once_counts_for_good(own):
@@ -157,8 +274,9 @@ def test_what_may_stay_as_a_node_has_it(own):
     def may_stay(name, value=1, kind="="):
         return snapshots.may_stay(f"own_module:{name}[{kind}]", value)
 
-    assert all(map(may_stay, ("handle", "memo", "Limits.one")))
-    assert not any(map(may_stay, ("table", "level", "new", "Limits.by_name.a")))
+    assert may_stay("Limits.one")  # which a method sets
+    assert may_stay("memo", kind="...")
+    assert not any(map(may_stay, ("handle", "memo", "table", "level", "new", "Limits.by_name.a")))
     values = {"table": {}, "limits": own.limits, "options": argparse.Namespace(), "bar": threading.Event()}
     found = {name: may_stay(name, value, "...") for name, value in values.items()}
     assert found == {"table": False, "limits": False, "options": False, "bar": True}
