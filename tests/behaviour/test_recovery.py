@@ -461,8 +461,11 @@ def test_stream_goes_on_where_the_samples_that_it_takes_again_hang(workers, tmp_
         assert len(list(loader)) == 10
     iterator = iter(loader)
     batches = [next(iterator) for _ in range(1 if num_epochs else 8)]
+    pid = batches[-1][-1][1]
+    os.kill(pid, signal.SIGSTOP)  # or it would find the marker
+    wait_until(lambda: stat_of(pid)[:1] == ["T"], what="the worker stopped")
     marker.touch()
-    os.kill(batches[-1][-1][1], signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     batches += iterator
     assert [number for batch in batches for number, _pid in batch] == [*range(20)]
     assert "(its end, or a sample that a stream takes again, took too long)" in caplog.text

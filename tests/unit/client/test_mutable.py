@@ -45,6 +45,7 @@ class Session(Process):
     """A session of this machine, as the client knows it: born with the dataset as it was constructed."""
 
     address = "node:1"
+    is_local = True
     connection = SimpleNamespace(release=lambda _key: None)
 
     def __init__(self):
