@@ -23,6 +23,7 @@ _ADVICE = "let each node build the dataset: RPCDataset(workers, MyDataset, *args
 _NO_FILE = re.compile(r"/memfd:|/SYSV|/dev/(?!shm/)|/dev/shm/.* \(deleted\)$|\[|$")
 
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+_Version = tuple[int, int]
 
 
 class _Map(NamedTuple):
@@ -65,9 +66,9 @@ def reduce_array(array: np.ndarray[Any, Any]) -> _Reduced | None:
     high = address + sum(step for step in steps if step > 0) + array.itemsize
     if (place := _place_of(low, high)) is None:
         return None
-    mode = place[2] if array.flags.writeable else "r"
+    mode = place[3] if array.flags.writeable else "r"
     kind = np.memmap if isinstance(array, np.memmap) else np.ndarray
-    return open_array, (*place[:2], mode, *place[3:], kind, array.shape, array.dtype, address - low, array.strides)
+    return open_array, (*place[:3], mode, *place[4:], kind, array.shape, array.dtype, address - low, array.strides)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> _Reduced | None:
@@ -79,23 +80,26 @@ def reduce_tensor(tensor: torch.Tensor) -> _Reduced | None:
     return open_tensor, (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _place_of(low: int, high: int) -> tuple[str, int, str, int, int] | None:
+def _place_of(low: int, high: int) -> tuple[str, int, _Version, str, int, int] | None:
     """The first arguments of :func:`open_array` for a range of addresses; None if it is in no map of a file."""
     if (found := _find_map(low)) is None or high > found.end:
         return None
     try:
-        file_bytes = os.stat(found.path).st_size
+        status = os.stat(found.path)
     except OSError as error:
         raise SerializationError(f"memory map of {found.path}: {error.strerror}; {_ADVICE}") from error
     if found.mode == "c" and _has_changes(low):
         text = "has changes that are not in the file, as it is private (mode 'c')"
         raise SerializationError(f"memory map of {found.path} {text}; {_ADVICE}")
-    return found.path, file_bytes, found.mode, found.offset + low - found.start, high - low
+    # What is written through a map is in the maps of the nodes, too, and changes the time.
+    version = status.st_ino, 0 if found.mode == "r+" else status.st_mtime_ns
+    return found.path, status.st_size, version, found.mode, found.offset + low - found.start, high - low
 
 
 def open_array(
     path: str,
     file_bytes: int,
+    version: _Version,  # noqa: ARG001
     mode: Any,
     offset: int,
     size_bytes: int,
@@ -109,6 +113,8 @@ def open_array(
 
     Args:
         file_bytes: Size of the file at the client.
+        version: Inode and time of the file at the client. Not compared here, where the file system may give others:
+            it makes another pickle of the same dataset once its file was replaced, so that this is built anew.
         mode: That of ``numpy.memmap``.
         offset: Position of the part in the file.
         size_bytes: Size of the part.
@@ -135,6 +141,7 @@ def open_array(
 def open_tensor(
     path: str,
     file_bytes: int,
+    version: _Version,
     mode: str,
     offset: int,
     size_bytes: int,
@@ -144,7 +151,8 @@ def open_tensor(
 ) -> torch.Tensor:
     """The same as a tensor, which is writable."""
     mode = "c" if mode == "r" else mode
-    part = open_array(path, file_bytes, mode, offset, size_bytes, np.ndarray, (size_bytes,), np.dtype("u1"), 0, (1,))
+    args = path, file_bytes, version, mode, offset, size_bytes
+    part = open_array(*args, np.ndarray, (size_bytes,), np.dtype("u1"), 0, (1,))
     return torch.from_numpy(part).view(dtype).as_strided(shape, strides)
 
 
