@@ -15,14 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import torch
-
 # Enough for what users nest. An item of a long list of samples is not looked for.
 _MAX_OBJECTS = 10_000
 _MAX_ITEMS = 1000
-
-# Bytes of a tensor by which a script tells something; others hold data.
-_MAX_SHARED = 1 << 12
 
 _WITHOUT_PARTS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
 
@@ -33,17 +28,16 @@ _ITEM, _OWN, _ATTRIBUTE, _VARIABLE = range(4)
 _USUAL = {name: getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__")}
 
 
-def find_parts(whole: Any, *, with_all: bool = False) -> dict[int, tuple[Any, Any]]:
+def find_parts(whole: Any) -> dict[int, tuple[Any, Any]]:
     """The objects in ``whole``, by their ids: each with its path, for :func:`follow` in a copy made by pickle.
 
-    Args:
-        with_all: Also look at what an object leaves out of its pickle, or puts together itself: a copy may lack that.
+    Not those that an object may leave out of its pickle, or puts together itself: a copy may lack them.
     """
     found: dict[int, tuple[Any, Any]] = {id(whole): (whole, ())}
     waiting: deque[tuple[Any, Any]] = deque([(whole, ())])
     while waiting and len(found) < _MAX_OBJECTS:
         owner, path = waiting.popleft()
-        for step, part in _steps(owner, with_all):
+        for step, part in _steps(owner):
             if id(part) not in found and not isinstance(part, _WITHOUT_PARTS) and not _has_name(part):
                 found[id(part)] = part, (*path, step)
                 waiting.append((part, (*path, step)))
@@ -55,7 +49,7 @@ def _has_name(part: Any) -> bool:
     return isinstance(part, types.FunctionType) and "<locals>" not in part.__qualname__
 
 
-def _steps(owner: Any, with_all: bool) -> Iterable[tuple[tuple[int, Any], Any]]:
+def _steps(owner: Any) -> Iterable[tuple[tuple[int, Any], Any]]:
     kind: Any = type(owner)
     if kind in (dict, OrderedDict, defaultdict, Counter):
         return _items(owner)
@@ -70,7 +64,7 @@ def _steps(owner: Any, with_all: bool) -> Iterable[tuple[tuple[int, Any], Any]]:
     if kind is types.CellType:
         return _attributes(owner, ("cell_contents",))
     is_usual = all(getattr(kind, name, None) is usual for name, usual in _USUAL.items())
-    if not with_all and (hasattr(kind, "__setstate__") or not is_usual):
+    if hasattr(kind, "__setstate__") or not is_usual:
         return []
     return _of_object(owner)
 
@@ -112,31 +106,3 @@ def follow(whole: Any, path: Any) -> Any:
         else:
             whole = getattr(whole, key) if kind == _ATTRIBUTE else whole.__closure__[key]
     return whole
-
-
-def find_shared(namespace: Mapping[str, Any], *wholes: Any) -> dict[Any, torch.Tensor]:
-    """Copies of the small tensors in shared memory that are globals or in one of ``wholes``, by their paths.
-
-    By such a tensor, a script tells torch's persistent workers of their epoch, for example.
-    """
-    found = {((_ITEM, 0), (_ITEM, name)): value for name, value in list(namespace.items())}
-    for number, whole in enumerate(wholes, 1):
-        found |= {((_ITEM, number), *path): part for part, path in find_parts(whole, with_all=True).values()}
-    kinds = torch.Tensor, torch.nn.Parameter
-    return {path: part.detach().clone() for path, part in found.items() if type(part) in kinds and _tells(part)}
-
-
-def _tells(tensor: torch.Tensor) -> bool:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:  # a sparse one has no memory of its own
-        return False
-    is_shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
-    return is_shared and tensor.nbytes <= _MAX_SHARED
-
-
-def set_shared(values: Mapping[Any, torch.Tensor], *copies: Any) -> None:
-    """Give the tensors in copies of what :func:`find_shared` has searched other values."""
-    for path, value in values.items():
-        with contextlib.suppress(LookupError, TypeError):  # a copy has another form, or a global is not used there
-            part = follow(copies, path)
-            if isinstance(part, torch.Tensor) and part.shape == value.shape:
-                part.detach().copy_(value)

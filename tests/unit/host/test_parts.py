@@ -9,10 +9,9 @@ import types
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
-import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from rpcdataloader.host.parts import find_parts, find_shared, follow, set_shared
+from rpcdataloader.host.parts import find_parts, follow
 from tests.support.datasets import Numbers
 
 
@@ -109,19 +108,3 @@ def test_search_ends_in_large_datasets_and_cycles():
     whole = Numbers(3)
     whole.itself, whole.samples = whole, [[number] for number in range(100_000)]
     assert len(find_parts(whole)) < 20_000
-
-
-def test_small_shared_tensors_of_a_copy_take_the_values_of_now():
-    whole = Numbers(3)
-    whole.owner = OwnState()
-    whole.owner.kept.append(torch.zeros(()).share_memory_())
-    whole.large, whole.own = torch.zeros(10_000).share_memory_(), torch.zeros(2)
-    whole.owner.left_out.append(torch.zeros(2).share_memory_())
-    copy = pickle.loads(pickle.dumps(whole))
-    whole.owner.kept[1].fill_(7)
-    namespace = {"number": 1, "told": torch.zeros(()).share_memory_(), "unused": torch.zeros(()).share_memory_()}
-    found = find_shared(namespace, whole, None)
-    assert len(found) == 4
-    there = {"told": torch.ones(())}
-    set_shared(found, there, copy, None)
-    assert (copy.owner.kept[1], there) == (7, {"told": torch.zeros(())})
