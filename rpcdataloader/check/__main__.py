@@ -236,7 +236,7 @@ def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCD
             if facts.text != built[nodes[0]].facts.text:
                 raise Failure("builds", "it differs between nodes: is the data complete, and its order fixed?")
     if reason := built[nodes[0]].facts.not_shared:
-        advice = "open files and start threads on first use"
+        advice = "open files and connections, and start threads, on first use"
         report("note", "inherits", f"each worker builds its own: {reason}; {advice}")
     elif peers := built[nodes[0]].facts.connections:
         report("note", "inherits", f"workers share its connections to {peers}: connect on first use")

@@ -15,7 +15,6 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader.fetch import seeding
 from rpcdataloader.server.datasets import name_shared_connections, open_connections, open_files, why_not_shared
-from rpcdataloader.server.processes import num_threads
 from rpcdataloader.wire.picklers import USER_ERRORS
 from rpcdataloader.wire.pickling import dumps_reply, kind_of
 
@@ -50,7 +49,7 @@ class Probe:
 
     def __init__(self, target: str) -> None:
         # Importing may start threads, too.
-        threads, files, connections = num_threads(), open_files(), open_connections()
+        files, connections = open_files(), open_connections()
         module, _colon, name = target.partition(":")
         made = attrgetter(name)(importlib.import_module(module))
         if callable(made) and (isinstance(made, type) or not hasattr(made, "__getitem__")):
@@ -66,7 +65,7 @@ class Probe:
         what = "is iterable" if is_iterable else "has no length (RPCDataloader needs a sampler)"
         text = f"{kind}, which {what}," if length is None else f"{kind} of {length:,} samples"
         self.dataset = made
-        self.facts = Facts(text, length, why_not_shared(threads, files), name_shared_connections(connections))
+        self.facts = Facts(text, length, why_not_shared(made, files), name_shared_connections(connections))
         self._is_iterable = is_iterable
         self._stream: Iterator[Any] = iter(())
         self._place = -2

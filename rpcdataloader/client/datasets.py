@@ -24,6 +24,7 @@ from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.sources import recorder
 from rpcdataloader.host.state import Change, get_states
+from rpcdataloader.wire.built import Built
 from rpcdataloader.wire.definitions import Table
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.frames import MessageType, digest_blocks
@@ -33,6 +34,11 @@ logger = logging.getLogger("rpcdataloader.client")
 
 # Lines of the log name up to that many nodes. Builds have no time limit, since walking a large folder may take long.
 MAX_NAMED = 4
+
+_TO_BE_EQUAL = (
+    "Sort what it finds in a folder, and draw from the global random generators; or choose in the script, and give it "
+    "the choice"
+)
 
 _keys = itertools.count(1)
 
@@ -54,6 +60,10 @@ class RemoteDataset(DatasetRef):
         names: Names of the script that its workers need.
         definitions: What the script meant by these names, and by those that they refer to.
     """
+
+    # Guarded by the lock.
+    _first_built: tuple[str, Built] | None = None  # where, and what; others are compared with it
+    _has_told = False  # that others differ
 
     def __init__(self, name: str, pickled: Encoded | None, *, shared: bool = True) -> None:
         super().__init__(next(_keys))
@@ -130,7 +140,7 @@ class RemoteDataset(DatasetRef):
             if reply["shared"]:
                 self._built(session.name, reply["kind"], reply["length"])
             elif self._shared:
-                self._leave_to_workers(session, reply["reason"])
+                self._leave_to_workers(session, reply["reason"], leaves_threads=reply["leaves_threads"])
         except BaseException:
             session.connection.release(self.key)  # nothing else does, also if it is still building
             raise
@@ -145,13 +155,13 @@ class RemoteDataset(DatasetRef):
                     del self._sessions[before]
             self._sessions[session] = is_built
 
-    def _leave_to_workers(self, session: RemoteSession, reason: str) -> None:
+    def _leave_to_workers(self, session: RemoteSession, reason: str, *, leaves_threads: bool = False) -> None:  # noqa: ARG002
         """Let each worker build its own, from blocks that no constructor has changed."""
         self._tell_of_workers(session.name, reason)
         self._ask_to_build(session, False, lambda: None)
 
     def _tell_of_workers(self, where: str, reason: str) -> None:
-        advice = "open files and start threads on first use"
+        advice = "open files and connections, and start threads, on first use"
         text = "dataset %s is built in every worker instead of once on %s: %s; %s"
         logger.warning(text, self.name, where, reason, advice)
 
@@ -191,6 +201,24 @@ class RemoteDataset(DatasetRef):
                 f"dataset {self.name} is not the same on all nodes: its length is {found}. Is the data complete "
                 "everywhere? Does it depend on the order of a folder (sort it) or on the time?"
             )
+
+    def compare(self, where: str, built: Built) -> None:
+        """Compare what a process has built with what the first one has; warn once if lists differ.
+
+        Raises:
+            ValueError: It has another length.
+        """
+        with self._lock:
+            first_where, first = self._first_built = self._first_built or (where, built)
+            differing = first.differing(built)
+            is_told, self._has_told = self._has_told, self._has_told or bool(differing)
+        begin = f"dataset {self.name} is not the same wherever it is built: "
+        if first.length != built.length:
+            found = f"its length is {first.length} in {first_where}, and {built.length} in {where}"
+            raise ValueError(f"{begin}{found}. {_TO_BE_EQUAL}")
+        if differing and not is_told:
+            text = "%s%s of %s and of %s differ, so samples may be lost, and others come twice. %s"
+            logger.warning(text, begin, ", ".join(differing[:MAX_NAMED]), first_where, where, _TO_BE_EQUAL)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

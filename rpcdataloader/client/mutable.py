@@ -7,6 +7,7 @@ of the oldest running pass, and a worker those of its own pass that its session 
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Set
@@ -28,9 +29,29 @@ from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.state import Change, append_change, assign, catch_up, changes_after, derive_seed, last_of
 from rpcdataloader.server.datasets import change_shared
 from rpcdataloader.server.local import Inherited
+from rpcdataloader.wire.built import Built, built_here
 from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded
+
+logger = logging.getLogger("rpcdataloader.client")
+
+# Sessions that have built a dataset for their workers.
+_holding: weakref.WeakSet[RemoteSession] = weakref.WeakSet()
+
+
+_MAY_WAIT = "workers are forks without these, in which a library may wait for them without end"
+
+
+class _Questioner(WorkerOwner):
+    """Does nothing: each question fails with its worker."""
+
+    purpose = "questions"
+
+
+def _is_needed(worker: RemoteWorker) -> bool:
+    """Whether to end a worker would be noticed; for questions, another one comes."""
+    return worker.purpose != _Questioner.purpose or worker.connection.num_pending > 0
 
 
 class MutableDataset(RemoteDataset):
@@ -39,7 +60,12 @@ class MutableDataset(RemoteDataset):
     Args:
         is_iterable: True for an iterable-style dataset, False for a map-style one; None to ask a node.
         where: Where to look for nodes once those that had it are lost.
+
+    Attributes:
+        leaves_threads: True if each worker builds it, and a session that had built it was left with threads.
     """
+
+    leaves_threads = False
 
     def __init__(
         self, name: str, pickled: Encoded | None, *, shared: bool, is_iterable: bool | None, where: Local | Remote
@@ -85,10 +111,14 @@ class MutableDataset(RemoteDataset):
         """Note what this process has built, for sessions that inherit it."""
         self._built("this machine", style, length)
 
-    def build_in_workers(self, reason: str) -> None:
+    def build_in_workers(self, reason: str, *, leaves_threads: bool) -> None:
         """Let each worker build its own, wherever it is."""
         self._shared = False
         self._tell_of_workers("this machine", reason)
+        if leaves_threads:
+            text = "the constructor of dataset %s has left threads in this process: "
+            advice = "call multiprocessing.set_start_method('forkserver') first"
+            logger.warning(f"{text}%s, {advice}", self.name, _MAY_WAIT)
 
     def _built(self, node: str, style: str, length: int | None) -> None:
         with self._lock:
@@ -99,6 +129,31 @@ class MutableDataset(RemoteDataset):
         with self._lock:
             if not self._last_change:
                 self._length = length
+
+    def _note_session(self, session: RemoteSession, is_built: bool) -> None:
+        super()._note_session(session, is_built)
+        if is_built:
+            _holding.add(session)
+
+    def _leave_to_workers(self, session: RemoteSession, reason: str, *, leaves_threads: bool = False) -> None:
+        """Let each worker build its own, in a session that has not done so if the constructor has left threads.
+
+        A library would wait for these in a worker, where they are not.
+
+        Raises:
+            ConnectionLostError: Another session is needed.
+        """
+        if not leaves_threads or session in _holding or any(map(_is_needed, list(session.workers))):
+            super()._leave_to_workers(session, reason)
+            if leaves_threads:
+                text = "the constructor of dataset %s has left threads in a session on %s that others need: "
+                advice = "make such datasets first, or set build='worker'"
+                logger.warning(f"{text}%s, {advice}", self.name, session.name, _MAY_WAIT)
+            return
+        self._tell_of_workers(session.name, reason)
+        self.leaves_threads, self._shared = True, False
+        session.close()
+        raise ConnectionLostError(f"{session.name} was ended, as a constructor has left threads there")
 
     # Changes
 
@@ -140,7 +195,10 @@ class MutableDataset(RemoteDataset):
             return changes_after(self._made.get(session, 0), oldest)
 
     def _build(self, session: RemoteSession) -> None:
+        is_new = not self.is_on(session)
         super()._build(session)
+        if is_new and self._sessions[session] and not session.is_local:  # which inherits what this process has built
+            self.compare(session.name, session.call(Built.of, self).wait())
         if lacking := self._lacking(session):
             if (reason := session.call(change_shared, self, self.key, lacking).wait()) is not None:
                 self._leave_to_workers(session, f"after a change, {reason}")
@@ -240,8 +298,10 @@ class MutableDataset(RemoteDataset):
                     default=None,
                 )
                 if self._query_worker is worker and usable is not None:
-                    worker = usable.open_worker(WorkerOwner())  # each question fails with its worker
+                    worker = usable.open_worker(_Questioner())
                     weakref.finalize(self, get_client().janitor.leave, worker.close).atexit = False
+                    if not self._sessions.get(usable) and (built := self._answer(worker, built_here, self, self.key)):
+                        self.compare(worker.name, built)
                     if changes := self.changes:
                         # They have succeeded before, and a question that follows shows a failure.
                         self._ask(worker, catch_up, self, self.key, changes)

@@ -15,7 +15,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
-from rpcdataloader.host.state import Change, catch_up
+from rpcdataloader.host.state import Change, built, catch_up
 from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
@@ -62,13 +62,14 @@ def open_loader(
     told: Mapping[int, torch.Tensor],
     spec: LoaderSpec,
     functions: Mapping[str, Any],
-) -> float:
+) -> tuple[float, Any]:
     """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
 
     ``told`` are values of small shared tensors that the script has set.
 
-    Returns the seconds that it took, nearly all of them in ``worker_init_fn``, without those in which a stream goes on.
-    ``functions`` are those of the loader's ``spec``, and what the script has registered with torch's default collate.
+    Returns the seconds that it took, nearly all of them in ``worker_init_fn``, without those in which a stream goes on;
+    and what this process has built, if it has built the dataset. ``functions`` are those of the loader's ``spec``, and
+    what the script has registered with torch's default collate.
 
     Its exceptions are raised by :func:`load`, so that a loop that goes on comes to its end.
     """
@@ -77,7 +78,7 @@ def open_loader(
         set_values(told)
     of_spec = dict(functions)
     default_collate_fn_map.update(of_spec.pop("registered", {}))
-    return _open(dataset, replace(spec, **of_spec))
+    return _open(dataset, replace(spec, **of_spec)), built.get(key)
 
 
 def _open(dataset: Any, spec: LoaderSpec) -> float:

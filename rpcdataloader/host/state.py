@@ -102,6 +102,10 @@ def assign(dataset: Any, name: str, value: Any) -> bool:
 _made: dict[int, int] = {}
 
 
+# What this process has built itself, described as ``wire/built.py`` does, by the key of the dataset.
+built: dict[int, Any] = {}
+
+
 def catch_up(dataset: Any, key: int, changes: Sequence[Change]) -> Any:
     """Make those of ``changes`` that are new to this process, each with its seed; returns the result of the last."""
     result = None

@@ -19,7 +19,7 @@ from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_wo
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.mutable import MutableDataset
 from rpcdataloader.diagnosis.records import Recorder
-from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.environment import Additions, set_variables
 from rpcdataloader.host.locks import Lock
@@ -32,6 +32,7 @@ from rpcdataloader.loader.placement import check_min_workers, choose_nodes, has_
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.server.datasets import length_of, make, open_files, style_of, why_not_shared
 from rpcdataloader.server.local import Inherited
+from rpcdataloader.server.processes import has_more_threads, num_threads
 from rpcdataloader.wire.pickling import dumps_named
 
 IS_HERE = (
@@ -122,7 +123,13 @@ class RPCDataset(Dataset[Any]):
             if has_local(where):
                 access.begin_here(_born_with(access, parts, additions))
             with get_client().additions.adding(additions):
-                prepare(access, choose_nodes(where, access.local, min_workers=min_workers).homes)
+                nodes = choose_nodes(where, access.local, min_workers=min_workers).homes
+                try:
+                    prepare(access, nodes)
+                except ConnectionLostError:
+                    if not access.leaves_threads:
+                        raise
+                    prepare(access, nodes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access
@@ -201,7 +208,7 @@ def _born_with(access: MutableDataset, parts: Mapping[str, Any], additions: Addi
     objects = {}
     is_fork = multiprocessing.get_context().get_start_method() == "fork"
     if access.is_shared and is_fork and not (additions.variables or additions.modules):
-        files = open_files()
+        files, threads = open_files(), num_threads()
         with generators_restored():
             dataset = make(recipe, access.name)
             length = length_of(dataset)  # which may open files, too
@@ -209,7 +216,7 @@ def _born_with(access: MutableDataset, parts: Mapping[str, Any], additions: Addi
             access.was_built_here(style_of(dataset), length)
             objects[access.key] = dataset
         else:
-            access.build_in_workers(reason)
+            access.build_in_workers(reason, leaves_threads=has_more_threads(threads))
     return Inherited(available_cpus(), objects, {access.key: recipe}, additions, parts)
 
 

@@ -36,6 +36,7 @@ from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, R
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
+from rpcdataloader.wire.built import Built
 
 if TYPE_CHECKING:
     from rpcdataloader.diagnosis.verdict import Diagnosis
@@ -209,6 +210,13 @@ class Driver:
                 self.engine.failure = error.with_traceback(None)
             self.condition.notify_all()
         self.follower()
+
+    def compare(self, where: str, built: Built) -> None:
+        """End the pass if a worker has built another dataset than others."""
+        try:
+            self.executor.compare(where, built)
+        except ValueError as error:
+            self.fail(error)
 
     def lost(self, number: int, loss: Loss) -> None:
         """Report that a worker has ended, or could not be started."""

@@ -36,6 +36,7 @@ from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
+from rpcdataloader.wire.built import Built
 from rpcdataloader.wire.connecting import EXHAUSTED
 from rpcdataloader.wire.messages import Call, Path, Reference
 from rpcdataloader.wire.picklers import Frozen
@@ -117,6 +118,10 @@ class Executor:
     def is_over(self) -> bool:
         """Whether the client was closed, with all passes."""
         return self._client.is_closed
+
+    def compare(self, where: str, built: Built) -> None:
+        """Compare what a worker has built with what others have; raises a ``ValueError`` as the dataset does."""
+        self._dataset.compare(where, built)
 
     def close(self, workers: Sequence[RemoteWorker]) -> None:
         """End workers, and the threads that look for nodes."""

@@ -233,14 +233,16 @@ class Seat(WorkerOwner):
         if not isinstance(reply, Message):
             return
         try:
-            init = self._decoder.check(reply)
+            init, built = self._decoder.check(reply) or (0.0, None)
         except BaseException as exc:
             error = exc.with_traceback(None)
             self._driver.feed(lambda engine, _now: engine.worker_failed(self.number, error))
         else:
             self._is_at_work = True
+            if built is not None:
+                self._driver.compare(self.worker.name, built)
             if not (start := self._driver.recorder.start).opened:
-                start.opened, start.init = self._driver.now(), init or 0.0
+                start.opened, start.init = self._driver.now(), init
             self._driver.feed(lambda engine, now: engine.worker_at_work(self.number, now))
 
     @_ends_pass

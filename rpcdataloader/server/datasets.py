@@ -1,8 +1,9 @@
 """The datasets of one client on one node: built once and shared where that is safe.
 
-A session builds a dataset; its workers inherit it by the fork. A dataset that holds threads, or files open whose offset
-all workers would share, stays a recipe from which each worker builds its own. Connections only cause a
-warning: they may be unused, and a copy of the dataset in each worker may not fit into memory.
+A session builds a dataset; its workers inherit it by the fork. A dataset that holds threads, connections, pipes, or
+files open whose offset all workers would share, stays a recipe from which each worker builds its own. Connections that
+it does not hold itself, as those of a library, only cause a warning: they may be unused, and a copy of the dataset in
+each worker may not fit into memory.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import io
 import logging
 import mmap
 import os
 import socket
+import stat
 import sys
 import threading
 import traceback
@@ -27,7 +30,9 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.resources import read
-from rpcdataloader.host.state import Change, catch_up, forget_changes, set_states
+from rpcdataloader.host.state import Change, built, catch_up, forget_changes, set_states
+from rpcdataloader.server.processes import has_more_threads, num_threads
+from rpcdataloader.wire.built import Built
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
 
@@ -72,14 +77,19 @@ class DatasetTable:
             forget_changes(recipe.key)
             self._recipes[recipe.key] = recipe, parts
             return {"shared": False}
-        files, connections = open_files(), open_connections()
+        files, connections, threads = open_files(), open_connections(), num_threads()
         with _told_if_slow(recipe.name):
             dataset = build(recipe, parts)
             length = length_of(dataset)  # which may open files, too
         if (reason := why_not_shared(dataset, files)) is not None:
             del dataset
             gc.collect()  # closes files of cycles
-            return {"shared": False, "reason": reason}
+            # Of libraries, and its own: in a fork, these are not there.
+            return {
+                "shared": False,
+                "reason": reason,
+                "leaves_threads": has_more_threads(threads),
+            }
         self._built[recipe.key] = dataset
         # No fork's collector visits what lives now, so its pages stay shared.
         gc.collect()
@@ -98,8 +108,9 @@ class DatasetTable:
         if key not in self._built:
             if key not in self._recipes:
                 raise LocalProtocolError(f"dataset {key} is unknown to this process")
-            self._built[key] = build(*self._recipes[key])
+            dataset = self._built[key] = build(*self._recipes[key])
             self._builders[key] = os.getpid()
+            built[key] = Built.of(dataset)
         return self._built[key]
 
     def release(self, keys: Sequence[int]) -> None:
@@ -215,10 +226,23 @@ def why_not_shared(dataset: object, files: Counter[tuple[int, int]]) -> str | No
     held = list(_parts(dataset))
     if any(isinstance(part, threading.Thread) and part.is_alive() for part in held):
         return "it holds threads, which a fork does not copy"
+    if any(map(_is_stream, held)):
+        return "it holds a connection or a pipe, on which forked workers would get each other's answers"
     # A memory map has no position, but keeps a descriptor of its file.
     if (open_files() - files).total() > sum(isinstance(part, mmap.mmap) for part in held):
         return "it holds files open, whose position forked workers would share"
     return None
+
+
+def _is_stream(part: object) -> bool:
+    """Whether this is a connected socket, or a file that is a pipe; those of multiprocessing are made to be shared."""
+    try:
+        if isinstance(part, socket.socket):
+            part.getpeername()
+            return True
+        return isinstance(part, io.FileIO) and stat.S_ISFIFO(os.fstat(part.fileno()).st_mode)
+    except (OSError, ValueError):  # it is closed, or not connected
+        return False
 
 
 # Objects of a dataset that are looked at. Lists of millions of samples have neither threads nor files.

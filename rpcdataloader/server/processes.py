@@ -472,6 +472,11 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task")) - len(missed_by_nobody)
 
 
+def has_more_threads(before: int) -> bool:
+    """Whether threads have stayed since this process had that many."""
+    return num_threads() > before and name_threads() != "" and num_threads() > before
+
+
 # A thread that was joined is one of the process's for a moment longer; those of C libraries stay.
 _LOOKS_AT_THREADS = 20
 

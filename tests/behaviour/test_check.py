@@ -127,6 +127,20 @@ def test_open_file_leaves_building_to_workers(check, tmp_path):
     assert "each worker builds its own: it holds files open" in line_of(output, "inherits")
 
 
+def test_memory_map_leaves_building_to_the_node(check, tmp_path):
+    (tmp_path / "values").write_bytes(bytes(20))
+    source = """
+        class Data(Base):
+            def __init__(self):
+                self.values = np.memmap("values")
+            def __getitem__(self, index):
+                return float(self.values[index])
+    """
+    status, output = check(source)
+    assert status == 0
+    assert "inherits" not in output
+
+
 def test_dataset_that_only_nodes_can_build(check, serve):
     server = serve("--num-workers", "1", before="os.environ['IS_NODE'] = '1'")
     source = """

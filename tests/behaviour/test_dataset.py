@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,11 +42,16 @@ def items(batches):
     return [tuple(map(int, sample)) for batch in batches for sample in zip(*batch, strict=True)]
 
 
-def items_of_all(loader):
-    """The same, after all workers have started: otherwise, the first ones may be done before."""
+def list_of_all(loader):
+    """Batches, after all workers have started: otherwise, the first ones may be done before."""
     iterator = iter(loader)
     wait_for_crew(iterator, len(workers_of(iterator)))
-    return items(iterator)
+    return list(iterator)
+
+
+def items_of_all(loader):
+    """Their samples."""
+    return items(list_of_all(loader))
 
 
 # Built once per node
@@ -307,6 +313,41 @@ def test_nodes_must_agree_on_the_length(two_nodes, tmp_path):
         assert re.search(rf"(19|20) on {address}", str(caught.value))
 
 
+class Chosen(datasets.Numbers):
+    """Chooses anew in each process: its order and, if it may be longer, its length."""
+
+    def __init__(self, is_longer):
+        super().__init__(50 + is_longer * os.getpid())
+        self.order = random.Random(os.getpid()).sample(range(self.size), self.size)
+
+    def __getitem__(self, index):
+        return self.order[index]
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_processes_that_build_another_order_are_named_once(two_nodes, caplog, build):
+    dataset = RPCDataset(two_nodes, Chosen, False, build=build)
+    for _epoch in range(2):
+        list_of_all(RPCDataloader(dataset, 5))
+    (text,) = [text for record in caplog.records if "is not the same wherever" in (text := record.getMessage())]
+    name = "(worker .* on )?" + "|(worker .* on )?".join(map(re.escape, two_nodes))
+    assert re.match(rf"dataset Chosen is not .* is built: order of ({name}) and of ({name}) differ, so samples", text)
+
+
+def test_workers_that_build_another_length_end_the_pass(shared_server):
+    dataset = RPCDataset(shared_server.address, Chosen, True, build="worker")
+    with pytest.raises(
+        ValueError, match=r"dataset Chosen is not .*: its length is \d+ in worker .*, and \d+ in worker"
+    ):
+        list_of_all(RPCDataloader(dataset, 5, sampler=range(10)))
+
+
+def test_workers_that_build_another_length_than_the_one_that_is_asked_end_the_pass(shared_server):
+    dataset = RPCDataset(shared_server.address, Chosen, True, build="worker")
+    with pytest.raises(ValueError, match=r"dataset Chosen is not .*: its length is"):
+        list(RPCDataloader(dataset, 5, num_workers=1))
+
+
 # Gone with the last reference
 
 
@@ -339,6 +380,57 @@ def test_dataset_that_starts_threads_is_built_in_every_worker(shared_server, cap
     assert re.match(
         r"dataset Threaded is built in every worker .*: it holds threads, .* on first use$", record.getMessage()
     )
+
+
+_pool = ThreadPoolExecutor(2)  # as libraries keep one for the whole process
+
+
+class ReadByPool(datasets.Numbers):
+    def __init__(self, path):
+        super().__init__(len(list(_pool.map(float, range(20)))))
+        self.file = open(path)  # noqa: SIM115  # stays open
+
+
+def test_workers_can_use_a_pool_of_threads_that_a_session_has_used_before(shared_server, tmp_path):
+    (path := tmp_path / "file").touch()
+    for _dataset in range(2):
+        dataset = RPCDataset(shared_server.address, ReadByPool, str(path))
+        for _epoch in range(2):
+            assert [int(batch) for batch in RPCDataloader(dataset, num_workers=2)] == list(range(20))
+
+
+def test_session_in_which_a_constructor_has_left_threads_stays_while_others_need_it(serve, tmp_path, caplog):
+    (path := tmp_path / "file").touch()
+    address, log = serve("--num-workers", "2").address, str(tmp_path / "log")
+    other = RPCDataset(address, State, 10, log)
+    RPCDataset(address, ReadByPool, str(path))
+    assert len(items(RPCDataloader(other, num_workers=1))) == 10
+    assert len(notes(log)) == 1
+    assert any("has left threads in a session on" in record.getMessage() for record in caplog.records)
+
+
+class LeavingThread(datasets.Numbers):
+    def __init__(self, path, is_over):
+        super().__init__()
+        self.file = os.open(path, os.O_RDONLY)
+        threading.Thread(target=is_over.wait).start()
+
+    def __del__(self):
+        os.close(self.file)
+
+
+def test_threads_that_a_constructor_leaves_in_the_script_are_told(tmp_path, caplog):
+    (path := tmp_path / "file").touch()
+    is_over = threading.Event()
+    try:
+        RPCDataset("local:1", LeavingThread, str(path), is_over)
+    finally:
+        is_over.set()
+    texts = [record.getMessage() for record in caplog.records]
+    assert ["the constructor of dataset LeavingThread has left threads in this" in text for text in texts] == [
+        False,
+        True,
+    ]
 
 
 class Records:

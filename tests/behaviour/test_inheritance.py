@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import socket
+import subprocess
 import threading
 from typing import Any
 
@@ -58,27 +59,44 @@ def test_workers_are_processes_of_multiprocessing_with_numbers_of_their_own(plac
     assert facts == [(True, True)] * 2
 
 
+_kept: list[Any] = []  # as a library keeps connections
+
+
 class Connected(Numbers):
-    def __init__(self, path: str, stays: bool) -> None:
+    """Has one connection, or two ends of one."""
+
+    def __init__(self, path: str, keeper: str) -> None:
         super().__init__(4)
-        self.connection = socket.socket(socket.AF_UNIX)
-        self.connection.connect(path)
-        self.pair = socket.socketpair()
-        if not stays:
-            cycle: list[Any] = [self.connection]
-            cycle.append(cycle)
-            del self.connection
+        self.queue: Any = multiprocessing.Queue()  # made to be shared
+        self.unconnected = socket.socket()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        match keeper:
+            case "dataset":
+                self.connection = connection
+            case "file":
+                self.file = connection.makefile()
+            case "pair":
+                self.pair = socket.socketpair()
+            case "program":
+                self.program = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+            case "library":
+                _kept.append(connection)
+            case "cycle":
+                cycle: list[Any] = [connection]
+                cycle.append(cycle)
 
 
-@pytest.mark.parametrize("stays", [True, False])
-def test_connections_that_workers_would_share_are_named(shared_server, tmp_path, caplog, stays):
-    path = str(tmp_path / "database")
+@pytest.mark.parametrize("keeper", ["dataset", "file", "pair", "program", "library", "cycle"])
+def test_workers_share_no_connection_that_the_dataset_holds_and_others_are_named(serve, tmp_path, caplog, keeper):
+    path, server = str(tmp_path / "database"), serve("--num-workers", "1")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        RPCDataset(shared_server.address, Connected, path, stays)
-    texts = [record.getMessage() for record in caplog.records]
-    assert [f"share the connections of dataset Connected to {path}," in text for text in texts] == [True] * stays
+        RPCDataset(server.address, Connected, path, keeper)
+    texts = "\n".join(record.getMessage() for record in caplog.records)
+    assert (f"share the connections of dataset Connected to {path}," in texts) == (keeper == "library")
+    assert ("it holds a connection or a pipe" in texts) == (keeper not in ("library", "cycle"))
 
 
 class Threaded(Numbers):
