@@ -1,4 +1,4 @@
-"""Parts of a dataset: objects that are in it here, and in its copy in a worker. Pure.
+"""Parts of a dataset: objects that are in it here, and in its copy in a worker, or that it holds at all. Pure.
 
 A function of a loader may be a method of the dataset, of one that it is a part of (``Subset``), or of what it has as an
 attribute; or share with it what both refer to, such as a vocabulary, or a variable of a closure. Sent with the
@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import logging
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 # Enough for what users nest. An item of a long list of samples is not looked for.
-_MAX_OBJECTS = 10_000
+_MAX_OBJECTS = 20_000
 _MAX_ITEMS = 1000
 
 _WITHOUT_PARTS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
+
+# They lead out of a dataset, to all that the process has.
+_OUTSIDE = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType, logging.Logger)
+_LEAVES = (type(None), bool, int, float, complex, str, bytes)
 
 # Steps of a path: to an item, into the attributes that ``vars`` has, by ``getattr``, and to a variable of a closure.
 _ITEM, _OWN, _ATTRIBUTE, _VARIABLE = range(4)
@@ -33,12 +41,37 @@ def find_parts(whole: Any) -> dict[int, tuple[Any, Any]]:
 
     Not those that an object may leave out of its pickle, or puts together itself: a copy may lack them.
     """
+
+    def steps(owner: Any) -> Iterator[tuple[Any, Any]]:
+        found = _steps(owner)
+        return ((step, part) for step, part in found if not isinstance(part, _WITHOUT_PARTS) and not _has_name(part))
+
+    return _search(whole, steps)
+
+
+def find_held(whole: Any) -> list[Any]:
+    """The objects that ``whole`` holds in any way, itself first, but for those in the middle of long lists."""
+
+    def steps(owner: Any) -> Iterator[tuple[Any, Any]]:
+        found = [owner.base] if isinstance(owner, np.ndarray) else gc.get_referents(owner)
+        # Those of a dictionary are its keys and its values.
+        some = found if len(found) <= 2 * _MAX_ITEMS else (*found[:_MAX_ITEMS], *found[-_MAX_ITEMS:])
+        return ((None, part) for part in some if not isinstance(part, (*_LEAVES, *_OUTSIDE)))
+
+    return [part for part, _path in _search(whole, steps).values()]
+
+
+def _search(whole: Any, steps: Callable[[Any], Iterable[tuple[Any, Any]]]) -> dict[int, tuple[Any, Any]]:
+    """What ``steps`` finds in ``whole``, and in each of these in turn, nearest first: each with its path, by id.
+
+    Its length is limited, and that of each list, so that a long one does not hide what comes after it.
+    """
     found: dict[int, tuple[Any, Any]] = {id(whole): (whole, ())}
     waiting: deque[tuple[Any, Any]] = deque([(whole, ())])
     while waiting and len(found) < _MAX_OBJECTS:
         owner, path = waiting.popleft()
-        for step, part in _steps(owner):
-            if id(part) not in found and not isinstance(part, _WITHOUT_PARTS) and not _has_name(part):
+        for step, part in steps(owner):
+            if id(part) not in found:
                 found[id(part)] = part, (*path, step)
                 waiting.append((part, (*path, step)))
     return found

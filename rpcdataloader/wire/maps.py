@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,17 +38,41 @@ class _Map(NamedTuple):
     path: str
 
 
-def _find_map(address: int) -> _Map | None:
-    """The map of a file at an address."""
+def _maps_at(addresses: Iterable[int]) -> Iterator[_Map]:
+    """The maps of files that have one of these addresses."""
+    wanted = sorted(addresses)
     with open("/proc/self/maps") as lines:
         for line in lines:
             place, rights, offset, _device, _inode, *rest = line.rstrip("\n").split(maxsplit=5)
             start, end = (int(number, 16) for number in place.split("-"))
-            if start <= address < end:
-                path = rest[0].replace("\\012", "\n") if rest else ""
-                mode = "r" if "w" not in rights else "c" if "p" in rights else "r+"
-                return None if _NO_FILE.match(path) else _Map(start, end, mode, int(offset, 16), path)
-    return None
+            if bisect_left(wanted, start) == bisect_left(wanted, end):
+                continue
+            path = rest[0].replace("\\012", "\n") if rest else ""
+            mode = "r" if "w" not in rights else "c" if "p" in rights else "r+"
+            if not _NO_FILE.match(path):
+                yield _Map(start, end, mode, int(offset, 16), path)
+
+
+def count_maps(objects: Iterable[object]) -> Counter[str]:
+    """How many maps these objects are in or have made, by the path of the file."""
+    made = [address for each in objects if (address := _address_of(each, mmap.mmap)) is not None]
+    others = [address for each in objects if (address := _address_of(each, (np.ndarray, torch.Tensor))) is not None]
+    found: Counter[str] = Counter()
+    for each in _maps_at([*made, *others]):
+        # Those of one file may be one for the kernel, if they are side by side.
+        found[each.path] += max(1, sum(each.start <= address < each.end for address in made))
+    return found
+
+
+def _address_of(part: Any, kinds: Any) -> int | None:
+    """The address of what an object of one of these kinds has in memory; None for others, and if it has nothing."""
+    if not isinstance(part, kinds):
+        return None
+    try:
+        array = np.frombuffer(part, np.uint8) if isinstance(part, mmap.mmap) else part
+        return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data
+    except (ValueError, RuntimeError):  # closed, or of another layout
+        return None
 
 
 def reduce_array(array: np.ndarray[Any, Any]) -> _Reduced | None:
@@ -82,7 +108,7 @@ def reduce_tensor(tensor: torch.Tensor) -> _Reduced | None:
 
 def _place_of(low: int, high: int) -> tuple[str, int, _Version, str, int, int] | None:
     """The first arguments of :func:`open_array` for a range of addresses; None if it is in no map of a file."""
-    if (found := _find_map(low)) is None or high > found.end:
+    if (found := next(_maps_at([low]), None)) is None or high > found.end:
         return None
     try:
         status = os.stat(found.path)

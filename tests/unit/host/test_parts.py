@@ -8,10 +8,11 @@ import pickle
 import types
 
 import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset, Subset
 
-from rpcdataloader.host.parts import find_parts, follow
+from rpcdataloader.host.parts import find_held, find_parts, follow
 from tests.support.datasets import Numbers
 
 
@@ -108,3 +109,16 @@ def test_search_ends_in_large_datasets_and_cycles():
     whole = Numbers(3)
     whole.itself, whole.samples = whole, [[number] for number in range(100_000)]
     assert len(find_parts(whole)) < 20_000
+
+
+def test_what_is_held_is_found_at_both_ends_of_long_lists_and_in_all_else():
+    first, middle, last, inner = Slotted(1), Slotted(2), Slotted(3), np.zeros(3)
+    whole = Numbers(3)
+    whole.samples = [first, *([number] for number in range(5000)), middle, *range(5000), last]
+    whole.owner, whole.later = OwnState(), iter([{"view": inner[1:]}])
+    held = find_held(whole)
+    assert held[0] is whole
+    found = {id(part) for part in held}
+    assert {id(part) for part in (first, last, inner, whole.owner.left_out)} <= found
+    assert id(middle) not in found
+    assert len(held) < 20_000
