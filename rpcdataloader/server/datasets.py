@@ -27,7 +27,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.parts import find_held
 from rpcdataloader.host.resources import read
 from rpcdataloader.host.state import Change, built, catch_up, forget_changes, set_states
-from rpcdataloader.server.processes import has_more_threads, num_threads
+from rpcdataloader.server.processes import give_back_freed_memory, has_more_threads, num_threads
 from rpcdataloader.wire.built import Built
 from rpcdataloader.wire.maps import count_maps
 from rpcdataloader.wire.pickling import Build, loads
@@ -125,6 +125,7 @@ class DatasetTable:
             return
         gc.unfreeze()
         gc.collect()
+        give_back_freed_memory()
         # Survivors stay shared with workers that are forked later.
         gc.freeze()
         self._kept_bytes = memory_of_its_own()
