@@ -236,7 +236,8 @@ def why_not_shared(dataset: object, files: OpenFiles) -> str | None:
     maps = count_maps(held) if opened else {}
     for file, paths in opened.items():
         if len(paths) - len(files.get(file, ())) > maps.get(paths[-1], 0):
-            return f"it, or another thread meanwhile, has opened {paths[-1]}, whose position forked workers would share"
+            what = f"it holds {paths[-1]} open, whose position forked workers would share"
+            return f"{what}, or another thread has opened that meanwhile"
     return None
 
 
