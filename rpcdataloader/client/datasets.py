@@ -255,7 +255,7 @@ def ship(instance: object, name: str) -> RemoteDataset:
     Raises:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
-    pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True, with_patches=True)
+    pickled = dumps_named((instance,), {"dataset": instance}, with_rest=True, with_patches=True, with_told=True)
     # Its class may be another one than that of an equal instance before: defined again, or reloaded. So may a function
     # that it has.
     recorder.look()

@@ -26,7 +26,7 @@ from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import PendingReply, RemoteWorker, WorkerOwner, freeze, reference_of
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.host.locks import Lock
-from rpcdataloader.host.state import Change, append_change, catch_up, changes_after, derive_seed, last_of
+from rpcdataloader.host.state import Change, append_change, assign, catch_up, changes_after, derive_seed, last_of
 from rpcdataloader.server.datasets import change_shared
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.built import Built, built_here
@@ -219,16 +219,17 @@ class MutableDataset(RemoteDataset):
         with self._changing:
             worker = self._worker()
             number = self._last_change + 1
-            attribute = args[0] if func is setattr else None
             have = worker.session.has if isinstance(self._where, Local) else None
             call = freeze({"function": func, "args": args}, persistent_id=reference_of, have=have)
-            change = Change(number, attribute, call, derive_seed(number))
+            change = Change(number, None, call, derive_seed(number))
             self._last_change = number  # never again: a change that failed may have been made in part
             try:
                 result = self._answer(worker, catch_up, self, self.key, (change,))
             finally:
                 with self._lock:
                     self._length = None
+            if func is assign and result:
+                change = change._replace(attribute=args[0])
             with self._lock:
                 self._changes = append_change(self._changes, change)
             return result

@@ -186,9 +186,10 @@ def freeze(
     have: Have | None = None,
     names: Set[str] = frozenset(),
     with_patches: bool = False,
+    with_told: bool = False,
 ) -> Frozen:
     """Pickle ``parts`` as they are now, for messages that are sent later; raises as :func:`dumps_named`."""
-    options: dict[str, Any] = {"have": have, "names": names, "with_patches": with_patches}
+    options: dict[str, Any] = {"have": have, "names": names, "with_patches": with_patches, "with_told": with_told}
     encoded = dumps_named(parts, parts, persistent_id=persistent_id, in_band=True, **options)
     return Frozen(encoded.payload, encoded.modules, encoded.definitions)
 

@@ -15,12 +15,11 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
-from rpcdataloader.host.parts import set_shared
 from rpcdataloader.host.state import Change, built, catch_up
-from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
+from rpcdataloader.wire.told import set_values
 
 
 class _Failed:
@@ -47,7 +46,6 @@ class _Failed:
 
 # Of this process, a worker.
 _loader: BatchLoader | _Failed | None = None
-_collate_fn: Any = None  # of the loader
 _lender: Lender | None = None
 
 
@@ -61,13 +59,13 @@ def open_loader(
     dataset: Any,
     key: int,
     changes: Sequence[Change],
-    shared: Mapping[Any, torch.Tensor],
+    told: Mapping[int, torch.Tensor],
     spec: LoaderSpec,
     functions: Mapping[str, Any],
 ) -> tuple[float, Any]:
     """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
 
-    ``shared`` are other values of shared tensors than were sent.
+    ``told`` are values of small shared tensors that the script has set.
 
     Returns the seconds that it took, nearly all of them in ``worker_init_fn``, without those in which a stream goes on;
     and what this process has built, if it has built the dataset. ``functions`` are those of the loader's ``spec``, and
@@ -75,11 +73,10 @@ def open_loader(
 
     Its exceptions are raised by :func:`load`, so that a loop that goes on comes to its end.
     """
-    global _collate_fn
     catch_up(dataset, key, changes)
+    if told:
+        set_values(told)
     of_spec = dict(functions)
-    _collate_fn = of_spec["collate_fn"]
-    set_shared(shared, main_globals(), dataset, _collate_fn)
     default_collate_fn_map.update(of_spec.pop("registered", {}))
     return _open(dataset, replace(spec, **of_spec)), built.get(key)
 
@@ -102,8 +99,8 @@ def _open(dataset: Any, spec: LoaderSpec) -> float:
 
 def close_loader() -> None:
     """Close the open loader with its stream, and refer to its dataset no more: the process ends."""
-    global _loader, _collate_fn
-    loader, _loader, _collate_fn = _loader, None, None
+    global _loader
+    loader, _loader = _loader, None
     torch_worker._worker_info = None
     if isinstance(loader, StreamLoader):
         loader.close()
@@ -117,7 +114,7 @@ def load(*args: Any) -> Loaded:
 
 
 def start_epoch(
-    dataset: Any, key: int, changes: Sequence[Change], shared: Mapping[Any, torch.Tensor], *args: Any
+    dataset: Any, key: int, changes: Sequence[Change], told: Mapping[int, torch.Tensor], *args: Any
 ) -> None:
     """Begin another pass over the open loader, after changes to its dataset; see :meth:`BatchLoader.start_epoch`."""
     whereabouts.batch[0] = 0  # numbers restart
@@ -125,5 +122,6 @@ def start_epoch(
         raise LocalProtocolError("no loader is open in this worker")
     _loader.leave()
     catch_up(dataset, key, changes)
-    set_shared(shared, main_globals(), dataset, _collate_fn)
+    if told:
+        set_values(told)
     _loader.start_epoch(*args)

@@ -1,4 +1,4 @@
-"""Parts of a dataset: objects that are in it here, and in its copy in a worker. Pure.
+"""Parts of a dataset: objects that are in it here, and in its copy in a worker, or that it holds at all. Pure.
 
 A function of a loader may be a method of the dataset, of one that it is a part of (``Subset``), or of what it has as an
 attribute; or share with it what both refer to, such as a vocabulary, or a variable of a closure. Sent with the
@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import logging
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import torch
+import numpy as np
 
 # Enough for what users nest. An item of a long list of samples is not looked for.
-_MAX_OBJECTS = 10_000
+_MAX_OBJECTS = 20_000
 _MAX_ITEMS = 1000
 
-# Bytes of a tensor by which a script tells something; others hold data.
-_MAX_SHARED = 1 << 12
-
 _WITHOUT_PARTS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
+
+# They lead out of a dataset, to all that the process has.
+_OUTSIDE = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType, logging.Logger)
+_LEAVES = (type(None), bool, int, float, complex, str, bytes)
 
 # Steps of a path: to an item, into the attributes that ``vars`` has, by ``getattr``, and to a variable of a closure.
 _ITEM, _OWN, _ATTRIBUTE, _VARIABLE = range(4)
@@ -33,18 +36,42 @@ _ITEM, _OWN, _ATTRIBUTE, _VARIABLE = range(4)
 _USUAL = {name: getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__")}
 
 
-def find_parts(whole: Any, *, with_all: bool = False) -> dict[int, tuple[Any, Any]]:
+def find_parts(whole: Any) -> dict[int, tuple[Any, Any]]:
     """The objects in ``whole``, by their ids: each with its path, for :func:`follow` in a copy made by pickle.
 
-    Args:
-        with_all: Also look at what an object leaves out of its pickle, or puts together itself: a copy may lack that.
+    Not those that an object may leave out of its pickle, or puts together itself: a copy may lack them.
+    """
+
+    def steps(owner: Any) -> Iterator[tuple[Any, Any]]:
+        found = _steps(owner)
+        return ((step, part) for step, part in found if not isinstance(part, _WITHOUT_PARTS) and not _has_name(part))
+
+    return _search(whole, steps)
+
+
+def find_held(whole: Any) -> list[Any]:
+    """The objects that ``whole`` holds in any way, itself first, but for those in the middle of long lists."""
+
+    def steps(owner: Any) -> Iterator[tuple[Any, Any]]:
+        found = [owner.base] if isinstance(owner, np.ndarray) else gc.get_referents(owner)
+        # Those of a dictionary are its keys and its values.
+        some = found if len(found) <= 2 * _MAX_ITEMS else (*found[:_MAX_ITEMS], *found[-_MAX_ITEMS:])
+        return ((None, part) for part in some if not isinstance(part, (*_LEAVES, *_OUTSIDE)))
+
+    return [part for part, _path in _search(whole, steps).values()]
+
+
+def _search(whole: Any, steps: Callable[[Any], Iterable[tuple[Any, Any]]]) -> dict[int, tuple[Any, Any]]:
+    """What ``steps`` finds in ``whole``, and in each of these in turn, nearest first: each with its path, by id.
+
+    Its length is limited, and that of each list, so that a long one does not hide what comes after it.
     """
     found: dict[int, tuple[Any, Any]] = {id(whole): (whole, ())}
     waiting: deque[tuple[Any, Any]] = deque([(whole, ())])
     while waiting and len(found) < _MAX_OBJECTS:
         owner, path = waiting.popleft()
-        for step, part in _steps(owner, with_all):
-            if id(part) not in found and not isinstance(part, _WITHOUT_PARTS) and not _has_name(part):
+        for step, part in steps(owner):
+            if id(part) not in found:
                 found[id(part)] = part, (*path, step)
                 waiting.append((part, (*path, step)))
     return found
@@ -55,7 +82,7 @@ def _has_name(part: Any) -> bool:
     return isinstance(part, types.FunctionType) and "<locals>" not in part.__qualname__
 
 
-def _steps(owner: Any, with_all: bool) -> Iterable[tuple[tuple[int, Any], Any]]:
+def _steps(owner: Any) -> Iterable[tuple[tuple[int, Any], Any]]:
     kind: Any = type(owner)
     if kind in (dict, OrderedDict, defaultdict, Counter):
         return _items(owner)
@@ -70,7 +97,7 @@ def _steps(owner: Any, with_all: bool) -> Iterable[tuple[tuple[int, Any], Any]]:
     if kind is types.CellType:
         return _attributes(owner, ("cell_contents",))
     is_usual = all(getattr(kind, name, None) is usual for name, usual in _USUAL.items())
-    if not with_all and (hasattr(kind, "__setstate__") or not is_usual):
+    if hasattr(kind, "__setstate__") or not is_usual:
         return []
     return _of_object(owner)
 
@@ -112,31 +139,3 @@ def follow(whole: Any, path: Any) -> Any:
         else:
             whole = getattr(whole, key) if kind == _ATTRIBUTE else whole.__closure__[key]
     return whole
-
-
-def find_shared(namespace: Mapping[str, Any], *wholes: Any) -> dict[Any, torch.Tensor]:
-    """Copies of the small tensors in shared memory that are globals or in one of ``wholes``, by their paths.
-
-    By such a tensor, a script tells torch's persistent workers of their epoch, for example.
-    """
-    found = {((_ITEM, 0), (_ITEM, name)): value for name, value in list(namespace.items())}
-    for number, whole in enumerate(wholes, 1):
-        found |= {((_ITEM, number), *path): part for part, path in find_parts(whole, with_all=True).values()}
-    kinds = torch.Tensor, torch.nn.Parameter
-    return {path: part.detach().clone() for path, part in found.items() if type(part) in kinds and _tells(part)}
-
-
-def _tells(tensor: torch.Tensor) -> bool:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:  # a sparse one has no memory of its own
-        return False
-    is_shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
-    return is_shared and tensor.nbytes <= _MAX_SHARED
-
-
-def set_shared(values: Mapping[Any, torch.Tensor], *copies: Any) -> None:
-    """Give the tensors in copies of what :func:`find_shared` has searched other values."""
-    for path, value in values.items():
-        with contextlib.suppress(LookupError, TypeError):  # a copy has another form, or a global is not used there
-            part = follow(copies, path)
-            if isinstance(part, torch.Tensor) and part.shape == value.shape:
-                part.detach().copy_(value)

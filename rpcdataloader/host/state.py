@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import pickle
 import random
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -83,9 +84,18 @@ class Change(NamedTuple):
     """A call that changes the dataset, and the seed of what it draws, which is the same in each process."""
 
     number: int
-    attribute: str | None  # that it sets; None for another change
+    attribute: str | None  # that it only sets, by :func:`assign`; None for another change
     call: Any  # the ``function`` and its ``args`` after the dataset; at the client, :class:`Frozen`
     seed: int
+
+
+def assign(dataset: Any, name: str, value: Any) -> bool:
+    """Set an attribute; returns whether only its last value counts, as no code of the class runs with it."""
+    kind: Any = type(dataset)
+    setattr(dataset, name, value)
+    member = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    has_setter = hasattr(type(member), "__set__") and not isinstance(member, types.MemberDescriptorType)
+    return kind.__setattr__ is object.__setattr__ and not has_setter
 
 
 # Number of the last change made in this process, by the key of the dataset; workers inherit it with the dataset.
@@ -123,7 +133,8 @@ def forget_changes(key: int) -> None:
 def append_change(changes: tuple[Change, ...], change: Change) -> tuple[Change, ...]:
     """The changes, and one more. ``dataset.epoch = n`` replaces the last value, so that the list does not grow with it.
 
-    Only within a row of attributes: any other change in between may have read the value.
+    Only within a row of plain attributes: any other change in between may have read the value, as the setter of a
+    property may.
     """
     start = len(changes)
     while change.attribute is not None and start > 0 and changes[start - 1].attribute is not None:

@@ -24,6 +24,7 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.environment import Additions, set_variables
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.resources import available_cpus
+from rpcdataloader.host.state import assign
 from rpcdataloader.loader.executor import Here
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
@@ -152,7 +153,7 @@ class RPCDataset(Dataset[Any]):
         return _Method(self, name) if value is _Method else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._access.change(setattr, name, value)
+        self._access.change(assign, name, value)
 
     def call_all(self, function: Callable[[Any], Any]) -> list[Any]:
         """Run ``function(dataset)`` in the process that answers questions, and from the next pass on in all others.

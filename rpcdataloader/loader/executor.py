@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
@@ -28,7 +26,7 @@ from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.collate import registered
 from rpcdataloader.host.locks import Condition, Event
-from rpcdataloader.host.parts import find_parts, find_shared
+from rpcdataloader.host.parts import find_parts
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.host.state import Change, changes_after, last_of
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
@@ -38,11 +36,11 @@ from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.built import Built
-from rpcdataloader.wire.by_value import main_globals
 from rpcdataloader.wire.connecting import SHORTAGES
 from rpcdataloader.wire.messages import Call, Path, Reference
 from rpcdataloader.wire.picklers import Frozen
 from rpcdataloader.wire.pickling import Encoded, dumps
+from rpcdataloader.wire.told import sent_tensors, values_set
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -111,9 +109,6 @@ class Executor:
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if not node.is_local]
-        # As they were sent with the dataset; workers of this machine share the tensors themselves.
-        self._shared = self._find_shared() if self._known or placement.followed else {}
-        self._ever_set: set[Path] = set()  # those that the script has set since: they may be as before again
 
     @property
     def is_over(self) -> bool:
@@ -230,7 +225,8 @@ class Executor:
             spec = replace(spec, thread=begun.thread)
         functions = self._functions_for(node)
         changes = changes_after(self._dataset.made_everywhere(), self._changes)
-        dataset = self._dataset, self._dataset.key, changes, {} if node.is_local else self._changed_tensors()
+        # Workers of this machine share the tensors themselves.
+        dataset = self._dataset, self._dataset.key, changes, values_set() if sent_tensors and not node.is_local else {}
         call = Call(remote.open_loader, (*dataset, spec, functions), {})
         return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
 
@@ -247,6 +243,7 @@ class Executor:
                 have=have,
                 names=self._dataset.names,
                 with_patches=not node.is_local,
+                with_told=not node.is_local,
             )
         return functions
 
@@ -263,21 +260,10 @@ class Executor:
 
     def restarting(self, begun: Pass, worker: RemoteWorker) -> Encoded:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""
-        tensors = {} if worker.session.is_local else self._changed_tensors()
-        changed = self._dataset, self._dataset.key, changes_after(self._told, self._changes), tensors
+        told = values_set() if sent_tensors and not worker.session.is_local else {}
+        changed = self._dataset, self._dataset.key, changes_after(self._told, self._changes), told
         args = *changed, begun.progress.epoch, begun.first
         return dumps(tuple(Call(remote.start_epoch, args, {})), persistent_id=reference_of)
-
-    def _changed_tensors(self) -> dict[Path, torch.Tensor]:
-        """Values of shared tensors that the script has ever set since they were sent."""
-        found, sent = self._find_shared() if self._shared else {}, self._shared
-        self._ever_set |= {
-            path for path, each in found.items() if path not in sent or not torch.equal(each, sent[path])
-        }
-        return {path: each for path, each in found.items() if path in self._ever_set}
-
-    def _find_shared(self) -> dict[Path, torch.Tensor]:
-        return find_shared(main_globals(), self._settings.dataset, self._settings.collate_fn)
 
     def _reference_of(self, value: Any, parts: Mapping[int, tuple[Any, Path]]) -> Reference | None:
         """The persistent id of the dataset or a part of it, also inside a user's function, such as a bound method."""

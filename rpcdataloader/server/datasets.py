@@ -8,31 +8,28 @@ each worker may not fit into memory.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import gc
 import io
 import logging
-import mmap
 import os
 import socket
 import stat
 import sys
 import threading
 import traceback
-import types
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.host.parts import find_held
 from rpcdataloader.host.resources import read
 from rpcdataloader.host.state import Change, built, catch_up, forget_changes, set_states
-from rpcdataloader.server.processes import has_more_threads, num_threads
+from rpcdataloader.server.processes import give_back_freed_memory, has_more_threads, num_threads
 from rpcdataloader.wire.built import Built
+from rpcdataloader.wire.maps import count_maps
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
 
@@ -44,6 +41,9 @@ SLOW_BUILD_SECONDS = 60.0
 # A collection that visits frozen objects copies everything inherited from the node server: 90 ms, and 100 MB.
 WORTH_COLLECTING_BYTES = 16 << 20
 
+
+#: The path of each descriptor of a file, by (device, inode).
+OpenFiles = Mapping[tuple[int, int], Sequence[str]]
 
 #: Returns the parts of a dataset, from which it is built.
 Parts = Callable[[], "tuple[Any, ...]"]
@@ -125,6 +125,7 @@ class DatasetTable:
             return
         gc.unfreeze()
         gc.collect()
+        give_back_freed_memory()
         # Survivors stay shared with workers that are forked later.
         gc.freeze()
         self._kept_bytes = memory_of_its_own()
@@ -217,21 +218,35 @@ def style_of(dataset: object) -> str:
     return "map" if hasattr(dataset, "__getitem__") else ""
 
 
-def why_not_shared(dataset: object, files: Counter[tuple[int, int]]) -> str | None:
+def why_not_shared(dataset: object, files: OpenFiles) -> str | None:
     """Why workers cannot inherit a dataset made since :func:`open_files` was called; or None.
 
     Threads of libraries, which the dataset does not hold, are idle now: a fork that lacks them is what torch's workers
     get, too.
     """
-    held = list(_parts(dataset))
-    if any(isinstance(part, threading.Thread) and part.is_alive() for part in held):
+    held, main = find_held(dataset), threading.main_thread()
+    if any(isinstance(part, threading.Thread) and part.is_alive() and part is not main for part in held):
         return "it holds threads, which a fork does not copy"
     if any(map(_is_stream, held)):
         return "it holds a connection or a pipe, on which forked workers would get each other's answers"
-    # A memory map has no position, but keeps a descriptor of its file.
-    if (open_files() - files).total() > sum(isinstance(part, mmap.mmap) for part in held):
+    opened = {file: paths for file, paths in open_files().items() if len(paths) > len(files.get(file, ()))}
+    if any(isinstance(part, io.FileIO) and _file_of(part) in opened for part in held):
         return "it holds files open, whose position forked workers would share"
+    # A memory map has no position, but may keep a descriptor of its file. Files of libraries are no objects.
+    maps = count_maps(held) if opened else {}
+    for file, paths in opened.items():
+        if len(paths) - len(files.get(file, ())) > maps.get(paths[-1], 0):
+            what = f"it holds {paths[-1]} open, whose position forked workers would share"
+            return f"{what}, or another thread has opened that meanwhile"
     return None
+
+
+def _file_of(file: io.FileIO) -> tuple[int, int] | None:
+    try:
+        status = os.fstat(file.fileno())
+    except (OSError, ValueError):  # it is closed
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _is_stream(part: object) -> bool:
@@ -245,27 +260,6 @@ def _is_stream(part: object) -> bool:
         return False
 
 
-# Objects of a dataset that are looked at. Lists of millions of samples have neither threads nor files.
-_MAX_PARTS = 20_000
-
-# They lead out of the dataset, to all that the process has.
-_OUTSIDE = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType, logging.Logger)
-
-
-def _parts(dataset: object) -> Iterator[object]:
-    """The objects that a dataset consists of, itself first."""
-    waiting, seen = collections.deque([dataset]), {id(dataset)}
-    while waiting and len(seen) < _MAX_PARTS:
-        part = waiting.popleft()
-        yield part
-        found = [part.base] if isinstance(part, np.ndarray) else []
-        for inner in [*gc.get_referents(part), *found]:
-            is_leaf = isinstance(inner, (str, bytes, int, float, *_OUTSIDE)) or inner is threading.main_thread()
-            if not is_leaf and id(inner) not in seen:
-                seen.add(id(inner))
-                waiting.append(inner)
-
-
 def name_shared_connections(connections: Mapping[int, str]) -> str:
     """Peers of the connections that a dataset has opened since ``open_connections`` was called."""
     return ", ".join(sorted({peer for inode, peer in open_connections().items() if inode not in connections}))
@@ -277,9 +271,9 @@ def memory_of_its_own() -> int:
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
-def open_files() -> Counter[tuple[int, int]]:
-    """How often this process holds regular files open, by (device, inode): forked workers would share the offsets."""
-    found: Counter[tuple[int, int]] = Counter()
+def open_files() -> OpenFiles:
+    """The regular files that this process holds open: forked workers would share the offsets."""
+    found: dict[tuple[int, int], list[str]] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(f"/proc/self/fd/{name}")
@@ -288,7 +282,7 @@ def open_files() -> Counter[tuple[int, int]]:
             continue
         # Shared memory is mapped, and has no position.
         if status.st_mode & 0o170000 == 0o100000 and not target.startswith(("/dev/shm/", "/memfd:")):
-            found[status.st_dev, status.st_ino] += 1
+            found.setdefault((status.st_dev, status.st_ino), []).append(target)
     return found
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ _ADVICE = "let each node build the dataset: RPCDataset(workers, MyDataset, *args
 _NO_FILE = re.compile(r"/memfd:|/SYSV|/dev/(?!shm/)|/dev/shm/.* \(deleted\)$|\[|$")
 
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+_Version = tuple[int, int]
 
 
 class _Map(NamedTuple):
@@ -35,17 +38,41 @@ class _Map(NamedTuple):
     path: str
 
 
-def _find_map(address: int) -> _Map | None:
-    """The map of a file at an address."""
+def _maps_at(addresses: Iterable[int]) -> Iterator[_Map]:
+    """The maps of files that have one of these addresses."""
+    wanted = sorted(addresses)
     with open("/proc/self/maps") as lines:
         for line in lines:
             place, rights, offset, _device, _inode, *rest = line.rstrip("\n").split(maxsplit=5)
             start, end = (int(number, 16) for number in place.split("-"))
-            if start <= address < end:
-                path = rest[0].replace("\\012", "\n") if rest else ""
-                mode = "r" if "w" not in rights else "c" if "p" in rights else "r+"
-                return None if _NO_FILE.match(path) else _Map(start, end, mode, int(offset, 16), path)
-    return None
+            if bisect_left(wanted, start) == bisect_left(wanted, end):
+                continue
+            path = rest[0].replace("\\012", "\n") if rest else ""
+            mode = "r" if "w" not in rights else "c" if "p" in rights else "r+"
+            if not _NO_FILE.match(path):
+                yield _Map(start, end, mode, int(offset, 16), path)
+
+
+def count_maps(objects: Iterable[object]) -> Counter[str]:
+    """How many maps these objects are in or have made, by the path of the file."""
+    made = [address for each in objects if (address := _address_of(each, mmap.mmap)) is not None]
+    others = [address for each in objects if (address := _address_of(each, (np.ndarray, torch.Tensor))) is not None]
+    found: Counter[str] = Counter()
+    for each in _maps_at([*made, *others]):
+        # Those of one file may be one for the kernel, if they are side by side.
+        found[each.path] += max(1, sum(each.start <= address < each.end for address in made))
+    return found
+
+
+def _address_of(part: Any, kinds: Any) -> int | None:
+    """The address of what an object of one of these kinds has in memory; None for others, and if it has nothing."""
+    if not isinstance(part, kinds):
+        return None
+    try:
+        array = np.frombuffer(part, np.uint8) if isinstance(part, mmap.mmap) else part
+        return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data
+    except (ValueError, RuntimeError):  # closed, or of another layout
+        return None
 
 
 def reduce_array(array: np.ndarray[Any, Any]) -> _Reduced | None:
@@ -65,9 +92,9 @@ def reduce_array(array: np.ndarray[Any, Any]) -> _Reduced | None:
     high = address + sum(step for step in steps if step > 0) + array.itemsize
     if (place := _place_of(low, high)) is None:
         return None
-    mode = place[2] if array.flags.writeable else "r"
+    mode = place[3] if array.flags.writeable else "r"
     kind = np.memmap if isinstance(array, np.memmap) else np.ndarray
-    return open_array, (*place[:2], mode, *place[3:], kind, array.shape, array.dtype, address - low, array.strides)
+    return open_array, (*place[:3], mode, *place[4:], kind, array.shape, array.dtype, address - low, array.strides)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> _Reduced | None:
@@ -79,23 +106,26 @@ def reduce_tensor(tensor: torch.Tensor) -> _Reduced | None:
     return open_tensor, (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _place_of(low: int, high: int) -> tuple[str, int, str, int, int] | None:
+def _place_of(low: int, high: int) -> tuple[str, int, _Version, str, int, int] | None:
     """The first arguments of :func:`open_array` for a range of addresses; None if it is in no map of a file."""
-    if (found := _find_map(low)) is None or high > found.end:
+    if (found := next(_maps_at([low]), None)) is None or high > found.end:
         return None
     try:
-        file_bytes = os.stat(found.path).st_size
+        status = os.stat(found.path)
     except OSError as error:
         raise SerializationError(f"memory map of {found.path}: {error.strerror}; {_ADVICE}") from error
     if found.mode == "c" and _has_changes(low):
         text = "has changes that are not in the file, as it is private (mode 'c')"
         raise SerializationError(f"memory map of {found.path} {text}; {_ADVICE}")
-    return found.path, file_bytes, found.mode, found.offset + low - found.start, high - low
+    # What is written through a map is in the maps of the nodes, too, and changes the time.
+    version = status.st_ino, 0 if found.mode == "r+" else status.st_mtime_ns
+    return found.path, status.st_size, version, found.mode, found.offset + low - found.start, high - low
 
 
 def open_array(
     path: str,
     file_bytes: int,
+    version: _Version,  # noqa: ARG001
     mode: Any,
     offset: int,
     size_bytes: int,
@@ -109,6 +139,8 @@ def open_array(
 
     Args:
         file_bytes: Size of the file at the client.
+        version: Inode and time of the file at the client. Not compared here, where the file system may give others:
+            it makes another pickle of the same dataset once its file was replaced, so that this is built anew.
         mode: That of ``numpy.memmap``.
         offset: Position of the part in the file.
         size_bytes: Size of the part.
@@ -135,6 +167,7 @@ def open_array(
 def open_tensor(
     path: str,
     file_bytes: int,
+    version: _Version,
     mode: str,
     offset: int,
     size_bytes: int,
@@ -144,7 +177,8 @@ def open_tensor(
 ) -> torch.Tensor:
     """The same as a tensor, which is writable."""
     mode = "c" if mode == "r" else mode
-    part = open_array(path, file_bytes, mode, offset, size_bytes, np.ndarray, (size_bytes,), np.dtype("u1"), 0, (1,))
+    args = path, file_bytes, version, mode, offset, size_bytes
+    part = open_array(*args, np.ndarray, (size_bytes,), np.dtype("u1"), 0, (1,))
     return torch.from_numpy(part).view(dtype).as_strided(shape, strides)
 
 

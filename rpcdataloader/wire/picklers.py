@@ -52,6 +52,7 @@ from rpcdataloader.wire.by_value import (
 from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tensor
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, is_dense, place, span_of
+from rpcdataloader.wire.told import note_copy, number_of
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
@@ -371,7 +372,10 @@ class RequestPickler(Pickler):
     Attributes:
         used: Names of the script's globals that the receiver needs, each with what uses it.
         frozen: Frozen objects.
+        numbers_told: True if small shared tensors are numbered.
     """
+
+    numbers_told = False
 
     _opens_maps = _brings_globals = True
 
@@ -386,6 +390,7 @@ class RequestPickler(Pickler):
         self.used: dict[str, str] = {}
         self.frozen: list[Frozen] = []
         self._reducers = reducers
+        self._within: dict[int, Any] = {}  # what numbered tensors are reduced to, by id
         if persistent_id is not None:
             self.persistent_id = persistent_id
 
@@ -393,7 +398,20 @@ class RequestPickler(Pickler):
         """Reduce special objects."""
         if self._reducers is not None and (reduce := self._reducers.get(type(obj))) is not None:
             return reduce(obj)
-        return super().reducer_override(obj)
+        reduction = super().reducer_override(obj)
+        if self.numbers_told and isinstance(obj, torch.Tensor) and id(obj) not in self._within:
+            return self._with_number(obj, reduction)
+        return reduction
+
+    def _with_number(self, tensor: torch.Tensor, reduction: Any) -> Any:
+        """The reduction of a tensor, whose copy is noted if it is a small shared one."""
+        if (number := number_of(tensor)) is None:
+            return reduction
+        if reduction is NotImplemented:
+            reduction = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        make, args = reduction
+        self._within |= {id(part): part for part in args if isinstance(part, torch.Tensor)}
+        return make, args, number, None, None, note_copy
 
     def _take_frozen(self, frozen: Frozen) -> None:
         super()._take_frozen(frozen)
@@ -434,6 +452,7 @@ class DefinitionPickler(RequestPickler):
         reference_of: PersistentId | None = None,
     ) -> None:
         super().__init__(file, None, None, OF_DEFINITIONS)
+        self.numbers_told = True
         self.contained: set[str] = set()
         self._file = file
         self._names, self._owners, self._reference_of = names, owners, reference_of

@@ -121,6 +121,7 @@ def dumps(
     names: Set[str] = frozenset(),
     with_rest: bool = False,
     with_patches: bool = False,
+    with_told: bool = False,
     reducers: Mapping[type, Callable[[Any], Any]] | None = None,
 ) -> Encoded:
     """Encode a client's object.
@@ -135,6 +136,7 @@ def dumps(
         names: Further names of the script whose definitions the receiver needs.
         with_rest: Also give all other definitions of the script, for code that finds them in other ways.
         with_patches: Also give what the script has changed in libraries.
+        with_told: Number small shared tensors, for values that follow.
         reducers: Further reducers by type, which come before all others.
 
     Raises:
@@ -143,7 +145,9 @@ def dumps(
     """
 
     def make_pickler(file: io.BytesIO, buffers: list[memoryview]) -> RequestPickler:
-        return RequestPickler(file, None if in_band else buffers, persistent_id, reducers)
+        pickler = RequestPickler(file, None if in_band else buffers, persistent_id, reducers)
+        pickler.numbers_told = with_told
+        return pickler
 
     advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
     encoded, pickler = _dumps(obj, make_pickler, name, advice)

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import IterableDataset
 
@@ -121,15 +122,33 @@ class Length(Numbers):
         return os.getppid()
 
 
+def own_bytes(session: int) -> int:
+    with open(f"/proc/{session}/statm") as file:
+        _size, resident, of_files, *_rest = map(int, file.read().split())
+    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_arguments_of_a_shared_dataset_do_not_stay(shared_server):
     session = RPCDataset(shared_server.address, Length, bytes(1 << 20))[0]
-
-    def own_bytes() -> int:
-        with open(f"/proc/{session}/statm") as file:
-            _size, resident, of_files, *_rest = map(int, file.read().split())
-        return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
-
-    before = own_bytes()
+    before = own_bytes(session)
     dataset = RPCDataset(shared_server.address, Length, os.urandom(64 << 20))
-    wait_until(lambda: own_bytes() < before + (32 << 20), what="the end of the argument")
+    wait_until(lambda: own_bytes(session) < before + (32 << 20), what="the end of the argument")
     assert dataset[0] == session
+
+
+class Filled(Numbers):
+    """Is in a cycle, with an array that is just small enough for the heap."""
+
+    def __init__(self, values: Any) -> None:
+        super().__init__(4)
+        self.values, self.itself = values, self
+
+
+def test_memory_of_datasets_that_are_gone_goes_back(serve):
+    witness = RPCDataset(address := serve("--num-workers", "1").address, Length, bytes(1 << 20))
+    before = own_bytes(session := witness[0])
+    for number in range(10):
+        dataset = RPCDataset(address, Filled, np.full(4_000_000, float(number)))
+        assert len(list(RPCDataloader(dataset, batch_size=4))) == 1
+        del dataset
+    wait_until(lambda: own_bytes(session) < before + (48 << 20), what="the end of the datasets")

@@ -14,15 +14,23 @@ from rpcdataloader.client.discovery import Local
 from rpcdataloader.client.mutable import MutableDataset
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host import state
-from rpcdataloader.host.state import Change, append_change, catch_up, changes_after, last_of
+from rpcdataloader.host.state import Change, append_change, assign, catch_up, changes_after, last_of
 
 
 class Journal:
     """A dataset whose changes read what those before them have set."""
 
     def __init__(self):
-        self.a = self.b = 0
+        self.a = self.b = self.scaled = 0
         self.entries = []
+
+    @property
+    def c(self):
+        return self.scaled
+
+    @c.setter
+    def c(self, number):
+        self.scaled += number * self.a
 
     def note(self, number):
         self.entries.append((number, self.a, self.b, random.random()))
@@ -95,7 +103,7 @@ def test_workers_have_the_changes_with_which_their_pass_began_each_once(seed):
     def change():
         number = choices.randrange(1000)
         if choices.random() < 0.6:
-            dataset.change(setattr, choices.choice("ab"), number)
+            dataset.change(assign, choices.choice("abc"), number)
         else:
             dataset.change(operator.methodcaller("note", number))
 
@@ -156,3 +164,32 @@ def test_list_of_changes_grows_with_no_attribute_that_is_set_again():
         changes = append_change(changes, Change(number, name, None, 0))
     assert [change.number for change in changes] == [2, 3, 4, 5, 7]
     assert [change.number for change in changes_after(3, changes)] == [4, 5, 7]
+
+
+class Slotted:
+    __slots__ = ("slot",)
+
+
+class Careful:
+    kind = 1
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "name", "is_plain"),
+    [
+        (Journal(), "a", True),
+        (Journal(), "new", True),
+        (Journal(), "note", True),  # a method, in place of that of the class
+        (Journal(), "c", False),
+        (Journal(), "__class__", False),
+        (Slotted(), "slot", True),
+        (Careful(), "kind", False),
+    ],
+)
+def test_an_attribute_is_plain_if_no_code_of_the_class_runs_when_it_is_set(dataset, name, is_plain):
+    value = type("Other", (type(dataset),), {}) if name == "__class__" else 3
+    assert assign(dataset, name, value) is is_plain
+    assert name == "c" or getattr(dataset, name) == value

@@ -8,11 +8,11 @@ import pickle
 import types
 
 import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
 import pytest
-import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from rpcdataloader.host.parts import find_parts, find_shared, follow, set_shared
+from rpcdataloader.host.parts import find_held, find_parts, follow
 from tests.support.datasets import Numbers
 
 
@@ -111,17 +111,14 @@ def test_search_ends_in_large_datasets_and_cycles():
     assert len(find_parts(whole)) < 20_000
 
 
-def test_small_shared_tensors_of_a_copy_take_the_values_of_now():
+def test_what_is_held_is_found_at_both_ends_of_long_lists_and_in_all_else():
+    first, middle, last, inner = Slotted(1), Slotted(2), Slotted(3), np.zeros(3)
     whole = Numbers(3)
-    whole.owner = OwnState()
-    whole.owner.kept.append(torch.zeros(()).share_memory_())
-    whole.large, whole.own = torch.zeros(10_000).share_memory_(), torch.zeros(2)
-    whole.owner.left_out.append(torch.zeros(2).share_memory_())
-    copy = pickle.loads(pickle.dumps(whole))
-    whole.owner.kept[1].fill_(7)
-    namespace = {"number": 1, "told": torch.zeros(()).share_memory_(), "unused": torch.zeros(()).share_memory_()}
-    found = find_shared(namespace, whole, None)
-    assert len(found) == 4
-    there = {"told": torch.ones(())}
-    set_shared(found, there, copy, None)
-    assert (copy.owner.kept[1], there) == (7, {"told": torch.zeros(())})
+    whole.samples = [first, *([number] for number in range(5000)), middle, *range(5000), last]
+    whole.owner, whole.later = OwnState(), iter([{"view": inner[1:]}])
+    held = find_held(whole)
+    assert held[0] is whole
+    found = {id(part) for part in held}
+    assert {id(part) for part in (first, last, inner, whole.owner.left_out)} <= found
+    assert id(middle) not in found
+    assert len(held) < 20_000

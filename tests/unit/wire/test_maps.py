@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 
 import numpy as np
 import pytest
@@ -99,6 +100,26 @@ def test_changes_go_to_the_file_where_those_of_the_original_do(path):
     found = loads(dumps(array).payload, [])
     found[3] = 6
     assert array[3, 3] == 6
+
+
+def test_pickle_of_a_map_is_another_once_its_file_was_replaced(path, tmp_path):
+    def replace():
+        other = tmp_path / "other"
+        (np.memmap(path, np.int32, "r") + 1).tofile(other)
+        other.replace(path)
+
+    def pickled(mode):
+        return bytes(dumps(np.memmap(path, np.int32, mode, 32, SHAPE)).payload)
+
+    for mode in "r", "c", "r+":
+        before = pickled(mode)
+        assert pickled(mode) == before
+        replace()
+        assert pickled(mode) != before
+    before = pickled("r+")
+    np.memmap(path, np.int32, "r+")[:] += 1
+    os.utime(path, ns=(0, 0))
+    assert pickled("r+") == before  # the node sees that
 
 
 def remove(_array, path):
