@@ -116,6 +116,25 @@ assert dataset[2] == 200
 """)
 
 
+def test_changes_reach_a_question_after_one_that_could_not_be_sent_or_answered(passes):
+    passes("""
+import threading
+
+class Scaled(Numbers):
+    def __getitem__(self, index):
+        return index * scale
+
+scale = 1
+dataset = RPCDataset(address, Scaled)
+for scale, wrong in (10, threading.Lock()), (100, None):
+    try:
+        dataset[wrong]
+    except Exception:
+        pass
+    assert dataset[2] == 2 * scale
+""")
+
+
 def test_changes_reach_functions_that_the_dataset_of_a_loader_holds(passes):
     passes("""
 class Each(Numbers):
