@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
+import copy
 import copyreg
 import functools
 import importlib.abc
@@ -22,7 +23,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -231,11 +232,76 @@ def patch(name: str, value: Any) -> None:
         sys.meta_path.insert(0, _later)
 
 
+def keep(names: Set[str]) -> list[str]:
+    """Undo what :func:`patch` has changed here, and in the processes of which this one is a fork, but for ``names``.
+
+    Returns:
+        The names of what was undone.
+    """
+    undone = [name for name in _later.values if name not in names]
+    for name in undone:
+        del _later.values[name]
+    for place, changes in list(_changes_here.items()):
+        if next(reversed(changes.values)) not in names:
+            del _changes_here[place]
+            for undo in reversed(changes.undo.values()):
+                with contextlib.suppress(AttributeError, TypeError):
+                    undo()
+            for name, value in changes.values.items():
+                if name in names:
+                    _apply(name, value)
+                else:
+                    undone.append(name)
+    return undone
+
+
+class _ChangesHere(NamedTuple):
+    """What was changed in one place."""
+
+    undo: dict[str, Callable[[], object]]  # by name; the first one first
+    values: dict[str, Any]  # the last one last
+
+
+_changes_here: dict[str, _ChangesHere] = {}
+
+
+def _note(name: str, value: Any, place: Any, last: str) -> None:
+    """Note a change before it is made."""
+    changes = _changes_here.setdefault(name.partition("[")[0], _ChangesHere({}, {}))
+    if name not in changes.undo:
+        changes.undo[name] = _undo_of(place, last, value)
+    changes.values.pop(name, None)
+    changes.values[name] = value
+
+
+def _undo_of(place: Any, last: str, value: Any) -> Callable[[], object]:
+    """What makes an attribute have its present value again, with its present content."""
+    is_function = isinstance(place, types.FunctionType)
+    before = getattr(place, last, Deleted) if is_function else vars(place).get(last, Deleted)
+    if before is Deleted:
+        return lambda: delattr(place, last)
+    if isinstance(before, types.MappingProxyType):  # a function of functools.singledispatch
+        former = {kind: place.dispatch(kind) for kind in value}
+        return lambda: [place.register(*each) for each in former.items()]
+    content = None
+    if type(before) is type(value):
+        with contextlib.suppress(Exception):  # it cannot be copied
+            content = before.detach().clone() if isinstance(before, torch.Tensor) else copy.copy(before)
+
+    def undo() -> None:
+        if content is not None:
+            _become(before, content)
+        setattr(place, last, before)
+
+    return undo
+
+
 def _apply(name: str, value: Any) -> None:
     module, _colon, attribute = name.partition("[")[0].partition(":")
     owner, _dot, last = attribute.rpartition(".")
     with contextlib.suppress(AttributeError, TypeError):
         place = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
+        _note(name, value, place, last)
         if value is Deleted:
             delattr(place, last)
         elif isinstance(registry := vars(place).get(last), types.MappingProxyType) and is_content(name):

@@ -28,8 +28,11 @@ from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLo
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.collate import registered
+from rpcdataloader.host.environment import collect
 from rpcdataloader.host.locks import Condition, Event
 from rpcdataloader.host.parts import find_parts, find_shared
+from rpcdataloader.host.patches import is_patch
+from rpcdataloader.host.process import ThreadSettings
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.host.state import Change, changes_after, last_of
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
@@ -116,6 +119,9 @@ class Executor:
         self._known = [node.address for node in nodes if not node.is_local]
         # As they were sent with the dataset; workers of this machine share the tensors themselves.
         self._shared = self._find_shared() if self._known or placement.followed else {}
+        # Of the process and thread that begin the pass, for workers of nodes.
+        self._environment = collect({}) if self._known or placement.followed else None
+        self._thread = ThreadSettings.current()
         self._ever_set: set[Path] = set()  # those that the script has set since: they may be as before again
 
     @property
@@ -223,12 +229,14 @@ class Executor:
         """
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
-        if not node.is_local:
-            spec = replace(spec, thread=begun.thread)
-        functions = self._functions_for(node)
+        functions, state = self._functions_for(node), None
+        if self._environment is not None and not node.is_local:
+            assert isinstance(functions, Frozen)
+            spec = replace(spec, thread=self._thread)
+            state = remote.PassState(self._environment, set(filter(is_patch, functions.definitions)))
         changes = changes_after(self._dataset.made_everywhere(), self._changes)
         dataset = self._dataset, self._dataset.key, changes, {} if node.is_local else self._changed_tensors()
-        call = Call(remote.open_loader, (*dataset, spec, functions), {})
+        call = Call(remote.open_loader, (state, *dataset, spec, functions), {})
         return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
 
     def _functions_for(self, node: Node) -> DatasetRef | Frozen:

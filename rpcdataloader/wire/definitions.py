@@ -23,12 +23,12 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, patch
+from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, keep, patch
 from rpcdataloader.host.snapshots import snapshots
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named
 from rpcdataloader.wire.picklers import (
@@ -457,6 +457,11 @@ class _Adopted:
         """Make the changes that a message has brought, once it has imported what it needs."""
         while self._patches:
             patch(*self._patches.popitem())
+
+    def hold(self, patches: Set[str]) -> None:
+        """Undo the changes in modules that this process has inherited, but for those of these names."""
+        for name in keep(patches):
+            self.tokens.pop(name, None)
 
     def own_main(self) -> None:
         """Put definitions into the present ``__main__``, as this process has run the script, or is a fork of it."""
