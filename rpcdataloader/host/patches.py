@@ -269,24 +269,24 @@ def _note(name: str, value: Any, place: Any, last: str) -> None:
     """Note a change before it is made."""
     changes = _changes_here.setdefault(name.partition("[")[0], _ChangesHere({}, {}))
     if name not in changes.undo:
-        changes.undo[name] = _undo_of(place, last, value)
+        changes.undo[name] = _undo_of(name, place, last, value)
     changes.values.pop(name, None)
     changes.values[name] = value
 
 
-def _undo_of(place: Any, last: str, value: Any) -> Callable[[], object]:
-    """What makes an attribute have its present value again, with its present content."""
+def _undo_of(name: str, place: Any, last: str, value: Any) -> Callable[[], object]:
+    """What makes an attribute have its present value again, with its present content if that is about to change."""
     is_function = isinstance(place, types.FunctionType)
     before = getattr(place, last, Deleted) if is_function else vars(place).get(last, Deleted)
     if before is Deleted:
         return lambda: delattr(place, last)
-    if isinstance(before, types.MappingProxyType):  # a function of functools.singledispatch
+    if isinstance(before, types.MappingProxyType) and is_content(name):  # a function of functools.singledispatch
         former = {kind: place.dispatch(kind) for kind in value}
         return lambda: [place.register(*each) for each in former.items()]
     content = None
-    if type(before) is type(value):
+    if is_content(name) and type(before) is type(value):
         with contextlib.suppress(Exception):  # it cannot be copied
-            content = before.detach().clone() if isinstance(before, torch.Tensor) else copy.copy(before)
+            content = (copy.deepcopy if isinstance(before, torch.Tensor) else copy.copy)(before)
 
     def undo() -> None:
         if content is not None:

@@ -164,7 +164,7 @@ def test_what_has_changed_in_place_stays_the_same_object(settings):
 
 
 def test_changes_that_another_pass_has_made_are_undone_and_the_others_stay(settings, library):
-    settings.tensor, settings.show = torch.ones(2), functools.singledispatch(str)
+    settings.tensor, settings.show = torch.nn.Parameter(torch.ones(2)), functools.singledispatch(str)
     settings.show.register(int, hex)
     objects, before = dict(vars(settings)), copy.deepcopy({name: vars(settings)[name] for name in ORIGINAL})
     patch("settings:level[=]", 2)
@@ -177,7 +177,7 @@ def test_changes_that_another_pass_has_made_are_undone_and_the_others_stay(setti
             "ordered[...]": collections.OrderedDict(b=2),
             "recent[...]": collections.deque([2, 3]),
             "drawn[...]": random.Random(2),
-            "tensor[...]": torch.zeros(2),
+            "tensor[...]": torch.nn.Parameter(torch.zeros(2)),
             "show.registry[...]": {int: oct, float: hash},
             "kind[=]": number,
             "same[=]": Deleted,
