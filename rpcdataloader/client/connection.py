@@ -98,6 +98,8 @@ class Connection:
         self._lock = Lock()
         # Guarded by the lock:
         self._pending: dict[int, Request] = {}
+        # Those of them that are sent once the channel is open: what the process there has is known then.
+        self._early: dict[int, tuple[MessageType, Encoded, bytes]] = {}
         self._last_request = 0
         self._known = known or Known()
         self.has_ended = False
@@ -131,23 +133,31 @@ class Connection:
         with self._lock:
             if self.has_ended:
                 raise self._reason()
-            if content.definitions:
-                content = self._with_lacking(content, request)
             number = self._last_request = self._last_request + 1
-            request.size_bytes = content.size_bytes if content.buffers else len(content.payload)
             self._pending[number] = request
-            messages = [Outgoing(type, number, content.payload, content.buffers, request.flags, digest_of_blocks)]
-            if self._borrower is not None and (ended := self._borrower.take_ended()):
-                # Before the request, which may need the memory.
-                messages.insert(0, Outgoing(MessageType.RETURN, payload=pack_blocks(ended)))
-            try:
-                # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it
-                # serves. To wake a thread costs two changes of the GIL's holder, which is more than a small message.
-                self._put(*messages, now=self._sends_now and request.size_bytes <= LONG_BYTES)
-            except RuntimeError as exc:
-                del self._pending[number]
-                raise ConnectionLostError(f"cannot send to {self.name}: {exc}") from exc
+            if self._channel is None:
+                self._early[number] = type, content, digest_of_blocks
+            else:
+                self._submit(number, type, content, digest_of_blocks)
         return number
+
+    def _submit(self, number: int, type: MessageType, content: Encoded, digest_of_blocks: bytes) -> None:
+        """Send a pending request; with the lock."""
+        request = self._pending[number]
+        if content.definitions:
+            content = self._with_lacking(content, request)
+        request.size_bytes = content.size_bytes if content.buffers else len(content.payload)
+        messages = [Outgoing(type, number, content.payload, content.buffers, request.flags, digest_of_blocks)]
+        if self._borrower is not None and (ended := self._borrower.take_ended()):
+            # Before the request, which may need the memory.
+            messages.insert(0, Outgoing(MessageType.RETURN, payload=pack_blocks(ended)))
+        try:
+            # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it
+            # serves. To wake a thread costs two changes of the GIL's holder, which is more than a small message.
+            self._put(*messages, now=self._sends_now and request.size_bytes <= LONG_BYTES)
+        except RuntimeError as exc:
+            del self._pending[number]
+            raise ConnectionLostError(f"cannot send to {self.name}: {exc}") from exc
 
     def _with_lacking(self, content: Encoded, request: Request) -> Encoded:
         """The content with those definitions that the process there may lack; with the lock."""
@@ -184,7 +194,7 @@ class Connection:
         with self._lock:
             if (request := self._pending.get(number)) is None:
                 return
-            if (self._channel is None or not request.is_task) and self._outbox.withdraw(number):
+            if self._early.pop(number, None) or (not request.is_task and self._outbox.withdraw(number)):
                 del self._pending[number]
             else:
                 self._cancel(number)
@@ -282,6 +292,10 @@ class Connection:
             if self.has_ended:
                 return
             self._channel = channel
+            self._known.begun()
+            for number, early in self._early.items():
+                self._submit(number, *early)
+            self._early.clear()
         channel.allocate_with(self._allocate)
         if channel.transport.is_local:
             self._borrower = Borrower()
@@ -351,6 +365,7 @@ class Connection:
             if self.error is None:
                 self.error = error
             pending, self._pending = self._pending, {}
+            self._early.clear()
         self._outbox.close()
         for request in pending.values():
             self._complete(request, self._reason())

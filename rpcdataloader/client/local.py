@@ -88,6 +88,13 @@ class LocalNode(Node):
     def _begin(self) -> RemoteSession:
         if self.is_closed:
             raise ConnectionLostError("the workers of this machine have ended")
+        if self.sessions and self.sessions[-1].welcome is not None:
+            # A process kept ready to fork it as it was would cost every pass another fork.
+            logger.warning(
+                "%s; another one begins, with the dataset and the globals that the script has now: if they have "
+                "changed since the pass began, further batches differ",
+                self.sessions[-1].connection.error or "the session of the workers of this machine has ended",
+            )
         return LocalSession(self.settings, self._context, self.inherited)
 
     def close(self) -> None:

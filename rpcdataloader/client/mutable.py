@@ -7,10 +7,11 @@ of the oldest running pass, and a worker those of its own pass that its session 
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -24,13 +25,14 @@ from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import PendingReply, RemoteWorker, WorkerOwner, freeze, reference_of
-from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.state import Change, append_change, assign, catch_up, changes_after, derive_seed, last_of
 from rpcdataloader.server.datasets import change_shared
 from rpcdataloader.server.local import Inherited
 from rpcdataloader.wire.built import Built, built_here
 from rpcdataloader.wire.by_value import main_globals
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded
 
@@ -259,7 +261,7 @@ class MutableDataset(RemoteDataset):
 
     def _has_news(self) -> bool:
         """Whether the script means something else by one of them than when it was asked last."""
-        return not all(map(operator.is_, self._present_values(), self._asked_with))
+        return not _are_same(self._present_values(), self._asked_with)
 
     def _here(self) -> Any:
         """The dataset itself, if this process has built it and no change was made; None otherwise."""
@@ -348,14 +350,28 @@ class MutableDataset(RemoteDataset):
             return answer()
 
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        answer = PendingReply()
+        answer, present = PendingReply(), self._present_values()
+        complete, names = answer.complete, self.names
+        if worker is self._told and _are_same(present, self._asked_with):
+            names = frozenset()
+        else:
+            complete = functools.partial(self._complete, answer, worker, present)
+            with self._lock:
+                self._length = None
         try:
-            names: Set[str] = frozenset()
-            if worker is not self._told or self._has_news():
-                names, self._told, self._asked_with = self.names, worker, self._present_values()
-                with self._lock:
-                    self._length = None
-            worker.call(Call(func, args, {}), answer.complete, names=names)
+            worker.call(Call(func, args, {}), complete, names=names)
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer.wait
+
+    def _complete(
+        self, answer: PendingReply, worker: RemoteWorker, present: list[Any], reply: Message | RPCError
+    ) -> None:
+        """Take the reply to a question that brought present values; only then the worker is known to have them."""
+        if isinstance(reply, Message) and reply.type == MessageType.REPLY:
+            self._told, self._asked_with = worker, present
+        answer.complete(reply)
+
+
+def _are_same(values: list[Any], others: list[Any]) -> bool:
+    return all(map(operator.is_, values, others))

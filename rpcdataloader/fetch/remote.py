@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.host.environment import Environment, have
 from rpcdataloader.host.state import Change, built, catch_up
+from rpcdataloader.wire.definitions import adopted
 from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
@@ -55,7 +57,31 @@ def share_batches(lender: Lender) -> None:
     _lender = lender
 
 
+class PassState:
+    """What the script had set when a pass began. A process that reads a message with it has it from there on.
+
+    It comes first: a dataset that each worker builds is built while the message is read.
+    """
+
+    def __init__(self, environment: Environment, patches: Set[str]) -> None:
+        self._parts = environment, patches
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return have_state, self._parts
+
+
+def have_state(environment: Environment, patches: Set[str]) -> None:
+    """Let this worker have the state of its pass, if its session has had that of another one by then.
+
+    Args:
+        patches: Names of what the script had changed in modules; with their values, which come before.
+    """
+    have(environment)
+    adopted.hold(patches)
+
+
 def open_loader(
+    _state: PassState | None,
     dataset: Any,
     key: int,
     changes: Sequence[Change],

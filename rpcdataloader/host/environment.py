@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed
 
@@ -37,6 +37,9 @@ from rpcdataloader.host.sources import Source, installed_prefixes, is_under, tak
 from rpcdataloader.host.trust import find_flaw, identify
 
 logger = logging.getLogger("rpcdataloader.server")
+
+# What this process, or the session of which it is a fork, has taken over last of its client, without sources.
+_taken: Environment | None = None
 
 # The client's folders that this process lacks or distrusts, in words; empty if it uses all. Forks inherit it.
 _lack = ""
@@ -96,14 +99,21 @@ def set_up(environment: Environment | None, additions: Additions, rank: int, wor
         take_over(environment.sources)
 
 
+def have(environment: Environment) -> None:
+    """Let a worker have what its pass has begun with, if its session has had another environment by then."""
+    if environment != _taken:
+        install(environment)
+
+
 def install(environment: Environment) -> None:
-    """Take over the client's settings and paths.
+    """Take over the client's settings and paths. What is as it was taken over before stays as user code has set it.
 
     Its paths that exist here and that are safe come first in ``sys.path``. Its directory, too, must be safe to become
     the working directory: programs read code and configuration from there.
     """
-    global _lack
-    environment.settings.apply()
+    global _lack, _taken
+    taken, _taken = _taken, replace(environment, sources={})
+    environment.settings.apply(None if taken is None else taken.settings)
     flaws: dict[str, str | None] = {}
     for path in filter(None, [*environment.import_path, environment.directory]):
         with contextlib.suppress(OSError):  # it is missing
@@ -111,7 +121,8 @@ def install(environment: Environment) -> None:
     found = [path for path in environment.import_path if path in flaws and flaws[path] is None]
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
     try:
-        if flaws.get(environment.directory, "missing") is None:
+        is_new = taken is None or taken.directory != environment.directory
+        if is_new and flaws.get(environment.directory, "missing") is None:
             os.chdir(environment.directory)
     except OSError as exc:
         logger.warning("cannot take %s as working directory: %s", environment.directory, exc.strerror)

@@ -15,6 +15,7 @@ import ast
 import collections
 import contextlib
 import contextvars
+import copy
 import copyreg
 import functools
 import importlib.abc
@@ -23,7 +24,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -249,6 +250,84 @@ def patch(name: str, value: Any) -> None:
         sys.meta_path.insert(0, _later)
 
 
+def keep(names: Set[str]) -> list[str]:
+    """Undo what :func:`patch` has changed here, and in the processes of which this one is a fork, but for ``names``.
+
+    Returns:
+        The names of what was undone.
+    """
+    undone = [name for name in _later.values if name not in names]
+    for name in undone:
+        del _later.values[name]
+    for place, changes in list(_changes_here.items()):
+        if next(reversed(changes.values)) not in names:
+            del _changes_here[place]
+            for undo in reversed(changes.undo.values()):
+                with contextlib.suppress(AttributeError, TypeError):
+                    undo()
+            for name, value in changes.values.items():
+                if name in names:
+                    _apply(name, value)
+                else:
+                    undone.append(name)
+    return undone
+
+
+class _ChangesHere(NamedTuple):
+    """What was changed in one place."""
+
+    owner: Any
+    name: str
+    before: Any  # Deleted if there was nothing
+    undo: dict[str, Callable[[], object]]  # by name; the first one first
+    values: dict[str, Any]  # the last one last
+
+
+_changes_here: dict[str, _ChangesHere] = {}
+
+
+def _note(name: str, value: Any, place: Any, last: str) -> None:
+    """Note a change before it is made."""
+    key = name.partition("[")[0]
+    changes = _changes_here.get(key) or _ChangesHere(place, last, _attribute(place, last), {}, {})
+    _changes_here[key] = changes
+    if name not in changes.undo:
+        changes.undo[name] = _undo_of(name, place, last, value)
+    changes.values.pop(name, None)
+    changes.values[name] = value
+
+
+def _undo_of(name: str, place: Any, last: str, value: Any) -> Callable[[], object]:
+    """What makes an attribute have its present value again, with its present content if that is about to change."""
+    before = _attribute(place, last)
+    if before is Deleted:
+        return lambda: delattr(place, last)
+    if isinstance(before, types.MappingProxyType) and is_content(name):  # a function of functools.singledispatch
+        former = {kind: place.dispatch(kind) for kind in value}
+        return lambda: [place.register(*each) for each in former.items()]
+    is_cell, content = last.startswith("<"), None
+    if (is_content(name) or is_cell) and type(before) is type(value):
+        with contextlib.suppress(Exception):  # it cannot be copied
+            content = (copy.deepcopy if isinstance(before, torch.Tensor) else copy.copy)(before)
+
+    def undo() -> None:
+        if content is not None:
+            _become(before, content)
+        if is_cell:
+            cells_of(place)[last].cell_contents = before
+        else:
+            setattr(place, last, before)
+
+    return undo
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What an owner has itself; Deleted without such an attribute."""
+    if not isinstance(owner, types.FunctionType):
+        return vars(owner).get(name, Deleted)
+    return cells_of(owner)[name].cell_contents if name.startswith("<") else getattr(owner, name, Deleted)
+
+
 def _apply(name: str, value: Any) -> None:
     module, _colon, attribute = name.partition("[")[0].partition(":")
     owner, _dot, last = attribute.rpartition(".")
@@ -256,6 +335,7 @@ def _apply(name: str, value: Any) -> None:
         place: Any = sys.modules[module]
         for each in owner.split(".") if owner else ():
             place = parts_of(place)[each] if each.startswith("<") else getattr(place, each)
+        _note(name, value, place, last)
         if last.startswith("<"):
             cell = cells_of(place)[last]
             if not _become(cell.cell_contents, value):
@@ -265,10 +345,7 @@ def _apply(name: str, value: Any) -> None:
         elif isinstance(registry := vars(place).get(last), types.MappingProxyType) and is_content(name):
             for kind in [kind for kind in value if registry.get(kind) is not value[kind]]:
                 place.register(kind, value[kind])
-        elif not is_content(name):
-            _later.before.setdefault((module, attribute), (place, last, vars(place).get(last, Deleted)))
-            setattr(place, last, value)
-        elif not _become(vars(place).get(last), value):
+        elif not is_content(name) or not _become(vars(place).get(last), value):
             setattr(place, last, value)
 
 
@@ -280,18 +357,16 @@ class _Later(importlib.abc.MetaPathFinder):
 
     Attributes:
         values: What :func:`patch` has got, by name, until its module is imported.
-        before: What was there before another value was set: each with its owner and name.
         is_importing: True within an import.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.before: dict[tuple[str, str], tuple[Any, str, Any]] = {}
         self.is_importing = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """The spec that others find, with a loader that makes the changes."""
-        if self.is_importing or not (self.values or (self.before and has_imported(name))):
+        if self.is_importing or not (self.values or (_changes_here and has_imported(name))):
             return None
         for finder in [*sys.meta_path]:
             find = getattr(finder, "find_spec", None)
@@ -308,15 +383,22 @@ class _Later(importlib.abc.MetaPathFinder):
 
         What was imported after a change gets the script's data anyway (``imports.py``).
         """
-        changed = [(owner, name, before, vars(owner).get(name)) for owner, name, before in self.before.values()]
+        changed = [
+            (owner, name, before, _attribute(owner, name))
+            for owner, name, before, *_rest in _changes_here.values()
+            if before is not Deleted and not name.startswith("<")
+        ]
         for owner, name, before, _now in changed:
-            if before is not Deleted:
-                setattr(owner, name, before)
+            setattr(owner, name, before)
         try:
             yield
         finally:
             for owner, name, before, now in changed:
-                if vars(owner).get(name) is before:
+                if _attribute(owner, name) is not before:
+                    continue  # the module has set it
+                if now is Deleted:
+                    delattr(owner, name)
+                else:
                     setattr(owner, name, now)
 
     def change_imported(self) -> None:

@@ -33,10 +33,12 @@ class _Settings:
         """The settings of this process, or thread."""
         return cls(tuple(ask() for ask, _set in cls.KIND))
 
-    def apply(self) -> None:
-        """Make these the settings of this process, or thread."""
-        for value, (_ask, set_to) in zip(self.values, self.KIND, strict=True):
-            set_to(value)
+    def apply(self, before: _Settings | None = None) -> None:
+        """Make these the settings of this process, or thread; but for those that are the same in ``before``."""
+        others = [_Settings] * len(self.values) if before is None else before.values
+        for value, other, (_ask, set_to) in zip(self.values, others, self.KIND, strict=True):
+            if value != other:
+                set_to(value)
 
 
 def _arguments() -> list[str]:

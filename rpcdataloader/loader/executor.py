@@ -25,8 +25,11 @@ from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLo
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.collate import registered
+from rpcdataloader.host.environment import collect
 from rpcdataloader.host.locks import Condition, Event
 from rpcdataloader.host.parts import find_parts
+from rpcdataloader.host.patches import is_patch
+from rpcdataloader.host.process import ThreadSettings
 from rpcdataloader.host.seldom import Seldom
 from rpcdataloader.host.state import Change, changes_after, last_of
 from rpcdataloader.loader.passes import Pass, functions_of, loader_spec
@@ -109,6 +112,9 @@ class Executor:
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if not node.is_local]
+        # Of the process and thread that begin the pass, for workers of nodes.
+        self._environment = collect({}) if self._known or placement.followed else None
+        self._thread = ThreadSettings.current()
 
     @property
     def is_over(self) -> bool:
@@ -221,13 +227,15 @@ class Executor:
         """
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
-        if not node.is_local:
-            spec = replace(spec, thread=begun.thread)
-        functions = self._functions_for(node)
+        functions, state = self._functions_for(node), None
+        if self._environment is not None and not node.is_local:
+            assert isinstance(functions, Frozen)
+            spec = replace(spec, thread=self._thread)
+            state = remote.PassState(self._environment, set(filter(is_patch, functions.definitions)))
         changes = changes_after(self._dataset.made_everywhere(), self._changes)
         # Workers of this machine share the tensors themselves.
-        dataset = self._dataset, self._dataset.key, changes, values_set() if sent_tensors and not node.is_local else {}
-        call = Call(remote.open_loader, (*dataset, spec, functions), {})
+        told = values_set() if sent_tensors and not node.is_local else {}
+        call = Call(remote.open_loader, (state, self._dataset, self._dataset.key, changes, told, spec, functions), {})
         return Opening(begun, dumps(tuple(call), persistent_id=reference_of))
 
     def _functions_for(self, node: Node) -> DatasetRef | Frozen:

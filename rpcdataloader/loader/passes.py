@@ -6,14 +6,13 @@ import contextlib
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler
 
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.host.process import ThreadSettings
 from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
@@ -41,7 +40,6 @@ class Pass:
     first: int  # position at which all ranks together begin; above 0 where a sampler resumes in the middle
     ranks: tuple[int, int]  # rank and world size
     resumed: tuple[StreamState, ...]  # saved states from which streams continue
-    thread: ThreadSettings = field(default_factory=ThreadSettings.current)  # of the script's, for its workers
 
 
 def undone_afterwards(saved: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[None]:

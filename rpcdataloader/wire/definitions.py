@@ -23,12 +23,12 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, patch, patched
+from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, keep, patch, patched
 from rpcdataloader.host.snapshots import snapshots
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named, root_of
 from rpcdataloader.wire.picklers import (
@@ -355,8 +355,7 @@ class _Adopt:
         return adopt, (self.pickled,)
 
 
-# Smaller definitions are sent to each worker. It has inherited most of them, and then skips them; but a session may get
-# others between the request for a worker and the fork.
+# Smaller definitions are sent to each worker, which skips those that it has inherited.
 _MIN_INHERITED_BYTES = 1 << 16
 
 
@@ -372,14 +371,28 @@ class Known:
     def __init__(self, have: Have = lambda _name: False) -> None:
         self._have = have
         self._tokens: dict[str, bytes] = {}  # of what has arrived
-        self._sent: dict[str, bytes] = {}  # of what was sent last
+        self._sent: dict[str, tuple[bytes, int]] = {}  # last tokens, with the number of their message
+        self._num_sent = 0  # messages
         self._large: set[str] = set()
+        self._parent: Known | None = None  # until the process is forked, with the number of messages sent to that
 
     def inherit(self) -> Known:
-        """What a process has that is forked from this one later."""
+        """What a process has that is forked from this one later, and then :meth:`begun`."""
         child = Known(self._have)
         child._tokens = {name: token for name, token in self._tokens.items() if name in self._large}
+        child._parent, child._num_sent = self, self._num_sent
         return child
+
+    def begun(self) -> None:
+        """Note that the process was forked, perhaps after its parent was sent other definitions than these.
+
+        Without the lock of the parent, which is sent nothing in between that counts.
+        """
+        parent, self._parent = self._parent, None
+        if parent is not None:
+            late = [name for name in self._tokens if parent._sent[name][1] > self._num_sent]
+            for name in late:
+                del self._tokens[name]
 
     def lacking(self, table: Table) -> list[Definition]:
         """The definitions that the process may lack."""
@@ -391,16 +404,17 @@ class Known:
 
     def sending(self, definitions: Iterable[Definition]) -> None:
         """Note that definitions are sent: until they have arrived, the process may have these or others."""
+        self._num_sent += 1
         for each in definitions:
             for name, token in each.tokens:
                 self._tokens.pop(name, None)
-                self._sent[name] = token
+                self._sent[name] = token, self._num_sent
 
     def arrived(self, definitions: Iterable[Definition]) -> None:
         """Note that the process has used a message with these definitions."""
         for each in definitions:
             for name, token in each.tokens:
-                if self._sent.get(name) == token and each.on_demand is None:
+                if self._sent[name][0] == token and each.on_demand is None:
                     self._tokens[name] = token
                     (self._large.add if len(each.pickled) >= _MIN_INHERITED_BYTES else self._large.discard)(name)
 
@@ -460,6 +474,11 @@ class _Adopted:
         """Make the changes that a message has brought, once it has imported what it needs."""
         while self._patches:
             patch(*self._patches.popitem())
+
+    def hold(self, patches: Set[str]) -> None:
+        """Undo the changes in modules that this process has inherited, but for those of these names."""
+        for name in keep(patches):
+            self.tokens.pop(name, None)
 
     def own_main(self) -> None:
         """Put definitions into the present ``__main__``, as this process has run the script, or is a fork of it."""

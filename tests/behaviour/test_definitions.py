@@ -116,6 +116,25 @@ assert dataset[2] == 200
 """)
 
 
+def test_changes_reach_a_question_after_one_that_could_not_be_sent_or_answered(passes):
+    passes("""
+import threading
+
+class Scaled(Numbers):
+    def __getitem__(self, index):
+        return index * scale
+
+scale = 1
+dataset = RPCDataset(address, Scaled)
+for scale, wrong in (10, threading.Lock()), (100, None):
+    try:
+        dataset[wrong]
+    except Exception:
+        pass
+    assert dataset[2] == 2 * scale
+""")
+
+
 def test_changes_reach_functions_that_the_dataset_of_a_loader_holds(passes):
     passes("""
 class Each(Numbers):
@@ -916,6 +935,46 @@ import derived
 derived.options.size = 2
 assert [*load(derived.Derived())] == [[(1, 2, 1, 1)] * 2] * 2
 """)
+
+
+def test_worker_that_is_forked_after_another_pass_has_begun_has_modules_and_settings_of_its_own_pass(passes_with):
+    passes_with(
+        "size, names = 1, ['a']\nclass Options:\n    level = 1",
+        """
+import signal, torch
+
+class Seen(Numbers):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, _index):
+        return look(), os.getpid()
+
+def look():
+    return own.size, list(own.names), own.Options.level, own.limit, torch.get_default_dtype(), os.getcwd()
+
+def change(number):
+    folder = pathlib.Path(__file__).with_name(str(number))
+    folder.mkdir()
+    os.chdir(folder)
+    own.limit = number
+    torch.set_default_dtype((torch.float32, torch.float64)[number])
+
+change(0)
+batches = iter(load(Seen(), prefetch_factor=1))
+((first, pid), _second) = next(batches)
+assert first == look()
+change(1)
+own.size = own.Options.level = 2
+own.names.append("b")
+assert {seen[2:] for batch in load(Seen()) for seen, _pid in batch} == {look()[2:]}
+os.kill(pid, signal.SIGKILL)
+for batch in batches:
+    for seen, other in batch:
+        assert seen == first, (seen, first)
+assert other != pid
+""",
+    )
 
 
 def test_second_dataset_of_a_script_leaves_the_first_as_it_is(passes):

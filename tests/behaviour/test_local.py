@@ -160,6 +160,16 @@ def test_lost_session_of_an_rpc_dataset_is_forgotten():
     assert list(dataset._access._sessions) == [dataset._access.local.current]
 
 
+def test_loss_of_a_session_says_once_that_the_next_one_has_what_the_script_has_now(caplog):
+    batches = iter(RPCDataloader(datasets.Numbers(100), num_workers=1))
+    next(batches)
+    session = get_client()._local[-1].current.welcome.pid
+    os.kill(session, signal.SIGKILL)
+    assert len(list(batches)) == 99
+    told = [text for text in caplog.messages if "another one begins, with the dataset and the globals" in text]
+    assert [f"(pid {session}) was killed" in text for text in told] == [True]
+
+
 def test_session_is_none_of_the_children_that_multiprocessing_waits_for():
     batches = iter(RPCDataloader(datasets.Numbers(100), num_workers=1))
     next(batches)

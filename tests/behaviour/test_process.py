@@ -6,6 +6,7 @@ import contextlib
 import csv
 import decimal
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -173,3 +174,25 @@ def test_worker_has_the_settings_of_the_thread_that_iterates(serve):
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(count).result() == "0.333"
     assert [batch["third"] for batch in loader] == [str(decimal.Decimal(1) / 3)]
+
+
+class Thirds:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, _index):
+        return str(decimal.Decimal(1) / 3), os.getpid()
+
+
+def test_worker_that_replaces_a_persistent_one_has_the_settings_of_the_first_pass(serve):
+    options = {"num_workers": 1, "prefetch_factor": 1, "persistent_workers": True, "collate_fn": tuple}
+    decimal.getcontext().prec = 3
+    loader = RPCDataloader(Thirds(), None, workers=serve("--num-workers", "1").address, **options)
+    assert {third for third, _pid in loader} == {"0.333"}
+    decimal.getcontext().prec = 5
+    batches = iter(loader)
+    _third, lost = next(batches)
+    os.kill(lost, signal.SIGKILL)
+    thirds, pids = zip(*batches, strict=True)
+    assert pids[-1] != lost
+    assert {*thirds} == {"0.333"}

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import sysconfig
+from dataclasses import replace
 
 import pytest
 
@@ -127,3 +128,29 @@ def test_folder_of_somebody_else_is_not_used_for_modules(here):
     (here / "session").mkdir()
     with pytest.raises(FileExistsError):
         give(b"side = 2")
+
+
+def test_worker_has_the_environment_of_its_pass_and_keeps_what_user_code_has_set_in_its_session(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "_taken", None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    limit = sys.getrecursionlimit()
+    found = []
+    for number, folder in enumerate(folders[:2]):
+        monkeypatch.chdir(folder)
+        sys.setrecursionlimit(limit + number)
+        found.append(collect({}))
+    try:
+        install(found[1])
+        environment.have(found[0])
+        assert (os.getcwd(), sys.getrecursionlimit()) == (str(folders[0]), limit)
+        monkeypatch.chdir(folders[2])  # as a constructor may do
+        environment.have(found[0])
+        assert os.getcwd() == str(folders[2])
+        install(replace(found[0], import_path=(*found[0].import_path, str(tmp_path))))
+        assert str(tmp_path) in sys.path
+        assert os.getcwd() == str(folders[2])
+    finally:
+        sys.setrecursionlimit(limit)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import copy
+import functools
 import importlib
 import random
 import string
@@ -10,6 +12,7 @@ import sys
 import types
 
 import pytest
+import torch
 
 from rpcdataloader.host import patches
 from rpcdataloader.host.patches import find_patches, is_compared, is_patch, patch
@@ -105,13 +108,19 @@ import types
 
 options = types.SimpleNamespace(size=1)
 table, names, ordered, recent, drawn = {"a": 1}, ["a"], {"a": 1}, collections.deque([1]), random.Random(1)
-level = 1
+level, same = 1, "same"
+
+def read(limit=1):
+    return limit
 """
+
+ORIGINAL = "table", "names", "options", "ordered", "recent", "drawn", "tensor", "same"
 
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     """A module of the script's own."""
+    monkeypatch.setattr(patches, "_changes_here", {})
     (tmp_path / "settings.py").write_text(OF_THE_SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("settings")
@@ -152,6 +161,44 @@ def test_what_has_changed_in_place_stays_the_same_object(settings):
     assert (table, names, vars(options), list(ordered)) == ({"b": 2}, ["b"], {"other": 2}, ["b"])
     assert (list(recent), drawn.random()) == ([2, 3], random.Random(2).random())
     assert settings.kind == "text"
+
+
+def test_changes_that_another_pass_has_made_are_undone_and_the_others_stay(settings, library):
+    settings.tensor, settings.show = torch.nn.Parameter(torch.ones(2)), functools.singledispatch(str)
+    settings.show.register(int, hex)
+    objects, before = dict(vars(settings)), copy.deepcopy({name: vars(settings)[name] for name in ORIGINAL})
+    patch("settings:level[=]", 2)
+    for number in range(2):
+        for name, value in {
+            "table[...]": {"b": number},
+            "table[=]": {},
+            "names[...]": [],
+            "options[...]": types.SimpleNamespace(other=number),
+            "ordered[...]": collections.OrderedDict(b=2),
+            "recent[...]": collections.deque([2, 3]),
+            "drawn[...]": random.Random(2),
+            "tensor[...]": torch.nn.Parameter(torch.zeros(2)),
+            "show.registry[...]": {int: oct, float: hash},
+            "kind[=]": number,
+            "same[=]": Deleted,
+            "read.__defaults__[=]": (2,),
+        }.items():
+            patch(f"settings:{name}", value)
+    patch("library:Reader.limit", 5)
+    patch("settings:names[=]", ["kept"])
+    patch("not_imported:size", 2)
+    undone = patches.keep({"settings:level[=]", "settings:names[=]"})
+    assert {"settings:table[...]", "settings:table[=]", "not_imported:size", "library:Reader.limit"} <= {*undone}
+    assert not {"settings:level[=]", "settings:names[=]"} & {*undone}
+    assert (settings.level, settings.names, library.Reader.limit) == (2, ["kept"], 1)
+    assert not hasattr(settings, "kind")
+    assert (settings.show(10), settings.show(1.5), settings.read()) == ("0xa", "1.5", 1)
+    for name in {*ORIGINAL} - {"names", "drawn", "tensor"}:
+        assert getattr(settings, name) is objects[name]
+        assert getattr(settings, name) == before[name]
+    assert settings.tensor.tolist() == [1, 1]
+    assert settings.drawn.random() == before["drawn"].random()
+    assert patches.keep({"settings:level[=]", "settings:names[=]"}) == []
 
 
 def test_what_was_deleted_is_deleted_and_set_again(settings):
