@@ -234,7 +234,8 @@ class Snapshots:
         if module is not None and known is not None and known.refer() is module:
             with contextlib.suppress(Exception):
                 for changed, kind in _compare(name, vars(module), known.facts, ""):
-                    self._changed[name, changed] = kind
+                    if self._changed.get((name, changed)) != VALUE:  # or a node would set the former object back
+                        self._changed[name, changed] = kind
                     self._whole.discard((name, changed))
 
     def _look_after_script(self, name: str) -> None:
@@ -273,10 +274,11 @@ class Snapshots:
                 found[name, place, kind] = _present(sys.modules[name], place)
         # What a module has taken from one where it is another object now is that object there, too.
         bound = {id(value) for (*_, kind), value in found.items() if kind == VALUE and type(value) not in _ATOMS}
-        return {
-            f"{name}:{place}{VALUE if (name, place) in self._whole and id(value) in bound else kind}": value
-            for (name, place, kind), value in found.items()
-        }
+        for name, place, _kind in [
+            key for key, value in found.items() if key[:2] in self._whole and id(value) in bound
+        ]:
+            self._changed[name, place] = VALUE
+        return {f"{name}:{place}{self._changed[name, place]}": value for (name, place, _kind), value in found.items()}
 
     def _compare_with_source(self, name: str, source: Source) -> None:
         for place, literal in literals_of(source.content).items():

@@ -710,9 +710,9 @@ if {when!r} == "after":
 exec("taken.held['options'], taken.held['table'] = settings.options, settings.table")
 
 loader = load(taken.Rows())
-assert [*loader] == [[(2, True, 2, True, True)] * 2] * 2
+got = [*loader]; assert got == [[(2, True, 2, True, True)] * 2] * 2, got
 settings.options.size = settings.table["c"] = 3
-assert [*loader] == [[(3, True, 3, True, True)] * 2] * 2
+got = [*loader]; assert got == [[(3, True, 3, True, True)] * 2] * 2, got
 """)
 
 
