@@ -52,7 +52,7 @@ class Process:
 class Session(Process):
     """A session of this machine, as the client knows it: born with the dataset as it was constructed."""
 
-    address = "node:1"
+    address, is_local = "node:1", True
     connection = SimpleNamespace(release=lambda _key: None)
 
     def __init__(self):
