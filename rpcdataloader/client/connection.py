@@ -364,8 +364,7 @@ class Connection:
             self._borrower = None  # memory without blocks goes now
             if self.error is None:
                 self.error = error
-            pending, self._pending = self._pending, {}
-            self._early.clear()
+            pending, self._pending, self._early = self._pending, {}, {}
         self._outbox.close()
         for request in pending.values():
             self._complete(request, self._reason())

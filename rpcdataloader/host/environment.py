@@ -113,7 +113,7 @@ def install(environment: Environment) -> None:
     """
     global _lack, _taken
     taken, _taken = _taken, replace(environment, sources={})
-    environment.settings.apply(None if taken is None else taken.settings)
+    environment.settings.apply(*(() if taken is None else (taken.settings.values,)))
     flaws: dict[str, str | None] = {}
     for path in filter(None, [*environment.import_path, environment.directory]):
         with contextlib.suppress(OSError):  # it is missing

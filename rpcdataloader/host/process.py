@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import decimal
+import itertools
 import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +19,8 @@ import torch
 # How to ask for a setting, and how to set it.
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
+
+_set_always = object()
 
 _S = TypeVar("_S", bound="_Settings")
 
@@ -33,10 +36,9 @@ class _Settings:
         """The settings of this process, or thread."""
         return cls(tuple(ask() for ask, _set in cls.KIND))
 
-    def apply(self, before: _Settings | None = None) -> None:
-        """Make these the settings of this process, or thread; but for those that are the same in ``before``."""
-        others = [_Settings] * len(self.values) if before is None else before.values
-        for value, other, (_ask, set_to) in zip(self.values, others, self.KIND, strict=True):
+    def apply(self, before: Iterable[Any] = itertools.repeat(_set_always)) -> None:
+        """Make these the settings of this process, or thread; but for values that are the same in ``before``."""
+        for value, other, (_ask, set_to) in zip(self.values, before, self.KIND, strict=False):
             if value != other:
                 set_to(value)
 

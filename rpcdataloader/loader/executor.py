@@ -228,8 +228,7 @@ class Executor:
         # Workers that join later may have a higher number.
         spec = loader_spec(self._settings, begun, place, max(self._num_workers, place + 1), stream)
         functions, state = self._functions_for(node), None
-        if self._environment is not None and not node.is_local:
-            assert isinstance(functions, Frozen)
+        if isinstance(functions, Frozen) and self._environment is not None and not node.is_local:
             spec = replace(spec, thread=self._thread)
             state = remote.PassState(self._environment, set(filter(is_patch, functions.definitions)))
         changes = changes_after(self._dataset.made_everywhere(), self._changes)
@@ -245,14 +244,10 @@ class Executor:
         if (functions := self._functions.get(node.is_local)) is None:
             refer = functools.partial(self._reference_of, parts=find_parts(self._settings.dataset))
             have = None if (session := node.current) is None else session.has
-            functions = self._functions[node.is_local] = freeze(
-                {**functions_of(self._settings), "registered": {} if node.is_local else registered()},
-                persistent_id=refer,
-                have=have,
-                names=self._dataset.names,
-                with_patches=not node.is_local,
-                with_told=not node.is_local,
-            )
+            parts = {**functions_of(self._settings), "registered": {} if node.is_local else registered()}
+            of_nodes = dict.fromkeys(("with_patches", "with_told"), not node.is_local)
+            functions = freeze(parts, persistent_id=refer, have=have, names=self._dataset.names, **of_nodes)
+            self._functions[node.is_local] = functions
         return functions
 
     def settle(self, workers: Sequence[RemoteWorker]) -> None:

@@ -388,11 +388,8 @@ class Known:
 
         Without the lock of the parent, which is sent nothing in between that counts.
         """
-        parent, self._parent = self._parent, None
-        if parent is not None:
-            late = [name for name in self._tokens if parent._sent[name][1] > self._num_sent]
-            for name in late:
-                del self._tokens[name]
+        parent, self._parent = self._parent or self, None
+        self._tokens = {name: token for name, token in self._tokens.items() if parent._sent[name][1] <= self._num_sent}
 
     def lacking(self, table: Table) -> list[Definition]:
         """The definitions that the process may lack."""
