@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +25,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import PendingReply, RemoteWorker, WorkerOwner, freeze, reference_of
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.host.contents import Content
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.state import Change, append_change, assign, catch_up, changes_after, derive_seed, last_of
 from rpcdataloader.server.datasets import change_shared
@@ -80,7 +80,7 @@ class MutableDataset(RemoteDataset):
         self._told: RemoteWorker | None = None  # that has the script's definitions as of the last question
         # Guarded by the other lock.
         self._length: int | None = None
-        self._asked_with = self._present_values()  # of the script's names, with which it has this length
+        self._asked_with = _Values(self._present_values())  # of the script's names, with which it has this length
         self._is_iterable = is_iterable
         self._last_change = 0  # number
         self._changes: tuple[Change, ...] = ()
@@ -261,7 +261,7 @@ class MutableDataset(RemoteDataset):
 
     def _has_news(self) -> bool:
         """Whether the script means something else by one of them than when it was asked last."""
-        return not _are_same(self._present_values(), self._asked_with)
+        return not self._asked_with.are_same(self._present_values())
 
     def _here(self) -> Any:
         """The dataset itself, if this process has built it and no change was made; None otherwise."""
@@ -352,10 +352,10 @@ class MutableDataset(RemoteDataset):
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         answer, present = PendingReply(), self._present_values()
         complete, names = answer.complete, self.names
-        if worker is self._told and _are_same(present, self._asked_with):
+        if worker is self._told and self._asked_with.are_same(present):
             names = frozenset()
         else:
-            complete = functools.partial(self._complete, answer, worker, present)
+            complete = functools.partial(self._complete, answer, worker, _Values(present))
             with self._lock:
                 self._length = None
         try:
@@ -365,7 +365,7 @@ class MutableDataset(RemoteDataset):
         return answer.wait
 
     def _complete(
-        self, answer: PendingReply, worker: RemoteWorker, present: list[Any], reply: Message | RPCError
+        self, answer: PendingReply, worker: RemoteWorker, present: _Values, reply: Message | RPCError
     ) -> None:
         """Take the reply to a question that brought present values; only then the worker is known to have them."""
         if isinstance(reply, Message) and reply.type == MessageType.REPLY:
@@ -373,5 +373,18 @@ class MutableDataset(RemoteDataset):
         answer.complete(reply)
 
 
-def _are_same(values: list[Any], others: list[Any]) -> bool:
-    return all(map(operator.is_, values, others))
+class _Values:
+    """What names of the script meant at a moment, and what these objects and attributes of classes contained."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = [(value, Content(_contents_of(value))) for value in values]
+
+    def are_same(self, values: list[Any]) -> bool:
+        """Whether these are the same objects, with the same contents, as far as that can be told."""
+        if not all(value is before for value, (before, _content) in zip(values, self._values, strict=True)):
+            return False
+        return not any(content.has_changed(_contents_of(value)) for value, content in self._values)
+
+
+def _contents_of(value: Any) -> Any:
+    return dict(vars(value)) if isinstance(value, type) else value

@@ -79,7 +79,7 @@ def loads_batches(getitems: Any) -> bool:
     kinds = [kind for kind in type(wrapper).__mro__ if "__getitems__" in vars(kind)]
     if not any(map(_is_torchs, kinds)):
         return True
-    if not _is_torchs(kinds[0]) and _code_of(vars(kinds[0])["__getitems__"]) not in _LOOPS:
+    if not _is_torchs(kinds[0]) and _code_of(vars(kinds[0])["__getitems__"]) not in map(_code_of, _LOOPS):
         return True
     behind = [wrapper.dataset] if hasattr(wrapper, "dataset") else getattr(wrapper, "datasets", ())
     if isinstance(behind, Mapping):
@@ -106,7 +106,7 @@ def _subscript(self: Any, indices: Any) -> Any:
 
 
 # What torch's documentation of ``Subset`` gives, in two spellings: it asks for single samples.
-_LOOPS = tuple(map(_code_of, (_call_getitem, _subscript)))
+_LOOPS = _call_getitem, _subscript
 
 
 def _is_torchs(kind: type) -> bool:

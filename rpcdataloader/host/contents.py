@@ -88,7 +88,7 @@ def _digest(value: Any) -> tuple[int | None, int, tuple[weakref.ref[Any], ...]]:
 
 class _Limited(io.BytesIO):
     def write(self, data: Any) -> int:
-        if self.tell() + len(data) > MAX_BYTES:
+        if self.tell() + memoryview(data).nbytes > MAX_BYTES:
             raise OverflowError
         return super().write(data)
 

@@ -39,6 +39,7 @@ class Imports:
         default_factory=dict
     )  # modules by their names, and by the last parts of these
     _running: list[_Running] = field(default_factory=list)
+    _unsure: dict[str, set[str]] = field(default_factory=dict)  # modules that use one that was not looked at then
     _num_looks: Counter[str] = field(default_factory=Counter)
     _seen: set[str] = field(default_factory=set)  # modules that need no look before the outermost import has ended
 
@@ -56,6 +57,8 @@ class Imports:
         used = self._used_by(name) - self._seen
         self._seen |= {*used, name}
         looks = {each for each in used if self._num_looks[each] < _MAX_LOOKS}
+        for each in used - looks:
+            self._unsure.setdefault(each, set()).add(name)
         self._num_looks.update(looks)
         self._running.append(_Running(name, _generators()))
         return looks
@@ -94,6 +97,14 @@ class Imports:
         for name in names & self._used.keys():
             self._judge(name)
 
+    def judge_unsure(self) -> None:
+        """Note what follows of modules that were not looked at before others used them, and have changed by now."""
+        unsure: set[str] = set().union(*(self._unsure.pop(each, set()) for each in self.moved)) - self.differing
+        if unsure:
+            self.differing |= unsure
+            for name in self._used:  # in the order of imports
+                self._judge(name)
+
     def _judge(self, name: str) -> None:
         if not self._used[name].isdisjoint(self.moved | self.differing):
             self.differing.add(name)
@@ -108,7 +119,7 @@ class Imports:
             self._by_name.setdefault(each, set()).add(name)
 
     def _note_generators(self, running: _Running) -> None:
-        if _have_drawn(running.generators, _generators()):
+        if self._named[running.name].isdisjoint(_SEEDING) and _have_drawn(running.generators, _generators()):
             self.differing.add(running.name)
 
 
@@ -118,6 +129,10 @@ class _Running:
 
     name: str
     generators: tuple[Any, ...]
+
+
+# What a module names that seeds the generators: a node draws the same numbers then.
+_SEEDING = frozenset({"manual_seed", "seed", "seed_all", "seed_everything", "set_random_seeds", "set_seed", "setstate"})
 
 
 def _names_in(code: types.CodeType) -> Set[str]:

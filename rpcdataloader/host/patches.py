@@ -24,6 +24,7 @@ import importlib.util
 import os
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
@@ -421,7 +422,7 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         was_importing, _later.is_importing = _later.is_importing, True
-        is_late = not was_importing and has_imported(module.__name__)
+        is_late = not was_importing and has_imported(module.__name__) and not _has_other_threads()
         try:
             with _later.as_before() if is_late else contextlib.nullcontext():
                 self._loader.exec_module(module)
@@ -434,11 +435,21 @@ class _Loader(importlib.abc.Loader):
 _later = _Later()
 
 
+def _has_other_threads() -> bool:
+    """Whether user code may run in another thread, which must not meet values from before a change."""
+    return any(
+        not each.name.startswith("rpcdl-") for each in threading.enumerate() if each is not threading.main_thread()
+    )
+
+
 def _become(obj: Any, other: Any) -> bool:
     """Give an object the content of another one, as more than its module may refer to it; False if it has none."""
     if (copy_content := _becoming(obj, other)) is None:
         return False
-    copy_content()
+    try:
+        copy_content()
+    except Exception:  # it cannot be changed, as an expanded tensor
+        return False
     return True
 
 

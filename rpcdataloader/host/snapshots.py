@@ -11,6 +11,7 @@ a node may import otherwise (``imports.py``), all data counts as changed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import types
@@ -32,6 +33,9 @@ _MAX_BYTES = 16 << 20
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _MAX_ATOM = 1 << 12  # bytes of a text that is kept to compare it; of others, the object counts
+
+# Objects without a digest that are kept to be compared; of larger ones the id counts, which another may have later.
+_MAX_KEPT_BYTES = 1 << 16
 
 # What a module has but does not change.
 _NO_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, logging.Logger)
@@ -90,7 +94,8 @@ class _Fact:
                 self.content = _Level(value)
             elif has_digest and (kind is types.MethodType or not issubclass(kind, _NO_DATA)):
                 self.content = Content(value)
-            if type(self.before) is _Id and (self.content is None or self.content.digest is None):
+            is_told = self.content is not None and self.content.digest is not None
+            if type(self.before) is _Id and not is_told and sys.getsizeof(value) <= _MAX_KEPT_BYTES:
                 self.before = _Kept(value)
 
     def difference(self, value: Any) -> str | None:
@@ -242,7 +247,9 @@ class Snapshots:
         """Note what has changed in a module, which the script has done if it is new."""
         before = len(self._changed)
         self.look(name)
-        if len(self._changed) > before:
+        new = [place for _module, place in [*self._changed][before:]]
+        # Levels are those of a process, which logging.basicConfig sets for all modules.
+        if any(not isinstance(_present(sys.modules[name], place), logging.Logger) for place in new):
             self._imports.moved.add(name)
 
     def forget(self, name: str) -> None:
@@ -265,6 +272,7 @@ class Snapshots:
                 self._compare_with_source(name, sources[name])
         if not self._early.isdisjoint(self._imports.moved):
             self._imports.judge_early(self._early)
+        self._imports.judge_unsure()
         for name in self._imports.differing - self._sent_whole:
             self._sent_whole.add(name)
             self._take_all_of(name, sources.get(name))
@@ -307,6 +315,8 @@ class Snapshots:
         """
         place, _bracket, _kind = name.partition("[")
         module, _colon, path = place.partition(":")
+        if (module, path) in self._whole:
+            return True
         known, fact = self._modules.get(module), None
         facts = {} if known is None else known.facts
         for each in path.split("."):
@@ -368,7 +378,8 @@ def _data_in(facts: Mapping[str, _Fact], namespace: Mapping[str, Any], prefix: s
         if fact.parts:
             yield from _data_in(fact.parts, parts_of(value), f"{prefix}{name}.")
         elif value is not Deleted and not (
-            isinstance(value, _DEFINITIONS) or callable(value) or hasattr(type(value), "__get__")
+            isinstance(value, (*_DEFINITIONS, types.BuiltinFunctionType))
+            or (hasattr(type(value), "__get__") and not isinstance(value, functools.partial))
         ):
             yield prefix + name
 

@@ -74,7 +74,13 @@ class Recorder:
         # the source, None if it cannot be read; all other modules.
         self._own: dict[str, tuple[Any, Source | None]] = {}
         self._others: dict[str, Any] = {}
+        # Of modules that have just run, before they were looked at: the spec, and the source.
+        self._read: dict[str, tuple[Any, Source | None]] = {}
         self.num_reloaded = 0
+
+    def read(self, name: str, spec: Any, path: str) -> None:
+        """Read the source of a module of the script that is about to run: it may be edited by the first look."""
+        self._read[name] = spec, read_source(os.path.abspath(path))
 
     def look(self) -> dict[str, Source]:
         """The sources of the modules that are neither installed nor of this package, by name."""
@@ -94,8 +100,10 @@ class Recorder:
                     path = path_of_own(name, spec, prefixes)
                     if path is None:
                         others[name] = module
+                        self._read.pop(name, None)
                         continue
-                    source = read_source(path)
+                    noted, source = self._read.pop(name, (None, None))
+                    source = source if noted is spec else read_source(path)
                     self.num_reloaded += before is not None
                     self._own[name] = spec, source
                 if source is not None and (left := left - len(source.content)) >= 0:
@@ -183,6 +191,7 @@ def _watched_exec_module(loader: importlib.machinery.SourceFileLoader, module: t
         _exec_module(loader, module)
         return
     listener = _get_listener()
+    recorder.read(loader.name, module.__spec__, loader.path)
     listener.begin(loader.name, code)
     loader.get_code = lambda _name: code  # type: ignore[assignment,method-assign]  # reading it takes time
     try:
