@@ -40,6 +40,13 @@ from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_c
 logger = logging.getLogger("rpcdataloader.server")
 
 
+_DESCRIPTION = "Serve dataset loading on this machine: worker processes for the training processes that connect."
+
+_EPILOG = (
+    "The secret comes from --token-file, RPCDATALOADER_TOKEN_FILE, RPCDATALOADER_TOKEN, or else from "
+    "~/.config/rpcdataloader/token, which is created on first use. SIGTERM drains, a second SIGTERM ends at once."
+)
+
 # Options that are no settings of the node server.
 _OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "--token-file": {
@@ -69,14 +76,9 @@ _OWN_OPTIONS: dict[str, dict[str, Any]] = {
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line; options, help texts and defaults come from the settings."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rpcdataloader.launch",
-        # Keeps users from writing a secret on the command line, as --token.
-        allow_abbrev=False,
-        description="Serve dataset loading on this machine: worker processes for the training processes that connect.",
-        epilog="The secret comes from --token-file, RPCDATALOADER_TOKEN_FILE, RPCDATALOADER_TOKEN, or else from "
-        "~/.config/rpcdataloader/token, which is created on first use. SIGTERM drains, a second SIGTERM ends at once.",
-    )
+    # No abbreviations, which keeps users from writing a secret on the command line, as --token.
+    parser = argparse.ArgumentParser("python -m rpcdataloader.launch", allow_abbrev=False, description=_DESCRIPTION)
+    parser.epilog = _EPILOG
     for field in fields(ServerSettings):
         option = "--" + field.name.replace("_", "-")
         text = str(field.metadata["help"]).replace("%", "%%")
@@ -128,13 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 unsafe,
             )
             os.chdir(os.sep)
-        run_server(
-            settings,
-            credentials,
-            log=log,
-            ready=functools.partial(print, flush=True),
-            lifeline=os.dup(sys.stdin.fileno()) if options.exit_with_stdin else None,
-        )
+        lifeline = os.dup(sys.stdin.fileno()) if options.exit_with_stdin else None
+        run_server(settings, credentials, log=log, ready=functools.partial(print, flush=True), lifeline=lifeline)
     except (RPCError, OSError, ImportError, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1

@@ -204,7 +204,8 @@ class Callers:
         end = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        self._run_waiting()
+        if self._waiting:
+            self._run_waiting()
 
     def _run(self) -> None:
         # Its parent may be a receiver, which blocks all of them; so would the programs that a callback starts.
@@ -281,10 +282,10 @@ class Printer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is None:
-            self._run()
-        else:
+        if self._thread is not None:
             self._thread.join(LINGER_SECONDS)
+        elif self._lines:
+            self._run()
 
     def _run(self) -> None:
         while text := self._next():

@@ -366,9 +366,7 @@ class RemoteSession:
         return f"{self.name}: {self.reason} ({limit})" if self._is_told else None
 
     def ready(self) -> None:
-        self.reason = (
-            "it looks for the folders of this script, and writes its py_modules (does a file server hang there?)"
-        )
+        self.reason = "it looks for this script's folders and py_modules (is it busy, or does a file server hang?)"
         answer = self._tell(self._partition)
         answer.add_done_callback(self._is_set_up)
         if not self.address.is_unix:

@@ -113,7 +113,7 @@ def _open(dataset: Any, spec: LoaderSpec) -> float:
     _loader, began, seconds = None, time.perf_counter(), 0.0
     try:
         if spec.thread is not None:
-            spec.thread.apply()
+            spec.thread.apply(spec.thread.current().values)
         loader = kind(dataset, spec, _lender or PageablePool())
         seconds = time.perf_counter() - began
         loader.go_on()

@@ -212,10 +212,9 @@ class LoaderIteration(LoaderTools[_T_co]):
             if self._wanted is None or self._wanted.num_workers is not self.num_workers:
                 self._wanted = WantedWorkers(self.num_workers, self.min_workers)
             self._memory = get_client().allocator
-            length, num_left_out = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
-            iterator = RemoteIterator(
-                settings, dataset, placement, recorder, saved, length, self._wanted, here, num_left_out
-            )
+            wanted, length = self._wanted, self._IterableDataset_len_called
+            left_out = self._speechbrain_recovery_skip_to or 0
+            iterator = RemoteIterator(settings, dataset, placement, recorder, saved, length, wanted, here, left_out)
             failed.pop_all()
         recorder.start.in_iter = time.monotonic() - recorder.start.begun
         self._last, self._recorder = weakref.ref(iterator), recorder
@@ -237,13 +236,8 @@ class LoaderIteration(LoaderTools[_T_co]):
         """
         assert isinstance(self._where, (Local, Remote))
         share = Partition() if self.partition is None else make_partition(self.partition)
-        placement = choose_nodes(
-            self._where,
-            local,
-            partition=share,
-            num_workers=num_streams or self.num_workers,
-            min_workers=self.min_workers,
-        )
+        number = num_streams or self.num_workers
+        placement = choose_nodes(self._where, local, partition=share, num_workers=number, min_workers=self.min_workers)
         if num_streams:
             # Each stream of an iterable-style dataset continues, on the present nodes.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)

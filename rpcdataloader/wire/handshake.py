@@ -321,9 +321,8 @@ class Handshake:
             receive=Sealer(self._derive(_KEY_LABELS[self._peer_role])),
             peer=self._peer,
             differences=[
-                f"{name}: {ours[name]} here, {version} on {self._peer.host}"
-                for name, version in theirs.items()
-                if version != ours[name]
+                f"{name}: {ours[name]} here, {theirs[name]} on {self._peer.host}"
+                for name in sorted(dict(theirs.items() - ours.items()))
             ],
             ticket_key=self._derive(_TICKET_LABEL),
         )
@@ -401,14 +400,10 @@ def _must_match(side: Identity) -> list[tuple[object, str, str]]:
 
 
 def _may_differ(side: Identity) -> dict[str, str]:
-    return {
-        "rpcdataloader": side.rpcdataloader,
-        # "2.11.0+cu128" on the trainer and "2.11.0+cpu" on the nodes is normal.
-        "torch": side.torch.partition("+")[0],
-        "numpy": _cut(side.numpy, 2),
-        "cloudpickle": side.cloudpickle,
-        "machine": side.machine,
-    }
+    # "2.11.0+cu128" on the trainer and "2.11.0+cpu" on the nodes is normal.
+    torch, numpy = side.torch.partition("+")[0], _cut(side.numpy, 2)
+    whole = {name: getattr(side, name) for name in ("rpcdataloader", "cloudpickle", "machine")}
+    return {**whole, "torch": torch, "numpy": numpy}
 
 
 def _cut(version: str, num_parts: int) -> str:
