@@ -137,13 +137,14 @@ class RemoteDataset(DatasetRef):
             return
         began = time.monotonic()
         wait_until_updated = session.update()  # before the build, as the session answers in order
-        if not self._shared:
+        is_shared = self._shared  # until another node has answered that it cannot share it
+        if not is_shared:
             session.import_early(self._modules)
         try:
-            reply = self._ask_to_build(session, self._shared, lambda: wait_until_updated(None))
+            reply = self._ask_to_build(session, is_shared, lambda: wait_until_updated(None))
             if reply["shared"]:
                 self._built(session.name, reply["kind"], reply["length"])
-            elif self._shared:
+            elif is_shared:
                 self._leave_to_workers(session, reply["reason"], leaves_threads=reply["leaves_threads"])
         except BaseException:
             session.connection.release(self.key)  # nothing else does, also if it is still building

@@ -250,14 +250,29 @@ def _file_of(file: io.FileIO) -> tuple[int, int] | None:
 
 
 def _is_stream(part: object) -> bool:
-    """Whether this is a connected socket, or a file that is a pipe; those of multiprocessing are made to be shared."""
+    """Whether this is a connected socket, or a pipe that is read from; those of multiprocessing are made to be shared.
+
+    All processes have the standard ones, and may write to the same pipe, as to a log.
+    """
     try:
         if isinstance(part, socket.socket):
             part.getpeername()
             return True
-        return isinstance(part, io.FileIO) and stat.S_ISFIFO(os.fstat(part.fileno()).st_mode)
+        if not isinstance(part, io.FileIO) or not part.readable():
+            return False
+        status = os.fstat(part.fileno())
+        return stat.S_ISFIFO(status.st_mode) and not _is_standard(status)
     except (OSError, ValueError):  # it is closed, or not connected
         return False
+
+
+def _is_standard(status: os.stat_result) -> bool:
+    """Whether a file is standard input, output, or error output."""
+    for descriptor in range(3):
+        with contextlib.suppress(OSError):  # it is closed
+            if os.path.samestat(status, os.fstat(descriptor)):
+                return True
+    return False
 
 
 def name_shared_connections(connections: Mapping[int, str]) -> str:

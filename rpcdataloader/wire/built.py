@@ -1,46 +1,56 @@
-"""What processes that each build a dataset have built: whether it is the same, by its length and its lists.
+"""What processes that each build a dataset have built: whether it is the same, by its length and its lists of samples.
 
 A constructor may choose in each process anew, from a random source of its own or by what it finds in a folder. An index
 then stands for another sample in each, so that some are lost, and others come twice.
+
+Most that a dataset has may differ all the same: buffers, noise, identities of the process, folders of the node. Only
+lists with one item per sample are compared, and of these the ones of names and of integers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from rpcdataloader.host.state import built
 from rpcdataloader.wire.digests import digest
 
-# Elements of a list that are looked at, and of each of these. Where a list has another order, or one element more, most
-# of them differ.
-_MAX_ELEMENTS, _MAX_INNER = 1024, 8
+# Items of a list that are looked at, from its whole length. Where it has another order, most of them differ.
+_MAX_ITEMS = 1024
+
+# Parts of an item, as of a path and a label, and characters at the end of each: a text may be a whole document.
+_MAX_PARTS, _MAX_CHARACTERS = 8, 256
 
 # Datasets within a dataset that are looked at.
 _MAX_DATASETS = 64
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 class Built(NamedTuple):
-    """What a process has built, as it was before any change."""
+    """What a process has built, as it was before any change; of an iterable-style dataset, nothing."""
 
     length: int | None  # None without one
-    lists: Mapping[str, int]  # digests of its lists, tuples, arrays and tensors, by the path of attributes
+    lists: Mapping[str, int]  # digests of its lists of samples, by the path of attributes
 
     @classmethod
     def of(cls, dataset: Any) -> Built:
         """Describe a dataset."""
-        length = None
-        with contextlib.suppress(Exception):  # the caller of ``len`` gets the error
-            length = len(dataset)
-        return cls(length, {path: digest(_some_of(value, _MAX_ELEMENTS)) for path, value in _lists(dataset)})
+        length, lists = None, {}
+        for path, each in _datasets(dataset):
+            with contextlib.suppress(Exception):  # the caller of ``len`` gets the error
+                found = len(each)
+                length = length if path else found
+                for name, value in list(vars(each).items()):
+                    with contextlib.suppress(Exception):  # other content
+                        lists[path + name] = digest([found, *_samples_of(value, found)])
+        return cls(length, lists)
 
     def differing(self, other: Built) -> list[str]:
         """Paths of the lists that both have, and that differ."""
@@ -53,51 +63,44 @@ def built_here(dataset: object, key: int) -> Built | None:  # noqa: ARG001  # wh
     return built.get(key)
 
 
-def _lists(dataset: object) -> Iterator[tuple[str, Any]]:
-    """The lists of a dataset, and of those within it, by their paths."""
-    waiting = [("", dataset)]
-    for number in range(_MAX_DATASETS):
-        if number == len(waiting):
-            return
-        path, owner = waiting[number]
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, Dataset):
-                waiting.append((f"{path}{name}.", value))
-            elif type(value) in (list, tuple) and any(isinstance(each, Dataset) for each in value[:_MAX_DATASETS]):
-                waiting += [(f"{path}{name}[{place}].", each) for place, each in enumerate(value)]
-            elif _is_list(value) and len(value) > 1:
-                yield path + name, value
+def _datasets(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """A map-style dataset and those within it, each once, by their paths."""
+    waiting, known = [("", dataset)], set[int]()
+    for path, owner in waiting:
+        if id(owner) in known or len(known) == _MAX_DATASETS or issubclass(type(owner), IterableDataset):
+            continue
+        known.add(id(owner))
+        yield path, owner
+        with contextlib.suppress(Exception):  # its threads change it meanwhile
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                among = value[:_MAX_DATASETS] if type(value) in (list, tuple) else ()
+                places = [(name, value), *((f"{name}[{place}]", each) for place, each in enumerate(among))]
+                # By its type: a proxy would make what it stands for, to tell its class.
+                waiting += [(f"{path}{place}.", each) for place, each in places if issubclass(type(each), Dataset)]
 
 
-def _is_list(value: object) -> bool:
-    if isinstance(value, np.ndarray):
-        base: Any = value
-        while isinstance(base, np.ndarray):
-            base = base.base
-        return value.ndim > 0 and not isinstance(base, mmap.mmap)  # a file of which nothing is read yet
-    if isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and value.ndim > 0 and value.device.type == "cpu"
-    return type(value) in (list, tuple)
+def _samples_of(value: Any, number: int) -> list[Any]:
+    """Items of a list with one per sample, of ``number`` samples.
+
+    Raises:
+        Exception: It is none.
+    """
+    if type(value) is torch.Tensor and value.dtype in _INTEGERS:
+        value = value.numpy()  # fails for those of another layout or device
+    is_array = type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in "iu"
+    is_array = is_array and not isinstance(value.base, np.memmap)  # a file of which nothing is read yet
+    if not (is_array or type(value) in (list, tuple)) or not 1 < number == len(value):
+        raise TypeError(type(value))
+    chosen = value[:: -(-number // _MAX_ITEMS)]
+    return chosen.tolist() if is_array else [_item(each) for each in chosen]
 
 
-def _some_of(value: Any, most: int) -> Any:
-    """Up to ``most`` elements of a list, from its whole length, and some of each of these; other values as they are."""
+def _item(value: Any, *, is_part: bool = False) -> Any:
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    if isinstance(value, (list, tuple)) and not is_part and len(value) <= _MAX_PARTS:
+        return [_item(each, is_part=True) for each in value]
+    # The last part of a path, as nodes may have other folders. ``os.fspath`` would fetch a file from a cloud.
     if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str) and value.startswith(folder := tempfile.gettempdir() + "/"):
-        return value.removeprefix(folder).partition("/")[2]  # each process may have a folder of its own there
-    if isinstance(value, dict):
-        value = list(value.items())
-    if type(value) in (list, tuple):
-        return [len(value), *(_some_of(each, _MAX_INNER) for each in value[:: _step(len(value), most)])]
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        if not _is_list(value):
-            return type(value).__name__
-        limits = [most, *[_MAX_INNER] * (value.ndim - 1)]
-        chosen = value[tuple(slice(None, None, _step(*each)) for each in zip(value.shape, limits, strict=False))]
-        return [list(value.shape), chosen]
-    return value
-
-
-def _step(number: int, most: int) -> int:
-    return max(1, -(-number // most))
+        value = getattr(value, "name")  # noqa: B009  # which is in pathlib, and in what libraries make like it
+    return os.path.basename(value[-_MAX_CHARACTERS:])

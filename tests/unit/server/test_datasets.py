@@ -131,3 +131,30 @@ def test_threads_are_found_behind_long_lists(number):
     is_over.set()
     thread.join()
     assert why_not_shared(dataset, open_files()) is None
+
+
+@pytest.fixture
+def pipe():
+    reading, writing = os.pipe()
+    with open(reading, "rb", 0) as reader, open(writing, "wb", 0) as writer:
+        yield reader, writer
+
+
+def test_a_pipe_that_is_read_from_is_found(pipe):
+    reader, writer = pipe
+    assert "a connection or a pipe" in why_not_shared(SimpleNamespace(file=reader), open_files())
+    assert why_not_shared(SimpleNamespace(file=writer), open_files()) is None
+    reader.close()
+    assert why_not_shared(SimpleNamespace(file=reader), open_files()) is None
+
+
+@pytest.mark.parametrize("descriptor", range(3))
+def test_a_standard_file_that_is_a_pipe_is_no_reason(pipe, descriptor):
+    reader, _writer = pipe
+    before = os.dup(descriptor)
+    os.dup2(reader.fileno(), descriptor)
+    try:
+        assert why_not_shared(SimpleNamespace(file=reader), open_files()) is None
+    finally:
+        os.dup2(before, descriptor)
+        os.close(before)
