@@ -392,13 +392,14 @@ class _Later(importlib.abc.MetaPathFinder):
             if before is not Deleted and not name.startswith("<")
         ]
         for owner, name, before, _now in changed:
-            setattr(owner, name, before)
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(owner, name, before)
         try:
             yield
         finally:
             for owner, name, before, now in changed:
-                if _attribute(owner, name) is not before:
-                    continue  # the module has set it
+                if _attribute(owner, name) is not before or now is before:
+                    continue  # the module has set it, or it was none that can be set
                 if now is Deleted:
                     delattr(owner, name)
                 else:

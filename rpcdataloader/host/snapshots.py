@@ -11,6 +11,7 @@ a node may import otherwise (``imports.py``), all data counts as changed.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import logging
 import sys
@@ -376,7 +377,8 @@ def _data_in(facts: Mapping[str, _Fact], namespace: Mapping[str, Any], prefix: s
     for name, fact in facts.items():
         value = namespace.get(name, Deleted)
         if fact.parts:
-            yield from _data_in(fact.parts, parts_of(value), f"{prefix}{name}.")
+            if not isinstance(value, enum.EnumMeta):  # whose members nobody can set
+                yield from _data_in(fact.parts, parts_of(value), f"{prefix}{name}.")
         elif value is not Deleted and not (
             isinstance(value, (*_DEFINITIONS, types.BuiltinFunctionType))
             or (hasattr(type(value), "__get__") and not isinstance(value, functools.partial))
