@@ -253,6 +253,11 @@ def install_modules(modules: Mapping[str, Module]) -> None:
         raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")
     if new and _folder not in sys.path:
         os.mkdir(_folder, 0o700)
+        if (flaw := find_flaw(_folder, {})) is not None:  # whoever may rename it could put another one there
+            os.rmdir(_folder)
+            raise PermissionError(
+                f"py_modules: {_folder} on {socket.gethostname()} is not safe, as {flaw}: set its TMPDIR"
+            )
         # Held until the last fork has ended. Cleaners of temporary folders (systemd, tmpfiles.d) spare a locked one;
         # otherwise another user could create it anew, and Python would import modules from there.
         fcntl.flock(os.open(_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)

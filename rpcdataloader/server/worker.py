@@ -439,8 +439,12 @@ class Worker:
         self._row.unanswered[0] = self._num_calls - 1
         payload, buffers = encoded.payload, encoded.buffers
         size_bytes = encoded.size_bytes if buffers else len(payload)
+        message = Outgoing(type, request_id, payload, buffers, flags)
         try:
-            self._outbox.put(Outgoing(type, request_id, payload, buffers, flags), now=size_bytes <= MAX_SENT_NOW_BYTES)
+            try:
+                self._outbox.put(message, now=size_bytes <= MAX_SENT_NOW_BYTES)
+            except RuntimeError:  # the system has no room for a thread
+                self._outbox.put(message, now=True)
         except RPCError:
             return  # the next receive sees the same error and ends this process
 

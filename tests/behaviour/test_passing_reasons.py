@@ -282,3 +282,9 @@ def test_node_where_files_in_memory_are_forbidden_serves_as_ever(serve, tmp_path
         return [worker.stack for client in node.clients for worker in client.workers]
 
     wait_until(lambda: any("Main thread (most recent call first):" in stack for stack in stacks()))
+
+
+def test_worker_without_room_for_the_thread_that_sends_sends_itself(serve):
+    server = serve(before=WITHOUT_THREADS.replace("rpcdl-watch", "rpcdl-send") % os.devnull)
+    batches = [batch[0, 0].item() for batch in RPCDataloader(Filled(6, 1 << 16), batch_size=1, workers=server.address)]
+    assert batches == [0, 1, 2, 3, 4, 5]

@@ -135,3 +135,13 @@ def test_full_disk_is_an_error_that_names_the_file(serve, unseen):
     server = serve(before=f"from rpcdataloader.host import environment; environment.open = {full}")
     with pytest.raises(OSError, match=r"No space left on device: '.*/rpcdataloader-\w+/shapes/\w+.\w+'"):
         RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
+
+
+def test_folder_in_which_another_user_could_replace_the_modules_is_not_used(serve, unseen, tmp_path):
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    folder.chmod(0o777)  # without the sticky bit of /tmp
+    server = serve(before=f"import os, tempfile; tempfile.tempdir = {str(folder)!r}")
+    with pytest.raises(PermissionError, match=rf"{folder} is writable by others than .*: set its TMPDIR"):
+        RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
+    assert list(folder.iterdir()) == []
