@@ -80,7 +80,7 @@ class Connected(Numbers):
             case "pair":
                 self.pair = socket.socketpair()
             case "program":
-                self.program = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+                self.program = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             case "library":
                 _kept.append(connection)
             case "cycle":
