@@ -293,9 +293,9 @@ class Connection:
                 return
             self._channel = channel
             self._known.begun()
-            for number, early in self._early.items():
-                self._submit(number, *early)
-            self._early.clear()
+            for number in list(self._early):
+                # Not by a variable of this frame, which lasts, and what is sent refers to the pass.
+                self._submit(number, *self._early.pop(number))
         channel.allocate_with(self._allocate)
         if channel.transport.is_local:
             self._borrower = Borrower()

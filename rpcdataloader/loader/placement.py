@@ -275,7 +275,10 @@ def _build(dataset: RemoteDataset, wanted: Sequence[RemoteSession], missing: set
         finally:
             del short  # as above
     if lost is not None:
-        raise lost
+        try:
+            raise lost
+        finally:
+            del lost  # as above
 
 
 def _is_short(dataset: RemoteDataset, session: RemoteSession, error: OSError) -> bool:

@@ -171,10 +171,11 @@ class _Script:
                 self._follow({name: ""}, trial, view, explain)
                 parts = trial
             except USER_ERRORS as error:
-                reason = error.__cause__ or error
-                if self._left_out.get(name) != (left_out := (number, isinstance(reason, OverflowError))):
+                # Not in a variable of this frame: it would keep the frames of its callers, and the script's loop.
+                left_out = number, isinstance(error.__cause__ or error, OverflowError)
+                if self._left_out.get(name) != left_out:
                     self._left_out[name] = left_out
-                    _tell_of_left_out(name, value, reason)
+                    _tell_of_left_out(name, value, error.__cause__ or error)
         return view, parts
 
     def _follow(self, waiting: dict[str, str], parts: dict[str, _Part], view: _View, explain: Explain) -> None:

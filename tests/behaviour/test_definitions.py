@@ -370,6 +370,39 @@ for number in range(1, 3):
 """)
 
 
+LOCKED = """
+lock = 1
+
+class Rows:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return index
+"""
+
+
+def test_what_cannot_be_sent_keeps_no_variables_of_the_loop(passes):
+    passes(f"""
+import gc, pathlib, weakref
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+pathlib.Path(__file__).with_name("locked.py").write_text({LOCKED!r})
+import locked
+exec("locked.lock = (each for each in [])")
+
+class Model:
+    pass
+
+def train():
+    model = Model()
+    assert [*load(locked.Rows())] == [[0, 1]]
+    return weakref.ref(model)
+
+gc.disable()
+assert train()() is None
+""")
+
+
 LARGE = """
 import numpy as np, torch
 
