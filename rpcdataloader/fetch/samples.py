@@ -85,7 +85,7 @@ def loads_batches(getitems: Any) -> bool:
     if isinstance(behind, Mapping):
         behind = behind.values()
     found = [getattr(dataset, "__getitems__", None) for dataset in behind]
-    return any(callable(each) and loads_batches(each) for each in found)
+    return all(callable(each) and loads_batches(each) for each in found)
 
 
 def _code_of(function: Any) -> tuple[Any, ...]:
