@@ -71,7 +71,7 @@ class Outbox:
             is_short = sum(request.size_bytes for request in self._requests.values()) <= LONG_BYTES
             while is_short and not self._is_busy and (message := self._next()) is not None:
                 self._begin(message)
-            if self._waiting or start:
+            if self._waiting or self._is_busy or start:
                 self._start()
                 self._bell.put(True)
 

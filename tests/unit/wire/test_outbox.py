@@ -116,6 +116,21 @@ def test_messages_from_before_the_connection_come_first_and_need_no_thread(pair)
     outbox.close()
 
 
+def test_rest_of_what_came_before_the_connection_is_sent_once_there_is_room_for_the_thread(pair, monkeypatch):
+    pair.channel.transport._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+    outbox = Outbox("outbox of a test", pair.failures.append)
+    outbox.put(request(1, bytes(outboxes.LONG_BYTES)))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError):
+            outbox.open(pair.channel)
+    outbox.open(pair.channel)
+    assert pair.receive() == (CALL, 1)
+    assert outbox.join(10)
+    pair.channel.transport.shutdown()
+    outbox.close()
+
+
 def test_what_finalizers_send_needs_no_other_message(pair):
     outbox = Outbox("outbox of a test", pair.failures.append)
     outbox.put(request(1))
