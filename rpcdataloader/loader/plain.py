@@ -35,14 +35,10 @@ def to_plain(value: Any) -> Any:
     if kind is tuple:
         return {_KIND: "tuple", "items": list(map(to_plain, value))}
     if isinstance(value, dict):
-        if all(type(key) is str for key in value) and _KIND not in value:
+        form = _form_of(value)
+        if form == {_KIND: "dict"} and all(type(key) is str for key in value) and _KIND not in value:
             return {key: to_plain(each) for key, each in value.items()} if kind is dict else copy.deepcopy(value)
-        items = [[to_plain(key), to_plain(each)] for key, each in value.items()]
-        if isinstance(value, collections.defaultdict) and kind is collections.defaultdict:
-            for factory, makes in _FACTORIES.items():
-                if value.default_factory is makes:
-                    return {_KIND: "defaultdict", "factory": factory, "items": items}
-        return {_KIND: kind.__name__ if kind in _MAPPINGS.values() else "dict", "items": items}
+        return {**form, "items": [[to_plain(key), to_plain(each)] for key, each in value.items()]}
     if _is_plain_array(value) and value.nbytes <= _MAX_BYTES:
         shape = None if isinstance(value, np.generic) else list(value.shape)
         return {_KIND: "array", "dtype": value.dtype.str, "shape": shape, "bytes": value.tobytes().hex()}
@@ -52,6 +48,15 @@ def to_plain(value: Any) -> Any:
             dtype = str(value.dtype).removeprefix("torch.")
             return {_KIND: "tensor", "dtype": dtype, "shape": list(value.shape), "bytes": flat.tobytes().hex()}
     return value if kind in ATOMS else copy.deepcopy(value)
+
+
+def _form_of(value: dict[Any, Any]) -> dict[str, str]:
+    """What tells the kind of a mapping; a dictionary for kinds that are not known here."""
+    if type(value) is collections.defaultdict:
+        for factory, makes in _FACTORIES.items():
+            if value.default_factory is makes:
+                return {_KIND: "defaultdict", "factory": factory}
+    return {_KIND: type(value).__name__ if type(value) in _MAPPINGS.values() else "dict"}
 
 
 def _is_plain_array(value: Any) -> bool:
