@@ -341,11 +341,11 @@ class RemoteSession:
                     self.address, _no_ticket, self._deadline, retry=self._settings.waits_for_servers, tell=self._note
                 )
                 break
-            except UnavailableError as exc:
+            except (UnavailableError, ConnectionLostError) as exc:
+                # The latter when what serves a connection is killed or has no time for it, or the network breaks it.
                 if not self._deadline.pause(pause):
                     raise
-                if pause == MAX_PAUSE and self._is_told and self._settings.seldom.is_due(str(exc)):
-                    logger.warning("%swaiting for %s", self._partition.label, exc)
+                self._note(str(exc).removeprefix(f"{self.address}: "))
                 pause = min(2 * pause, MAX_PAUSE)
         self._tickets = Tickets(channel.ticket_key, self._welcome.pid)
         with contextlib.suppress(OSError):  # it has gone already
@@ -357,13 +357,9 @@ class RemoteSession:
     def _note(self, reason: str) -> None:
         self.reason = reason
 
-    @property
-    def _is_told(self) -> bool:
-        return not (self.is_quiet or self.is_given_up)
-
     def _describe(self) -> str | None:
         limit = f"at most {self._settings.connect_timeout:g} s, RPCDATALOADER_CONNECT_TIMEOUT"
-        return f"{self.name}: {self.reason} ({limit})" if self._is_told else None
+        return None if self.is_quiet or self.is_given_up else f"{self.name}: {self.reason} ({limit})"
 
     def ready(self) -> None:
         self.reason = "it looks for this script's folders and py_modules (is it busy, or does a file server hang?)"

@@ -15,7 +15,7 @@ import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client.discovery import ask_status
-from rpcdataloader.errors import ConnectError
+from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.host.resources import process_use
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import load_credentials
@@ -25,7 +25,7 @@ from tests.support.clocks import in_server, shorten
 from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Filled, Numbers
 from tests.support.peers import session_of
-from tests.support.tampering import dial
+from tests.support.tampering import Proxy, dial
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -144,6 +144,34 @@ def test_training_process_without_descriptors_waits_for_one(serve, monkeypatch, 
         iterator = iter(loader)
         wait_until(lambda: f"waiting for a worker: cannot connect to {server.address}: Too many" in caplog.text)
     assert list(iterator) == list(range(8))
+
+
+@pytest.mark.parametrize("last", [0, 2], ids=["hello", "welcome"])
+def test_connection_that_breaks_at_first_contact_is_made_again(shared_server, last):
+    broken = []
+
+    def tamper(direction, connection, number, frame):
+        if direction == "down" and number == last and len(broken) < 3:
+            broken.append(connection)
+            raise EOFError
+        return [frame]
+
+    with Proxy(shared_server.address, tamper) as proxy:
+        assert list(RPCDataloader(RPCDataset(proxy.address, Numbers, 8), None)) == list(range(8))
+    assert len(broken) == 3
+
+
+def test_first_contact_that_always_breaks_is_told_and_given_up_in_time(shared_server, monkeypatch, caplog):
+    def tamper(direction, _connection, number, frame):
+        if (direction, number) == ("down", 0):
+            raise EOFError
+        return [frame]
+
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "5")
+    with Proxy(shared_server.address, tamper) as proxy:
+        with pytest.raises(ConnectionLostError, match="closed the connection during the handshake"):
+            RPCDataset(proxy.address, Numbers, 8)
+        assert re.search(rf"still waiting after 3 s for .*{proxy.address}", caplog.text)
 
 
 class Forking(Slow):

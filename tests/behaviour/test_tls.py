@@ -169,7 +169,7 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
         # Two files cannot be replaced at one moment: a connection in between waits, and is told why.
         call = rpc_async(server.address, os.getppid)
         wait_until(lambda: "cannot use its own certificate and key (key values mismatch)" in caplog.text)
-        assert f"waiting for {server.address}: the node server cannot serve this connection now" in caplog.text
+        assert f"for {server.address}: the node server cannot serve this connection now" in caplog.text
         assert not call.done()
         server.logged("refused .*the TLS certificate .*/mine.pem and the key .*/mine.key cannot be used: .*mismatch")
         assert "mine.key" not in caplog.text  # what strangers are told, too
