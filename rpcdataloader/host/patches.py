@@ -3,7 +3,8 @@
 In the script's own modules, it is found by comparing (``snapshots.py``). In libraries, such as
 ``ImageFile.LOAD_TRUNCATED_IMAGES = True``, a comparison would find all that they do themselves. So the source of the
 script, and that of its modules, is read for assignments to attributes of modules, and of their classes and functions.
-Their values are those of the moment.
+Their values are those of the moment. So are what the script registers with abstract base classes of others, and with
+functions of ``functools.singledispatch``.
 
 A key is ``PIL.ImageFile:NAME`` for what the source says, ``module:name[=]`` for another value that was found by
 comparing, and ``module:name[...]`` for what has changed in place.
@@ -11,29 +12,27 @@ comparing, and ``module:name[...]`` for what has changed in place.
 
 from __future__ import annotations
 
-import array
+import abc
 import ast
-import collections
 import contextlib
-import contextvars
 import copy
-import copyreg
 import functools
 import importlib.abc
 import importlib.util
 import os
-import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from rpcdataloader.host.refill import refill, refilling
 from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, cells_of, compares, parts_of, snapshots
 from rpcdataloader.host.sources import Source, has_imported, recorder
+
+_MAIN = "__main__", "__mp_main__"
 
 # Modules by which a worker lives.
 _OWN = (
@@ -44,6 +43,9 @@ _OWN = (
 # What has attributes of its own, apart from modules.
 _OWNERS = (type, types.FunctionType)
 
+# The attribute of abstract base classes that has what is registered with them.
+_ABSTRACT = "_abc_impl"
+
 # Sources that are read; a script's own modules have a few hundred kilobytes.
 _MAX_SOURCE_BYTES = 1 << 20
 
@@ -53,6 +55,8 @@ class _Changes(NamedTuple):
 
     assigned: tuple[tuple[str, ...], ...] = ()  # attributes
     imported: tuple[tuple[str, str, str], ...] = ()  # names in functions, too: each with its module, and what of that
+    # Whose method ``register`` is called, and with what: empty where that is no name.
+    registered: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
 
 def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +82,43 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
                 ):
                     compared.pop(f"{key}{VALUE}", None)
                     found[key] = value
+        for chain, kind in changes.registered if own is namespace else ():
+            with contextlib.suppress(Exception):  # the same, or it is another kind of register
+                key, registered = _registered_with(_follow(names, chain), functools.partial(_follow, names, kind))
+                if registered and key not in compared:
+                    found[key] = {**found.get(key, {}), **registered}
     return {**compared, **found}
+
+
+def _registered_with(owner: Any, get_kind: Callable[[], Any]) -> tuple[str, dict[type, Any]]:
+    """What the script has registered with something: its key, and by each class the function for it, if there is one.
+
+    Args:
+        get_kind: Function that returns a class, which may be a library's, or fails.
+
+    Raises:
+        Exception: It is no such thing, or the script's own, which travels with that.
+    """
+    if isinstance(owner, abc.ABCMeta):
+        kinds = [ref() for ref in abc._get_dump(owner)[0]]  # type: ignore[attr-defined]
+        own = dict.fromkeys(kind for kind in kinds if getattr(kind, "__module__", None) in _MAIN)
+        with contextlib.suppress(Exception):
+            own |= {kind: None for kind in kinds if kind is get_kind()}
+        return f"{_named_place(owner)}{_ABSTRACT}{CONTENT}", own
+    owner = _dispatcher(owner)
+    own = {kind: function for kind, function in owner.registry.items() if function.__module__ in _MAIN}
+    return f"{_named_place(owner)}registry{CONTENT}", own
+
+
+def _named_place(owner: Any) -> str:
+    if (place := _place_of(owner)) is None:
+        raise ValueError(owner)
+    return place
+
+
+def _dispatcher(function: Any) -> Any:
+    """What ``functools.singledispatch`` has made of a function, or within ``singledispatchmethod``."""
+    return function if hasattr(function, "registry") else function.register.__self__.dispatcher
 
 
 def _imported(imports: Iterable[tuple[str, str, str]], namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +149,7 @@ def _place_of(owner: Any) -> str | None:
         module, place = owner.__module__, f"{owner.__module__}:{owner.__qualname__}."
     else:
         return None
-    is_own = module in ("__main__", "__mp_main__") or module.partition(".")[0] in _OWN
+    is_own = module in _MAIN or module.partition(".")[0] in _OWN
     return None if is_own else place
 
 
@@ -145,7 +185,7 @@ def _parse(source: str | bytes) -> _Changes:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # a cell with a command of IPython
         return _Changes()
-    found = _Found([], [])
+    found = _Found([], [], [])
     for node in _statements(tree.body):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -159,6 +199,10 @@ def _parse(source: str | bytes) -> _Changes:
             found.imports(node)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             found.setattr(node.value)
+            found.register(node.value.func, node.value.args)
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            for each in node.decorator_list:
+                found.register(each.func if isinstance(each, ast.Call) else each, [ast.Name(node.name)])
     return _Changes(*(tuple(dict.fromkeys(each)) for each in found))  # type: ignore[arg-type]
 
 
@@ -175,6 +219,7 @@ class _Found(NamedTuple):
 
     assigned: list[tuple[str, ...]]
     imported: list[tuple[str, str, str]]
+    registered: list[tuple[tuple[str, ...], tuple[str, ...]]]
 
     def imports(self, node: ast.Import | ast.ImportFrom) -> None:
         """Note the names that an import statement binds."""
@@ -200,6 +245,11 @@ class _Found(NamedTuple):
             owner, name = _chain(call.args[0]), call.args[1]
             if owner and isinstance(name, ast.Constant) and isinstance(name.value, str):
                 self.assigned.append((*owner, name.value))
+
+    def register(self, function: ast.expr, args: Sequence[ast.expr]) -> None:
+        """Note a call of ``owner.register``."""
+        if (chain := _chain(function))[1:] and chain[-1] == "register":
+            self.registered.append((chain[:-1], _chain(args[0]) if args else ()))
 
 
 def _chain(node: ast.expr) -> tuple[str, ...]:
@@ -239,7 +289,7 @@ def patched(name: str, received: Mapping[str, Any]) -> Any:
         own: Any = sys.modules[module]
         for each in path.split("."):
             own = parts_of(own)[each] if each.startswith("<") else getattr(own, each)
-        if name not in values or (is_content(name) and _becoming(own, values[name])):
+        if name not in values or (is_content(name) and refilling(own, values[name])):
             return own
     return values[name]
 
@@ -315,7 +365,7 @@ def _undo_of(name: str, place: Any, last: str, value: Any) -> Callable[[], objec
 
     def undo() -> None:
         if content is not None:
-            _become(before, content)
+            refill(before, content)
         if is_cell:
             cells_of(place)[last].cell_contents = before
         else:
@@ -338,17 +388,22 @@ def _apply(name: str, value: Any) -> None:
         place: Any = sys.modules[module]
         for each in owner.split(".") if owner else ():
             place = parts_of(place)[each] if each.startswith("<") else getattr(place, each)
+        if last == "registry" and is_content(name) and isinstance(place, types.FunctionType):
+            place = _dispatcher(place)
         _note(name, value, place, last)
         if last.startswith("<"):
             cell = cells_of(place)[last]
-            if not _become(cell.cell_contents, value):
+            if not refill(cell.cell_contents, value):
                 cell.cell_contents = value
         elif value is Deleted:
             delattr(place, last)
+        elif last == _ABSTRACT:
+            for kind in value:
+                place.register(kind)
         elif isinstance(registry := vars(place).get(last), types.MappingProxyType) and is_content(name):
             for kind in [kind for kind in value if registry.get(kind) is not value[kind]]:
                 place.register(kind, value[kind])
-        elif not is_content(name) or not _become(vars(place).get(last), value):
+        elif not is_content(name) or not refill(vars(place).get(last), value):
             setattr(place, last, value)
 
 
@@ -441,111 +496,3 @@ def _has_other_threads() -> bool:
     return any(
         not each.name.startswith("rpcdl-") for each in threading.enumerate() if each is not threading.main_thread()
     )
-
-
-def _become(obj: Any, other: Any) -> bool:
-    """Give an object the content of another one, as more than its module may refer to it; False if it has none."""
-    if (copy_content := _becoming(obj, other)) is None:
-        return False
-    try:
-        copy_content()
-    except Exception:  # it cannot be changed, as an expanded tensor
-        return False
-    return True
-
-
-def _becoming(obj: Any, other: Any) -> Callable[[], object] | None:
-    """What gives an object the content of another one; None if nothing does."""
-    if type(obj) is not type(other):
-        return None
-    if obj is other:
-        return lambda: None
-    if isinstance(obj, types.MethodType):
-        return _becoming(obj.__self__, other.__self__)
-    if isinstance(obj, contextvars.ContextVar):
-        return lambda: _set_variable(obj, other)
-    for kind, copy_content in _COPIES.items():
-        if isinstance(obj, kind):
-            return functools.partial(_copy_with_attributes, copy_content, obj, other)
-    if isinstance(obj, torch.Tensor):
-        is_alike = (obj.shape, obj.dtype, obj.layout) == (other.shape, other.dtype, other.layout)
-        return (lambda: _set_tensor(obj, other)) if is_alike else None
-    if isinstance(obj, np.ndarray):
-        is_alike = (obj.shape, obj.dtype) == (other.shape, other.dtype) and obj.flags.writeable
-        return (lambda: np.copyto(obj, other)) if is_alike else None
-    if hasattr(obj, "__dict__") and _has_attributes_alone(type(obj)):
-        return lambda: _set_attributes(obj, vars(other))
-    with contextlib.suppress(Exception):  # it cannot be copied
-        make, arguments, *rest = other.__reduce_ex__(2)
-        if make is copyreg.__newobj__ and len(arguments) == 1 and not any(rest[1:]):  # type: ignore[attr-defined]
-            return functools.partial(_set_state, obj, rest[0] if rest else None)
-    return None
-
-
-# How objects get the content of others, by their classes; those of the standard library without a subclass's methods.
-_COPIES: dict[type, Callable[[Any, Any], object]] = {
-    collections.OrderedDict: lambda obj, other: (
-        collections.OrderedDict.clear(obj),
-        collections.OrderedDict.update(obj, other),
-    ),
-    dict: lambda obj, other: (dict.clear(obj), dict.update(obj, other)),
-    list: lambda obj, other: (list.clear(obj), list.extend(obj, other)),
-    set: lambda obj, other: (set.clear(obj), set.update(obj, other)),
-    collections.deque: lambda obj, other: (collections.deque.clear(obj), collections.deque.extend(obj, other)),
-    bytearray: lambda obj, other: (bytearray.clear(obj), bytearray.extend(obj, other)),
-    array.array: lambda obj, other: array.array.__setitem__(obj, slice(None), other),
-    random.Random: lambda obj, other: obj.setstate(other.getstate()),
-    np.random.Generator: lambda obj, other: setattr(obj.bit_generator, "state", other.bit_generator.state),
-    np.random.RandomState: lambda obj, other: obj.set_state(other.get_state()),
-    torch.Generator: lambda obj, other: obj.set_state(other.get_state()),
-    BaseException: lambda obj, other: setattr(obj, "args", other.args),
-}
-
-
-def _copy_with_attributes(copy_content: Callable[[Any, Any], object], obj: Any, other: Any) -> None:
-    copy_content(obj, other)
-    if hasattr(obj, "__dict__"):
-        _set_attributes(obj, vars(other))
-
-
-def _set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
-    content = dict(attributes)
-    vars(obj).clear()
-    vars(obj).update(content)
-
-
-def _set_tensor(obj: torch.Tensor, other: torch.Tensor) -> None:
-    obj.detach().copy_(other.detach())
-    _set_attributes(obj, vars(other))
-
-
-def _set_variable(obj: contextvars.ContextVar[Any], other: contextvars.ContextVar[Any]) -> None:
-    with contextlib.suppress(LookupError):
-        obj.set(other.get())
-
-
-def _set_state(obj: Any, state: Any) -> None:
-    """Let an object have a state as of pickle; of its own methods, those that leave something out let that stay."""
-    if hasattr(obj, "__setstate__"):
-        obj.__setstate__(state)
-        return
-    attributes, slots = state if isinstance(state, tuple) else (state, {})
-    if getattr(type(obj), "__getstate__", None) is getattr(object, "__getstate__", None):
-        if hasattr(obj, "__dict__"):
-            vars(obj).clear()
-        for name in copyreg._slotnames(type(obj)):  # type: ignore[attr-defined]
-            with contextlib.suppress(AttributeError):
-                object.__delattr__(obj, name)
-    if attributes:
-        vars(obj).update(attributes)
-    for name, value in slots.items():
-        object.__setattr__(obj, name, value)
-
-
-def _has_attributes_alone(kind: type) -> bool:
-    """Whether all that objects of a class have is in their dictionary: pickle copies them by that."""
-    if issubclass(kind, types.SimpleNamespace):
-        return True
-    ways = "__reduce__", "__reduce_ex__", "__getstate__"
-    is_default = all(getattr(kind, way, None) is getattr(object, way, None) for way in ways)
-    return is_default and not copyreg._slotnames(kind)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ Tests do not import it: definitions of a module are found by their names.
 from __future__ import annotations
 
 import abc
-import collections
+import collections.abc
 import contextlib
 import contextvars
 import copy
@@ -468,6 +468,24 @@ def describes(index):
 
 
 idiom("functools.singledispatch", functools.partial(Each, describes))
+
+
+class Pairs:
+    """Only a sequence as the script says so."""
+
+    def __init__(self, index):
+        self.index = index
+
+
+collections.abc.Sequence.register(Pairs)
+
+
+def kinds_of(index):
+    pairs = Pairs(index)
+    return isinstance(pairs, collections.abc.Sequence), isinstance(pairs, collections.abc.Mapping)
+
+
+idiom("a class registered with an abstract one of a library", functools.partial(Each, kinds_of))
 
 power_of_two = functools.partial(pow, 2)
 negative = lambda value: -value  # noqa: E731

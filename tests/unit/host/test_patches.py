@@ -72,6 +72,89 @@ def test_assignments_to_attributes_of_libraries_are_found_with_their_present_val
     assert all(map(is_patch, found))
 
 
+REGISTRIES = """
+import abc
+import functools
+
+class Shape(abc.ABC):
+    pass
+
+Shape.register(bytes)
+
+class Reader:
+    @functools.singledispatchmethod
+    def show(self, value):
+        return "other"
+
+@functools.singledispatch
+def describe(value):
+    return "other"
+
+def of_library(value):
+    return "library"
+
+class codecs:
+    register = callable
+"""
+
+REGISTERING = """
+import string
+import library as lib
+
+class Own:
+    pass
+
+@lib.Shape.register
+class Square:
+    pass
+
+lib.Shape.register(Own)
+lib.Shape.register(string.Template)
+
+class Abstract(lib.Shape):
+    pass
+
+Abstract.register(int)
+
+@lib.describe.register
+def _(value: int):
+    return "int"
+
+@lib.Reader.show.register(str)
+def _(self, value):
+    return "str"
+
+lib.describe.register(float, lib.of_library)
+lib.codecs.register(Own)
+
+def main():
+    for kind in [dict]:
+        lib.Shape.register(kind)
+"""
+
+
+def test_registrations_with_abstract_classes_and_dispatching_functions_of_libraries_are_found(library):
+    exec(REGISTRIES, vars(library))
+    namespace = {"__name__": "__main__", "_ih": ["", REGISTERING]}
+    exec(REGISTERING, namespace)
+    found = find_patches(namespace)
+    assert {key: set(value) for key, value in found.items()} == {
+        "library:Shape._abc_impl[...]": {namespace["Own"], namespace["Square"], string.Template},
+        "library:describe.registry[...]": {int},
+        "library:Reader.show.registry[...]": {str},
+    }
+    exec(REGISTRIES, vars(library))  # as in another process
+    for key, value in found.items():
+        patch(key, value)
+    assert issubclass(namespace["Own"], library.Shape)
+    assert issubclass(string.Template, library.Shape)
+    assert [library.describe(1), library.describe("a")] == ["int", "other"]
+    reader = library.Reader()
+    assert [reader.show(1), reader.show("a")] == ["other", "str"]
+    patches.keep(set())
+    assert [library.describe(1), reader.show("a")] == ["other", "other"]
+
+
 def test_cells_of_a_notebook_are_looked_at_in_place_of_a_file(library):
     library.size = 2
     cells = ["", "import library", "%matplotlib inline", "library.size = 2", "1 +"]
