@@ -335,10 +335,11 @@ class RemoteSession:
 
     def open(self) -> Channel:
         pause = FIRST_PAUSE
+        tell: Callable[[str], None] = self._note
         while True:
             try:
                 channel, self._welcome = self._settings.open(
-                    self.address, _no_ticket, self._deadline, retry=self._settings.waits_for_servers, tell=self._note
+                    self.address, _no_ticket, self._deadline, retry=self._settings.waits_for_servers, tell=tell
                 )
                 break
             except (UnavailableError, ConnectionLostError) as exc:
@@ -346,6 +347,7 @@ class RemoteSession:
                 if not self._deadline.pause(pause):
                     raise
                 self._note(str(exc).removeprefix(f"{self.address}: "))
+                tell = _say_nothing  # of the steps of the next attempt: the reason why there is one says more
                 pause = min(2 * pause, MAX_PAUSE)
         self._tickets = Tickets(channel.ticket_key, self._welcome.pid)
         with contextlib.suppress(OSError):  # it has gone already
@@ -424,6 +426,10 @@ class RemoteSession:
         # The node has ended these already, or will when it notices; a vanished host sends nothing.
         for worker in list(self.workers):
             worker.close(error if self.welcome is None else ConnectionLostError(str(error)))
+
+
+def _say_nothing(_reason: str) -> None:
+    pass
 
 
 def _no_ticket() -> bytes:

@@ -20,6 +20,7 @@ import functools
 import importlib.abc
 import importlib.util
 import os
+import re
 import sys
 import threading
 import types
@@ -31,6 +32,7 @@ import torch
 from rpcdataloader.host.refill import refill, refilling
 from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, cells_of, compares, parts_of, snapshots
 from rpcdataloader.host.sources import Source, has_imported, recorder
+from rpcdataloader.host.varying import varying_names
 
 _MAIN = "__main__", "__mp_main__"
 
@@ -46,6 +48,12 @@ _OWNERS = (type, types.FunctionType)
 # The attribute of abstract base classes that has what is registered with them.
 _ABSTRACT = "_abc_impl"
 
+# What a source has that names data which varies: random numbers, or sets, also as literals.
+_MAY_VARY = re.compile(
+    rb"set\(|uuid|urandom|token_|SystemRandom|(Random|RandomState|SeedSequence|default_rng)\(\)"
+    rb"|\{\s*([rbu]?(\"[^\"\n]*\"|'[^'\n]*')|[\w.]+)\s*,|\{[^:{}]* for |\.(union|intersection|difference)\("
+)
+
 # Sources that are read; a script's own modules have a few hundred kilobytes.
 _MAX_SOURCE_BYTES = 1 << 20
 
@@ -57,11 +65,14 @@ class _Changes(NamedTuple):
     imported: tuple[tuple[str, str, str], ...] = ()  # names in functions, too: each with its module, and what of that
     # Whose method ``register`` is called, and with what: empty where that is no name.
     registered: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
+    varying: tuple[tuple[str, tuple[str, ...] | None], ...] = ()  # see varying.py
 
 
 def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Values that the script of ``namespace`` has set elsewhere, or changed there, by key."""
     sources = recorder.look()
+    for name in sources.keys() - snapshots.searched:
+        snapshots.search(name, _parse(sources[name].content).varying)
     compared, found = snapshots.find(sources) if sources else {}, dict[str, Any]()
     for own, changes in _changes_by_namespace(namespace, sources):
         names = {**_imported(changes.imported, own), **own}
@@ -203,7 +214,11 @@ def _parse(source: str | bytes) -> _Changes:
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             for each in node.decorator_list:
                 found.register(each.func if isinstance(each, ast.Call) else each, [ast.Name(node.name)])
-    return _Changes(*(tuple(dict.fromkeys(each)) for each in found))  # type: ignore[arg-type]
+    varying: list[tuple[str, tuple[str, ...] | None]] = []
+    if _MAY_VARY.search(source if isinstance(source, bytes) else source.encode()):
+        with contextlib.suppress(RecursionError):  # an expression of a thousand terms
+            varying += varying_names(tree.body)
+    return _Changes(*(tuple(dict.fromkeys(each)) for each in (*found, varying)))  # type: ignore[arg-type]
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -14,12 +14,13 @@ from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.wire.channel import Channel, Receiver
 from rpcdataloader.wire.frames import Decoder, MessageType, heap_blocks
 from rpcdataloader.wire.handshake import Established
+from rpcdataloader.wire.outbox import LONG_BYTES
 from rpcdataloader.wire.pickling import Encoded
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Transport
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
-SHORT, LONG = bytes(10), bytes(connections.LONG_BYTES + 1)
+SHORT, LONG = bytes(10), bytes(LONG_BYTES + 1)
 
 
 class Owner:
