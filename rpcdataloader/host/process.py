@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import decimal
 import itertools
@@ -11,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -99,25 +101,38 @@ def _numpy_errors() -> dict[str, Any]:
     return {kind: action for kind, action in np.geterr().items() if action not in ("call", "log")}
 
 
-def _is_built_in(entry: tuple[Any, ...]) -> bool:
-    """Whether the category of a filter is built in; others may be classes that a session lacks."""
-    kinds = entry[2] if isinstance(entry[2], tuple) else (entry[2],)
-    return all(kind.__module__ == "builtins" for kind in kinds)
-
-
 def _filters() -> list[tuple[Any, ...]]:
-    """Filters of warnings of built-in categories."""
-    return list(filter(_is_built_in, warnings.filters))
+    """Filters of warnings, with the names of their categories: a node need not have imported these, nor have them."""
+    return [(action, message, _names(category), *where) for action, message, category, *where in warnings.filters]
+
+
+def _names(category: Any) -> Any:
+    if isinstance(category, tuple):
+        return tuple(map(_names, category))
+    return category.__module__, category.__qualname__
+
+
+def _named_category(names: Any) -> Any:
+    """The category of these names, or an exception."""
+    if isinstance(names[0], tuple):
+        return tuple(map(_named_category, names))
+    return attrgetter(names[1])(sys.modules[names[0]])
 
 
 def _set_filters(filters: list[tuple[Any, ...]]) -> None:
-    others = [entry for entry in warnings.filters if not _is_built_in(entry)]
+    others = [entry for entry in _filters() if entry not in filters and not _is_built_in(entry[2])]
     warnings.resetwarnings()
-    for action, message, category, module, line in reversed([*others, *filters]):
-        if message is module is None:
-            warnings.simplefilter(action, category, line or 0)  # which takes several categories
-        else:
-            warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line or 0)
+    for action, message, names, module, line in reversed([*others, *filters]):
+        with contextlib.suppress(Exception):  # it is of a module that is not imported here, or has no such name
+            category = _named_category(names)
+            if message is module is None:
+                warnings.simplefilter(action, category, line or 0)  # which takes several categories
+            else:
+                warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line or 0)
+
+
+def _is_built_in(names: Any) -> bool:
+    return all(map(_is_built_in, names)) if isinstance(names[0], tuple) else names[0] == "builtins"
 
 
 def _pattern(expression: Any) -> str:

@@ -70,6 +70,27 @@ PersistentId = Callable[[Any], Any]
 _CLOUDPICKLE_TABLE: Mapping[type, Any] = cloudpickle.Pickler.dispatch_table.maps[0]
 
 
+# Objects that each process has one of: functions such as ``random.choice`` are methods of some, and others are compared
+# by ``is``. A copy would draw the same numbers in each worker, or show the environment of a client.
+_OF_EACH_PROCESS = {
+    id(obj): (obj, (module, name))
+    for module, names in {
+        "dataclasses": ("KW_ONLY", "MISSING", "_HAS_DEFAULT_FACTORY"),
+        "numpy.random.mtrand": ("_rand",),
+        "os": ("environ", "environb"),
+        "random": ("_inst",),
+        "torch": ("default_generator",),
+    }.items()
+    for name in names
+    if (obj := getattr(importlib.import_module(module), name, None)) is not None
+}
+
+
+def own_of(module: str, name: str) -> Any:
+    """What this process has of such an object."""
+    return getattr(importlib.import_module(module), name)
+
+
 def take_tensor(number: int) -> torch.Tensor:
     """Stands in a pickle for the ``__getitem__`` of the list of the message's tensors; see :class:`Unpickler`."""
     raise pickle.UnpicklingError(f"tensor {number} can only be loaded with the message that it belongs to")
@@ -202,6 +223,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduce_cached_property(obj)
         elif issubclass(kind, BaseException) and _is_reduced_as_built_in(kind):
             return reduce_parts(*parts_of(obj))
+        elif (known := _OF_EACH_PROCESS.get(id(obj))) is not None and known[0] is obj:
+            return own_of, known[1]
         return NotImplemented
 
     def _take_frozen(self, frozen: Frozen) -> None:

@@ -111,7 +111,14 @@ def test_settings_of_process_and_thread_reach_workers_of_sessions_that_are_there
 
 
 class Category(UserWarning):
-    """Of the script, so no node has it."""
+    """Of a module that workers import."""
+
+
+class Unknown(UserWarning):
+    """Of one that no node has."""
+
+
+Unknown.__module__ = "only_here"
 
 
 class Filters:
@@ -151,7 +158,8 @@ def test_workers_have_the_modes_of_the_thread_that_begins_a_pass(shared_server, 
         assert [tuple(sample) for sample in loader] == [expected]
 
 
-def test_workers_of_this_machine_keep_all_filters_and_those_of_nodes_the_built_in_ones(shared_server):
+def test_workers_of_this_machine_keep_all_filters_and_those_of_nodes_the_ones_whose_categories_they_have(shared_server):
+    warnings.filterwarnings("ignore", category=Unknown)
     warnings.filterwarnings("ignore", category=Category)
     warnings.filterwarnings("once", category=BytesWarning)
     warnings.simplefilter("ignore", category=(FutureWarning, ImportWarning))
@@ -160,7 +168,7 @@ def test_workers_of_this_machine_keep_all_filters_and_those_of_nodes_the_built_i
         for workers in (None, shared_server.address)
     )
     assert here == Filters()[0]
-    assert [entry for entry in there if entry in here] == [entry for entry in here if "Category" not in entry[1]]
+    assert [entry for entry in there if entry in here] == [entry for entry in here if "only_here" not in entry[1]]
 
 
 def test_worker_has_the_settings_of_the_thread_that_iterates(serve):

@@ -24,6 +24,7 @@ import json
 import logging
 import math
 import operator
+import os
 import os.path as paths
 import pickle
 import random
@@ -35,6 +36,8 @@ import weakref
 import xml.dom.minidom
 from collections import namedtuple
 from math import floor as round_down
+from os import environ
+from random import random as draw
 
 import numpy as numbers_of_python
 import torch
@@ -486,6 +489,27 @@ def kinds_of(index):
 
 
 idiom("a class registered with an abstract one of a library", functools.partial(Each, kinds_of))
+
+
+class OneField:
+    value: int = dataclasses.field(default=dataclasses.MISSING)
+
+
+OneField = dataclasses.dataclass(OneField)
+
+
+def own_of_each_process(index):
+    (field,) = dataclasses.fields(OneField)
+    environ["IDIOM"] = str(index)
+    return os.environ["IDIOM"], field.default is dataclasses.MISSING, seeded(draw, 3) == seeded(random.random, 3)
+
+
+def seeded(function, number):
+    random.seed(number)
+    return function()
+
+
+idiom("objects of which each process has one", functools.partial(Each, own_of_each_process))
 
 power_of_two = functools.partial(pow, 2)
 negative = lambda value: -value  # noqa: E731
