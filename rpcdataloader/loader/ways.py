@@ -235,7 +235,11 @@ def _is_own(saved: Mapping[str, Any], progress: Progress) -> bool:
 def _is_end(samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
     """Whether nothing is left but the incomplete batch that ``drop_last`` left out; draws what there is of that."""
     size = saved["start"]["samplers"][0].get("batch_size", 1)
-    left = size - 1 if saved["num_samples"] == saved["num_batches"] * size else 0
+    num_batches, num_samples = saved["num_batches"], saved["num_samples"]
+    if saved["first"] is not None:  # the sampler's state is that after it
+        first = from_plain(saved["first"])
+        num_batches, num_samples = 1, len(first) if is_batch(first) else 1
+    left = size - 1 if num_samples == num_batches * size else 0
     for indices in samples:
         left -= len(indices) if is_batch(indices) else 1
         if left < 0:

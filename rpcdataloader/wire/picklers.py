@@ -86,6 +86,12 @@ _OF_EACH_PROCESS = {
 }
 
 
+def _is_found_by_name(module: types.ModuleType) -> bool:
+    """Whether others can import a module: not if the script has made it, or loaded it beside another of its name."""
+    is_made = module.__spec__ is None and module.__name__ not in MAIN_NAMES
+    return not is_made and sys.modules.get(module.__name__, module) is module
+
+
 def own_of(module: str, name: str) -> Any:
     """What this process has of such an object."""
     return getattr(importlib.import_module(module), name)
@@ -205,6 +211,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return make_packed_sequence, (obj.data, obj.batch_sizes.tolist(), obj.sorted_indices, obj.unsorted_indices)
         elif kind in _CLOUDPICKLE_TABLE:
             if kind is types.ModuleType:
+                if not _is_found_by_name(obj):
+                    content = {
+                        name: value
+                        for name, value in vars(obj).items()
+                        if not (name.startswith("__") and name.endswith("__"))
+                    }
+                    return cloudpickle.cloudpickle.dynamic_subimport, (obj.__name__, content)
                 self.modules.add(obj.__name__)
             elif kind is types.CellType:
                 return self._reduce_cell(obj)

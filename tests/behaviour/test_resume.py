@@ -912,6 +912,36 @@ def test_state_of_a_sampler_that_leads_to_another_batch_is_refused(where):
     assert_same(list(loader)[:2], seen)
 
 
+class Whole:
+    """A sampler whose state at the end of an epoch is that of the next one's beginning; two samples an epoch."""
+
+    epoch, left = 0, None
+
+    def __iter__(self):
+        if self.left is None:
+            self.left = [10 * self.epoch, 10 * self.epoch + 1]
+        while self.left:
+            yield self.left.pop(0)
+        self.left, self.epoch = None, self.epoch + 1
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "left": self.left}
+
+    def load_state_dict(self, state):
+        self.epoch, self.left = state["epoch"], state["left"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, None])
+def test_beginning_of_an_epoch_of_few_batches_is_followed_by_the_next_epoch(batch_size):
+    def make():
+        return RPCDataloader(range(100), batch_size, sampler=Whole(), workers="inline", collate_fn=as_is)
+
+    expected, saved, resumed = make(), make(), make()
+    iter(saved)
+    resumed.load_state_dict(saved.state_dict())
+    assert [list(resumed) for _ in range(4)] == [list(expected) for _ in range(4)]
+
+
 class Named(Total):
     """Gives objects as indices."""
 
