@@ -239,7 +239,7 @@ def _is_end(samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
     if saved["first"] is not None:  # the sampler's state is that after it
         first = from_plain(saved["first"])
         num_batches, num_samples = 1, len(first) if is_batch(first) else 1
-    left = size - 1 if num_samples == num_batches * size else 0
+    left = size - 1 if num_batches and num_samples == num_batches * size else 0
     for indices in samples:
         left -= len(indices) if is_batch(indices) else 1
         if left < 0:

@@ -942,6 +942,33 @@ def test_beginning_of_an_epoch_of_few_batches_is_followed_by_the_next_epoch(batc
     assert [list(resumed) for _ in range(4)] == [list(expected) for _ in range(4)]
 
 
+class Curriculum:
+    """A sampler that counts epochs, of which one has no sample."""
+
+    epoch = 0
+
+    def __iter__(self):
+        yield from range(10 * self.epoch, 10 * self.epoch + (1, 0, 2, 1)[self.epoch % 4])
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+def test_epoch_without_a_batch_is_followed_by_the_next_one():
+    def make():
+        return RPCDataloader(range(100), 2, sampler=Curriculum(), workers="inline", collate_fn=as_is)
+
+    expected, saved, resumed = make(), make(), make()
+    for loader in expected, saved:
+        assert [list(loader), list(loader)] == [[[0]], []]
+    resumed.load_state_dict(saved.state_dict())
+    assert [list(resumed) for _ in range(4)] == [list(expected) for _ in range(4)]
+
+
 class Named(Total):
     """Gives objects as indices."""
 
