@@ -193,15 +193,25 @@ class Executor:
 
     def _watch(self, where: Remote, changed: Callable[[list[Node], list[Node]], None]) -> None:
         known = dict.fromkeys(self._known, "")
+        condition = " or ".join(lookup.condition for lookup in where.lookups)
         while not self._closed.is_set():
             pause = _FAILED_LOOK_PAUSE
             try:
                 found, pause = self._client.follow(where)
+                if self._closed.is_set() or self.is_over:
+                    return
+                nodes = {each: self._client.node(each, is_registered=True) for each in {**known, **found}}
                 come = [address for address in found if known.get(address, None) not in ("", found[address])]
-                gone = [address for address in known if address not in found]
-                known = found
-                if (come or gone) and not (self._closed.is_set() or self.is_over):
-                    changed(*([self._client.node(each, is_registered=True) for each in part] for part in (come, gone)))
+                missing = [address for address in known if address not in found]
+                # A resolver may leave one out for a moment. A server that ends says so itself, and is not sought again.
+                gone = [address for address in missing if nodes[address].current is None]
+                known = found | {address: known[address] for address in missing if address not in gone}
+                for address in gone:
+                    logger.warning(
+                        "%s%s leaves: it is no longer %s", self._settings.partition.label, address, condition
+                    )
+                if come or gone:
+                    changed([nodes[address] for address in come], [nodes[address] for address in gone])
             except Exception:
                 logger.exception("cannot look for node servers")
             self._closed.wait(pause)
