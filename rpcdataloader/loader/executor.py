@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from rpcdataloader.client.background import Waiting
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
@@ -101,6 +102,7 @@ class Executor:
         self.name = dataset.name
         self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)
         self._settings = settings
+        self._label = settings.partition.label
         self._dataset = dataset
         self._num_workers = len(placement.homes)
         self._here = here
@@ -150,11 +152,22 @@ class Executor:
         error = next((session.connection.error for session in node.sessions[-1:]), None)
         return error if isinstance(error, (ConnectError, ConnectionLostError)) else ConnectionLostError(_UNREACHABLE)
 
-    def _start_thread(self, name: str, function: Callable[[], None], join_timeout: float | None = None) -> None:
+    def _start_thread(
+        self,
+        name: str,
+        function: Callable[[], None],
+        join_timeout: float | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
         """Run ``function`` in a thread, as soon as one can be started."""
         if not (self._closed.is_set() or self._client.start_thread(name, function, self._closed, join_timeout)):
-            again = functools.partial(self._start_thread, name, function, join_timeout)
-            self._client.alarm.call_after(_NO_THREAD_PAUSE, again)
+            alarm = self._client.alarm
+            waiting = waiting or Waiting(alarm, lambda: f"room for a thread of this process, {name}", self._label)
+            alarm.call_after(
+                _NO_THREAD_PAUSE, functools.partial(self._start_thread, name, function, join_timeout, waiting)
+            )
+        elif waiting is not None:
+            waiting.end()
 
     def seek(self, node: Node, delay: float, feed: Callable[[EngineEvent], None]) -> None:
         """Connect to a node after ``delay`` seconds, and build the dataset there; ``feed`` takes the result."""
@@ -207,9 +220,7 @@ class Executor:
                 gone = [address for address in missing if nodes[address].current is None]
                 known = found | {address: known[address] for address in missing if address not in gone}
                 for address in gone:
-                    logger.warning(
-                        "%s%s leaves: it is no longer %s", self._settings.partition.label, address, condition
-                    )
+                    logger.warning("%s%s leaves: it is no longer %s", self._label, address, condition)
                 if come or gone:
                     changed([nodes[address] for address in come], [nodes[address] for address in gone])
             except Exception:
@@ -310,7 +321,7 @@ class Executor:
         """Report the batch that the consumer waits for, and its worker; in a new thread, as the stack takes time."""
 
         def report() -> None:
-            begin = f"{self._settings.partition.label}the loop has waited {action.seconds:.0f} s"
+            begin = f"{self._label}the loop has waited {action.seconds:.0f} s"
             logger.warning("%s %s", begin, describe_wait(action, worker))
 
         self._client.start_thread("rpcdl-report", report, self._closed)
