@@ -305,7 +305,8 @@ class Crew(Generic[N]):
             self.node_hopeless(node, error)
             return
         if is_foreign and str(error) != str(self._reasons.get(node)):
-            self.say(f"{node} is retried: {told_of(node, error)}")
+            text = f"{node} is retried: {told_of(node, error)}"
+            self.say(text, cause=text)
         self._reasons[node] = error
         self.is_changed = True
         self._sought.pop(node, None)

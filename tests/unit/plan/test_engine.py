@@ -79,6 +79,10 @@ def test_a_node_that_another_server_answers_for_is_told_once_for_each_reason():
         engine.crew.node_failed("b", ConnectError(reason), is_foreign="stranger" in reason)
     told = [action.text for action in engine.act(1.0) if isinstance(action, Say)]
     assert told == ["b is retried: a stranger", "b is retried: another stranger"]
+    engine.crew.node_failed("b", ConnectError("no route"))
+    engine.crew.node_failed("b", ConnectError("a stranger"), is_foreign=True)
+    (again,) = [action for action in engine.act(2.0) if isinstance(action, Say)]
+    assert again == Say(told[0], cause=told[0])  # of which the user hears once per minute
 
 
 def test_a_node_that_joins_is_sought_until_another_server_answers_for_it():
