@@ -112,6 +112,7 @@ class Executor:
         self._told = last_of(self._changes)  # number of the last change of which all its workers know
         self._closed = Event()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
+        self._gone: set[Node] = set()  # nodes that have left, which a seek under way no longer connects to
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if not node.is_local]
         # Of the process and thread that begin the pass, for workers of nodes.
@@ -175,7 +176,7 @@ class Executor:
         self._start_thread(f"rpcdl-seek {node}", functools.partial(self._seek, node, delay, feed))
 
     def _seek(self, node: Node, delay: float, feed: Callable[[EngineEvent], None]) -> None:
-        if self._closed.wait(delay):
+        if self._closed.wait(delay) or node in self._gone:
             return
         try:
             session = node.session()
@@ -222,7 +223,9 @@ class Executor:
                 for address in gone:
                     logger.warning("%s%s leaves: it is no longer %s", self._label, address, condition)
                 if come or gone:
-                    changed([nodes[address] for address in come], [nodes[address] for address in gone])
+                    came, left = [nodes[address] for address in come], [nodes[address] for address in gone]
+                    self._gone = (self._gone - {*came}) | {*left}
+                    changed(came, left)
             except Exception:
                 logger.exception("cannot look for node servers")
             self._closed.wait(pause)
