@@ -20,8 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpcdataloader.host.locks import Condition, Lock
+from rpcdataloader.host.signals import signals_let_through
 from rpcdataloader.wire.messages import MAX_CHARS, printable
 from rpcdataloader.wire.picklers import is_interrupt
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -35,6 +37,32 @@ def _started(name: str, target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=target, name=name, daemon=True)
     thread.start()
     return thread
+
+
+# Seconds between two attempts to start a thread, the first and the most.
+_FIRST_PAUSE, _MAX_PAUSE = 0.05, 1.0
+
+
+def start_when_there_is_room(
+    start: Callable[[], None], deadline: Deadline | None, lacking: Callable[[str], None]
+) -> None:
+    """Start a thread, once there is room for it; raises the ``RuntimeError`` of the last attempt.
+
+    Args:
+        lacking: Function that takes the reason before each further attempt.
+    """
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return start()
+        except RuntimeError as exc:
+            if deadline is None or "shutdown" in str(exc):  # of the interpreter, from Python 3.12 on
+                raise
+            lacking(f"this process has no room for a thread ({exc})")
+            with signals_let_through():
+                if not deadline.pause(pause):
+                    raise
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
 # Nearly all calls are answered long before their deadline. Fewer cancelled ones than this may wait for it.
@@ -82,12 +110,21 @@ class Alarm:
                 heapq.heapify(self._heap)
                 self._num_kept = len(self._heap)
             heapq.heappush(self._heap, entry)
-            if self._thread is None:
-                with contextlib.suppress(RuntimeError):  # the next call tries again
-                    self._thread = _started("rpcdl-alarm", self._run)
+            self._start()
             if self._heap[0] is entry:
                 self._condition.notify()
         return timer
+
+    def retry(self) -> None:
+        """Start the thread now, if functions wait for it and there was no room for it."""
+        with self._condition:
+            if self._heap:
+                self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            with contextlib.suppress(RuntimeError):  # the next call tries again
+                self._thread = _started("rpcdl-alarm", self._run)
 
     def close(self) -> None:
         """End the thread, and drop all functions."""
@@ -125,13 +162,14 @@ class Waiting:
 
     Args:
         describe: Function for the object of the wait, with the last known reason; None to say nothing now. The alarm's
-            thread calls it.
+            thread calls it, or that of :meth:`poll`.
         label: Beginning of the lines.
     """
 
     def __init__(self, alarm: Alarm, describe: Callable[[], str | None], label: str = "") -> None:
         self._alarm, self._describe, self._label = alarm, describe, label
         self._began = time.monotonic()
+        self._due = self._began + FIRST_TOLD  # time of the next line
         self._has_ended = False
         self._timer = alarm.call_after(FIRST_TOLD, self._tell)
 
@@ -146,11 +184,23 @@ class Waiting:
         self._has_ended = True
         self._timer.cancel()
 
+    def poll(self) -> None:
+        """Tell now what is due: where this process has no room for a thread, the alarm may have none either."""
+        self._alarm.retry()
+        self._tell_if_due()
+
     def _tell(self) -> None:
-        if (text := self._describe()) is not None and not self._has_ended:
-            logger.warning("%sstill waiting after %.0f s for %s", self._label, time.monotonic() - self._began, text)
+        self._tell_if_due()
         if not self._has_ended:
-            self._timer = self._alarm.call_after(NEXT_TOLD, self._tell)
+            self._timer = self._alarm.call_after(self._due - time.monotonic(), self._tell)
+
+    def _tell_if_due(self) -> None:
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + NEXT_TOLD
+        if (text := self._describe()) is not None and not self._has_ended:
+            logger.warning("%sstill waiting after %.0f s for %s", self._label, now - self._began, text)
 
 
 class Janitor:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 
-from rpcdataloader.client.background import Alarm, Callers, Janitor, Waiting
+from rpcdataloader.client.background import Alarm, Callers, Janitor, Waiting, start_when_there_is_room
 from rpcdataloader.client.discovery import ASK_TIMEOUT, Remote, ask_all
 from rpcdataloader.client.local import LocalNode
 from rpcdataloader.client.node import Node
@@ -94,10 +94,24 @@ class Client:
 
     @property
     def janitor(self) -> Janitor:
-        """Runs what finalizers hand over."""
+        """Runs what finalizers hand over.
+
+        Raises:
+            ConnectionLostError: There is no room for its thread.
+        """
+        if self._janitor is None:
+            with Waiting(self.alarm, lambda: "room for a thread of this process") as waiting:
+                try:
+                    limit = Deadline(self._settings.connect_timeout)
+                    start_when_there_is_room(self._begin_janitor, limit, lambda _reason: waiting.poll())
+                except RuntimeError as exc:
+                    raise ConnectionLostError(f"cannot begin: {exc}") from exc
+        assert self._janitor is not None
+        return self._janitor
+
+    def _begin_janitor(self) -> None:
         with self._lock:
             self._janitor = self._janitor or Janitor()
-            return self._janitor
 
     def nodes(self, where: Remote, local: LocalNode | None = None) -> list[Node]:
         """The nodes that ``where`` names, after that of this machine; opens no connection yet.

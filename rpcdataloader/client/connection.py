@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rpcdataloader.client.background import start_when_there_is_room
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.locks import Lock
-from rpcdataloader.host.signals import signals_let_through
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
@@ -37,24 +37,8 @@ logger = logging.getLogger("rpcdataloader.client")
 _ALL_SIGNALS = signal.valid_signals()
 
 
-# Seconds in which the system may come to have room for the thread that sends, and pauses between attempts.
+# Seconds in which the system may come to have room for the thread that sends.
 _NO_THREAD_TIMEOUT = 60.0
-_FIRST_PAUSE, _MAX_PAUSE = 0.05, 1.0
-
-
-def _start_thread(start: Callable[[], None], deadline: Deadline | None) -> None:
-    """Start a thread, once there is room for it; raises the ``RuntimeError`` of the last attempt."""
-    pause = _FIRST_PAUSE
-    while True:
-        try:
-            return start()
-        except RuntimeError as exc:
-            if deadline is None or "shutdown" in str(exc):  # of the interpreter, from Python 3.12 on
-                raise
-            with signals_let_through():
-                if not deadline.pause(pause):
-                    raise
-        pause = min(2 * pause, _MAX_PAUSE)
 
 
 @dataclass(slots=True)
@@ -77,7 +61,7 @@ class Connection:
         name: Name in messages and threads; see :meth:`rename` for a better one, such as ``node07:6543/2``.
         owner: Object that the receiver thread lets ``open`` the channel, up to its welcome. It is told when the server
             is ``ready``, what was ``received`` and answers no request, and that the connection is ``lost``, after it
-            was asked to ``explain`` the error.
+            was asked to ``explain`` the error; and, while it waits for a thread, why it ``lacks_thread``.
         sends_now: True to let callers send small messages themselves; Ctrl-C in the middle ends the connection.
         known: What the process there has of the script's definitions from the beginning.
 
@@ -120,7 +104,7 @@ class Connection:
             ConnectionLostError: No thread can be started: there are too many, or the interpreter ends.
         """
         try:
-            _start_thread(self._receiver.start, deadline)
+            start_when_there_is_room(self._receiver.start, deadline, self._owner.lacks_thread)
         except RuntimeError as exc:
             raise ConnectionLostError(f"cannot connect to {self.name}: {exc}") from exc
 
@@ -302,7 +286,10 @@ class Connection:
             channel.borrow_with(self._borrow)
         channel.transport.read_ahead()
         # Sends earlier requests. References are let go at once, though no further request comes.
-        _start_thread(lambda: self._outbox.open(channel, start=not self._sends_now), Deadline(_NO_THREAD_TIMEOUT))
+        limit = Deadline(_NO_THREAD_TIMEOUT)
+        start_when_there_is_room(
+            lambda: self._outbox.open(channel, start=not self._sends_now), limit, self._owner.lacks_thread
+        )
         self._owner.ready()
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):

@@ -213,6 +213,7 @@ class LocalSession(RemoteSession):
 
     def open(self) -> Channel:
         channel = pair_channel(self._transport, self.name)
+        self._note("" if self._is_fork else "it imports what the script and its dataset need")
         # A fork answers before it runs any code of the user. Another process may import for as long as it likes.
         limit = self._deadline if self._is_fork else Deadline(None)
         self._deadline.when_cancelled(channel.transport.shutdown)
@@ -233,7 +234,7 @@ class LocalSession(RemoteSession):
         return channel
 
     def _describe(self) -> str:
-        why = "" if self._is_fork else ": it imports what the script and its dataset need"
+        why = f": {self.reason}" if self.reason else ""
         return f"process {self._pid}, which multiprocessing has started for workers of this machine{why}"
 
     def ready(self) -> None:

@@ -356,6 +356,10 @@ class RemoteSession:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel
 
+    def lacks_thread(self, reason: str) -> None:
+        self._note(reason)
+        self._waiting.poll()
+
     def _note(self, reason: str) -> None:
         self.reason = reason
 

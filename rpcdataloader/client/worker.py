@@ -356,8 +356,8 @@ class RemoteWorker:
                 if not (is_wanted and (is_coming or self._keep_waiting()) and self._wait.pause(pause)):
                     self.was_refused = True
                     raise UnavailableError(reason) from None
-                if not is_coming and self._settings.seldom.is_due(reason):
-                    logger.warning("waiting for a worker: %s", reason)
+                if not is_coming:
+                    self._tell(reason)
                 pause = min(2 * pause, MAX_PAUSE)
             except UnknownSessionError as exc:
                 # Of a session that has ended while the network was cut: the control connection does not know that yet.
@@ -372,11 +372,18 @@ class RemoteWorker:
                 self._admitted(answer)
                 return channel
 
+    def _tell(self, reason: str) -> None:
+        if self._settings.seldom.is_due(reason):
+            logger.warning("waiting for a worker: %s", reason)
+
     def _admitted(self, answer: Welcome) -> None:
         self.number, self.pid, self.machine = answer.worker, answer.pid, answer.node
         self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
         self.connection.rename(f"{self.session.name}/{answer.worker}")
         self.session.admitted(self)
+
+    def lacks_thread(self, reason: str) -> None:
+        self._tell(f"{self.session.name}: {reason}")
 
     def ready(self) -> None:
         self._owner.worker_ready(self)

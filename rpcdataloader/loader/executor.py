@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from rpcdataloader.client.background import Waiting
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Remote
@@ -101,6 +102,7 @@ class Executor:
         self.name = dataset.name
         self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)
         self._settings = settings
+        self._label = settings.partition.label
         self._dataset = dataset
         self._num_workers = len(placement.homes)
         self._here = here
@@ -110,6 +112,7 @@ class Executor:
         self._told = last_of(self._changes)  # number of the last change of which all its workers know
         self._closed = Event()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
+        self._gone: set[Node] = set()  # nodes that have left, which a seek under way no longer connects to
         nodes = (*placement.homes, *placement.others, *placement.missing)
         self._known = [node.address for node in nodes if not node.is_local]
         # Of the process and thread that begin the pass, for workers of nodes.
@@ -150,11 +153,22 @@ class Executor:
         error = next((session.connection.error for session in node.sessions[-1:]), None)
         return error if isinstance(error, (ConnectError, ConnectionLostError)) else ConnectionLostError(_UNREACHABLE)
 
-    def _start_thread(self, name: str, function: Callable[[], None], join_timeout: float | None = None) -> None:
+    def _start_thread(
+        self,
+        name: str,
+        function: Callable[[], None],
+        join_timeout: float | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
         """Run ``function`` in a thread, as soon as one can be started."""
         if not (self._closed.is_set() or self._client.start_thread(name, function, self._closed, join_timeout)):
-            again = functools.partial(self._start_thread, name, function, join_timeout)
-            self._client.alarm.call_after(_NO_THREAD_PAUSE, again)
+            alarm = self._client.alarm
+            waiting = waiting or Waiting(alarm, lambda: f"room for a thread of this process, {name}", self._label)
+            alarm.call_after(
+                _NO_THREAD_PAUSE, functools.partial(self._start_thread, name, function, join_timeout, waiting)
+            )
+        elif waiting is not None:
+            waiting.end()
 
     def seek(self, node: Node, delay: float, feed: Callable[[EngineEvent], None]) -> None:
         """Connect to a node after ``delay`` seconds, and build the dataset there; ``feed`` takes the result."""
@@ -162,7 +176,7 @@ class Executor:
         self._start_thread(f"rpcdl-seek {node}", functools.partial(self._seek, node, delay, feed))
 
     def _seek(self, node: Node, delay: float, feed: Callable[[EngineEvent], None]) -> None:
-        if self._closed.wait(delay):
+        if self._closed.wait(delay) or node in self._gone:
             return
         try:
             session = node.session()
@@ -193,15 +207,25 @@ class Executor:
 
     def _watch(self, where: Remote, changed: Callable[[list[Node], list[Node]], None]) -> None:
         known = dict.fromkeys(self._known, "")
+        condition = " or ".join(lookup.condition for lookup in where.lookups)
         while not self._closed.is_set():
             pause = _FAILED_LOOK_PAUSE
             try:
                 found, pause = self._client.follow(where)
+                if self._closed.is_set() or self.is_over:
+                    return
+                nodes = {each: self._client.node(each, is_registered=True) for each in {**known, **found}}
                 come = [address for address in found if known.get(address, None) not in ("", found[address])]
-                gone = [address for address in known if address not in found]
-                known = found
-                if (come or gone) and not (self._closed.is_set() or self.is_over):
-                    changed(*([self._client.node(each, is_registered=True) for each in part] for part in (come, gone)))
+                missing = [address for address in known if address not in found]
+                # A resolver may leave one out for a moment. A server that ends says so itself, and is not sought again.
+                gone = [address for address in missing if nodes[address].current is None]
+                known = found | {address: known[address] for address in missing if address not in gone}
+                for address in gone:
+                    logger.warning("%s%s leaves: it is no longer %s", self._label, address, condition)
+                if come or gone:
+                    came, left = [nodes[address] for address in come], [nodes[address] for address in gone]
+                    self._gone = (self._gone - {*came}) | {*left}
+                    changed(came, left)
             except Exception:
                 logger.exception("cannot look for node servers")
             self._closed.wait(pause)
@@ -300,7 +324,7 @@ class Executor:
         """Report the batch that the consumer waits for, and its worker; in a new thread, as the stack takes time."""
 
         def report() -> None:
-            begin = f"{self._settings.partition.label}the loop has waited {action.seconds:.0f} s"
+            begin = f"{self._label}the loop has waited {action.seconds:.0f} s"
             logger.warning("%s %s", begin, describe_wait(action, worker))
 
         self._client.start_thread("rpcdl-report", report, self._closed)

@@ -155,7 +155,7 @@ class Crew(Generic[N]):
         """Note that a worker takes requests; returns the other workers of its place, which are no longer needed."""
         self.is_changed = True
         self._mute.discard(worker.node)
-        if worker.node not in self._ask_at:
+        if worker.node not in self._ask_at and not self._are_dying:
             self._full.pop(worker.node, None)
         for other in self.members.values():
             if other.node == worker.node and other.late_at != math.inf and not other.is_sent_away:  # that node answers
@@ -175,6 +175,20 @@ class Crew(Generic[N]):
         """Note that a worker has answered its first request."""
         self._has_begun = True
         self._num_failed.pop(worker.node, None)
+        if worker.node not in self._ask_at:
+            self._full.pop(worker.node, None)
+        if self.stuck_since is not None:  # this one counts from now on
+            self.is_changed = True
+
+    def survived(self) -> None:
+        """Note that a worker has answered a task after deaths."""
+        self.num_deaths = 0
+        self.is_changed = True
+
+    @property
+    def _are_dying(self) -> bool:
+        """Whether workers die one after the other, before any answer."""
+        return self.num_deaths > self._max_deaths
 
     def start_failed(self, worker: Member[N], error: BaseException) -> bool:
         """Note that a worker's first request raised an exception; returns False if no worker has ever answered."""
@@ -209,8 +223,14 @@ class Crew(Generic[N]):
         place, node = worker.place, worker.node
         if loss.was_refused:
             self._mute.discard(node)
+        is_missed = is_needed and not worker.is_sent_away and not (loss.has_retired and loss.node_is_up)
+        counts = is_missed and not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused))
+        if counts:
+            self.num_deaths += 1
+        # Workers have begun before, and so may others: what kills them may pass, as a lack of room does.
+        must_rest = counts and died and self._are_dying and self._has_begun
         # One that was sent away while its node was full leaves a place that may be wanted again.
-        was_refused = loss.was_refused and not worker.is_sent_away
+        was_refused = must_rest or (loss.was_refused and not worker.is_sent_away)
         if was_refused and node not in self._ask_at:
             self._full[node] = min(2 * self._full.get(node, FIRST_FULL_PAUSE / 2), MAX_FULL_PAUSE)
             self._ask_at[node] = math.inf  # until the time is known
@@ -221,14 +241,12 @@ class Crew(Generic[N]):
             self.roster.node_down(node)
         if not is_needed:
             self.roster.places[place].is_closed = True
-        elif not worker.is_sent_away and not (loss.has_retired and loss.node_is_up):
+        elif is_missed:
             self._last_error = loss.error
             if not self.roster.is_hopeless(node):  # why it is says more
                 self._reasons[node] = loss.error
-            if not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused)):
-                self.num_deaths += 1
-                if self.num_deaths > self._max_deaths:
-                    self.roster.give_up(place)  # they die before any answer
+            if counts and self._are_dying and not must_rest:
+                self.roster.give_up(place)
             # A loop that chooses its number of workers asks for them again and again.
             is_usual = loss.was_refused and self.roster.most is not None
             if not is_usual and (loss.node_is_up or (is_current and node not in self._gone)):
@@ -244,6 +262,11 @@ class Crew(Generic[N]):
         if not loss.node_is_up:
             self._gone.add(worker.node)
         cause = str(loss.error) if loss.was_refused else ""
+        if self.roster.places[worker.place].is_given_up:
+            self.say(
+                f"{loss.error}; no other worker starts in its place: {self.num_deaths} have died before any answer"
+            )
+            return
         if self.roster.is_home_up(worker.place):
             self.say(f"{loss.error}; another worker starts there", cause=cause)
         else:
@@ -305,7 +328,8 @@ class Crew(Generic[N]):
             self.node_hopeless(node, error)
             return
         if is_foreign and str(error) != str(self._reasons.get(node)):
-            self.say(f"{node} is retried: {told_of(node, error)}")
+            text = f"{node} is retried: {told_of(node, error)}"
+            self.say(text, cause=text)
         self._reasons[node] = error
         self.is_changed = True
         self._sought.pop(node, None)
@@ -378,11 +402,16 @@ class Crew(Generic[N]):
 
     def _is_stuck(self, wanted: Sequence[Member[N]]) -> bool:
         """Whether the pass cannot go on with these workers, and those that leave."""
-        # Workers requested again from a node that had no room do not count until they come: the time would never end.
-        unsure = [worker for worker in wanted if not worker.has_joined and worker.node in self._full]
+        # Those requested again from a node that had no room, or where they died, do not count at once: the time would
+        # never end.
+        unsure = [worker for worker in wanted if worker.node in self._full and not self._is_there(worker)]
         vacant = {worker.place for worker in unsure} - {worker.place for worker in wanted if worker not in unsure}
         has_others = not self._options.is_iterable and len(self.members) > len(unsure)
         return not has_others and self.roster.is_stuck(vacant)
+
+    def _is_there(self, worker: Member[N]) -> bool:
+        """Whether a worker has come; and begun, if others die before they do."""
+        return worker.has_joined and (worker.has_begun or not self._are_dying)
 
     def tick(self, now: float) -> None:
         """Note that time has passed: ask other nodes as well where one has not answered, and those that had no room."""

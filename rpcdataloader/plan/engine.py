@@ -134,7 +134,8 @@ class Engine(Generic[N]):
             The task, if ``answer`` will be delivered; otherwise None, and the caller forgets it. If it is a part, and
             its batch has all of them, the caller joins them and calls :meth:`joined` or :meth:`unfit`.
         """
-        self.crew.num_deaths = 0
+        if self.crew.num_deaths:
+            self.crew.survived()
         task = self.table.replied(worker, number, size_bytes, task_seconds, now, has_failed, answer)
         if task is not None and task.holders:  # with a superfluous copy
             self._out += [Cancel(loser.id, number) for loser in task.holders]
@@ -151,7 +152,8 @@ class Engine(Generic[N]):
 
     def stream_ended(self, worker: int, number: float, now: float) -> None:
         """Note a worker's answer that its stream ended before this task."""
-        self.crew.num_deaths = 0
+        if self.crew.num_deaths:
+            self.crew.survived()
         self.table.ended(worker, number, now)
 
     # Workers

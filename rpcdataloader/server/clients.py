@@ -226,7 +226,7 @@ class Clients:
                 client.workers[number] = row
                 self._add_output(client, output, f"worker {number}")
                 logger.debug("worker %d of %s has come from %s", number, client.name, peer)
-            elif self._seldom.is_due((client.process.pid, reason)):  # while it waits, it asks every second
+            elif self._seldom.is_due(f"{client.name} {reason}"):  # while it waits, it asks every second
                 self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
             return True
 

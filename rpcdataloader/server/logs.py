@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sched
 import sys
 import time
@@ -40,6 +41,9 @@ _LINE_BYTES = 64
 # Limit on the log lines about strangers, who can be refused at any rate: a number per period, in seconds.
 MAX_REFUSALS = 20
 REFUSALS_PERIOD = 10.0
+
+# What tells processes apart in a reason.
+_PID = re.compile(r" \(pid \d+\)")
 
 # Limit on the warnings that a client gets: each text once, and this many different ones per ten seconds.
 MAX_RECORDS = 20
@@ -182,7 +186,9 @@ class LimitedLog:
     def refused(self, refused: events.Refused) -> None:
         """Count a refused connection, and log it."""
         self.num_refused += 1
-        if not refused.is_ours or self._seldom.is_due(refused.reason):
+        # One that tries again has another port, and perhaps another process id.
+        host = "" if refused.is_ours else refused.peer.rpartition(":")[0]
+        if self._seldom.is_due(f"{host} {_PID.sub('', refused.reason)}"):
             self.log(refused.level, "refused %s: %s", refused.peer, printable(refused.reason))
 
     def closed(self, peer: str, reason: str) -> None:

@@ -170,7 +170,9 @@ class Identity:
     rpcdataloader: str  # version of this package
 
     def __str__(self) -> str:
-        return f"the {_ROLE_NAMES.get(self.role, self.role)} on {self.host} (pid {self.pid})"
+        # A server speaks by a process that lives for one connection.
+        which = f" (pid {self.pid})" if self.role == "client" else ""
+        return f"the {_ROLE_NAMES.get(self.role, self.role)} on {self.host}{which}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -171,6 +172,11 @@ LOOK_TIMEOUT = 1.0
 # After being unusable this many times in a row, a file is not merely being written: one warning.
 PATIENCE = 3
 
+# Files that cannot be used, in a folder that has thousands: how many one look reads, the newest first, as those of
+# servers are renewed; how many have a warning of their own; and how many problems are told by name.
+MAX_UNUSABLE = 100
+MAX_TOLD = 10
+
 
 class Lookup(ABC):
     """A place where node servers come and go, as this process has seen them so far. Thread-safe.
@@ -294,6 +300,7 @@ class Register(Lookup):
         self._unsure_until = -math.inf
         self._last_look = time.monotonic()
         self._files: dict[str, _File] | None = None  # before the first look
+        self._num_told = 0  # files with a warning
 
     def __str__(self) -> str:
         return f"@{self.directory}"
@@ -319,7 +326,8 @@ class Register(Lookup):
             self._unsure_until = time.monotonic() + _RENEWED_AFTER if is_silent else -math.inf
         problems: dict[str, str] = {}
         usable: dict[str, ServerEntry] = {}
-        for name, status in statuses.items():
+        num_unusable = 0
+        for name, status in sorted(statuses.items(), key=lambda item: item[1].st_mtime, reverse=True):
             file = self._files[name] = (known or {}).get(name) or _File()
             if known is None:
                 # A wrong clock of this machine makes servers seem silent for one renewal; see `is_unsure`.
@@ -330,23 +338,40 @@ class Register(Lookup):
             if file.silence > MAX_SILENCE:
                 problems[name] = "its server is silent"
                 continue
+            if num_unusable == MAX_UNUSABLE and file.entry is None:
+                problems[name] = f"{MAX_UNUSABLE} others cannot be used"
+                continue
             try:
                 usable[name] = self._take(name, status, file)
                 file.num_failures = 0
             except (OSError, ValueError) as exc:
                 problems[name] = str((isinstance(exc, OSError) and exc.strerror) or exc)
+                num_unusable += 1
                 file.num_failures += 1
-                level = logging.WARNING if file.num_failures == PATIENCE else logging.DEBUG
-                # Other users may have chosen the name, if they can write to the directory.
-                path = os.path.join(self.directory, name)
-                client_logger.log(level, "%s", printable(f"{path} is not used: {problems[name]}"))
+                if file.num_failures == PATIENCE:
+                    self._warn_of(name, problems[name])
         found: dict[Address, str] = {}
         # The newest file at an address counts: a server that was killed may have a successor there.
         for name in sorted(usable, key=lambda name: (usable[name].started, name)):
             if (older := found.pop(usable[name].address, None)) is not None:
                 problems[older] = f"{name} is newer and has the same address"
             found[usable[name].address] = name
+        if (num_more := len(problems) - MAX_TOLD) > 0:
+            problems = dict(itertools.islice(problems.items(), MAX_TOLD))
+            problems[self.directory] = f"{num_more} more files there are not used"
         return found, problems
+
+    def _warn_of(self, name: str, problem: str) -> None:
+        """Warn of a file that stays unusable, or that there are too many such files."""
+        self._num_told += 1
+        if self._num_told <= MAX_TOLD:
+            # Other users may have chosen the name, if they can write to the directory.
+            path = os.path.join(self.directory, name)
+            client_logger.warning("%s", printable(f"{path} is not used: {problem}"))
+        elif self._num_told == MAX_TOLD + 1:
+            client_logger.warning(
+                "%s has more files that are not used; give the node servers their own", self.directory
+            )
 
     def _list(self) -> dict[str, os.stat_result]:
         statuses = {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.__main__ import main
+from rpcdataloader.client.client import get_client
 from rpcdataloader.errors import RemoteProtocolError
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client
 from tests.support import datasets, tasks
@@ -148,10 +150,16 @@ def test_any_wait_for_nodes_is_told_with_the_reason_and_told_again(
     monkeypatch.setattr("rpcdataloader.loader.placement.PATIENCE", 600)
     wait, text = TOLD[name]
     text = text.format(closed=closed_port, silent=silent_port, fifo=fifo)
-    lines = []
+    with ended_when_told(caplog, text):
+        wait(server.address, fifo, closed_port, silent_port)
+
+
+@contextlib.contextmanager
+def ended_when_told(caplog, text):
+    """A wait, which ends when it has been told three times with this text."""
 
     def look(_number, _frame):
-        lines[:] = [line for line in caplog.messages if line.startswith("still waiting after ") and text in line]
+        lines = [line for line in caplog.messages if line.startswith("still waiting after ") and text in line]
         if len(lines) >= 3:
             raise Told
 
@@ -159,10 +167,31 @@ def test_any_wait_for_nodes_is_told_with_the_reason_and_told_again(
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
     try:
         with pytest.raises(Told):
-            wait(server.address, fifo, closed_port, silent_port)
+            yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("moment", ["first contact", "first pass", "workers of a node", "workers of this machine"])
+def test_wait_for_room_for_a_thread_is_told_though_there_is_none_that_could(server, monkeypatch, caplog, moment):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "600")
+    close_client()  # it has read the variable, and has threads
+    shorten(monkeypatch, "told", "told again")
+    workers = "local:2" if moment in ("first pass", "workers of this machine") else server.address
+    dataset = RPCDataset(server.address, Numbers) if moment == "workers of a node" else Numbers()
+    if moment == "workers of this machine":
+        _ = get_client().janitor
+    loader = RPCDataloader(dataset, None, workers=None if isinstance(dataset, RPCDataset) else workers)
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with ended_when_told(caplog, "room for a thread"):
+            list(loader)
+    assert len(list(loader)) == len(Numbers())
 
 
 @pytest.mark.parametrize("wait", [node, workers])

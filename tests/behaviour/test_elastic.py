@@ -14,10 +14,10 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.__main__ import main
 from rpcdataloader.errors import AuthenticationError, ConnectError, RemoteProtocolError
 from rpcdataloader.wire.register import Register
-from tests.behaviour.test_recovery import take
+from tests.behaviour.test_recovery import port_of, take
 from tests.conftest import close_client, wait_until
 from tests.support.clocks import shorten
-from tests.support.crew import wait_for_crew
+from tests.support.crew import wait_for_crew, workers_of
 from tests.support.datasets import Hosted
 from tests.support.streams import Parts
 
@@ -117,31 +117,56 @@ def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, re
     assert take(iterator, 400) == ([*range(400)], left - {first.pid})
 
 
-def test_servers_behind_a_name_are_followed(serve, monkeypatch, capsys):
-    """The answers of the resolver are made up."""
+class Resolver:
+    """Makes up the answers for the name ``pool``.
+
+    Attributes:
+        hosts: Addresses of the next answer.
+    """
+
+    def __init__(self, monkeypatch):
+        self.hosts, self.num_asked, self._resolve = [], 0, socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._answer)
+
+    def _answer(self, host, *args, **options):
+        hosts = [host]
+        if host == "pool":
+            hosts, self.num_asked = self.hosts, self.num_asked + 1
+            if not hosts:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [info for each in hosts for info in self._resolve(each, *args, **options)]
+
+    def say(self, *hosts):
+        """Answer so from now on; returns when a pass has taken that in."""
+        self.hosts = [*hosts]
+        enough = self.num_asked + 3
+        wait_until(lambda: self.num_asked >= enough)
+
+
+@pytest.fixture
+def behind_a_name(serve, monkeypatch):
+    """A resolver, and two servers at the same port."""
     shorten(monkeypatch, "names")
     first = serve("--num-workers", "1", "--host", "127.0.0.2", "--port", "0")
-    port = first.address.rpartition(":")[2]
-    second = serve("--num-workers", "1", "--host", "127.0.0.3", "--port", port)
-    hosts, resolve = ["127.0.0.2"], socket.getaddrinfo
+    second = serve("--num-workers", "1", "--host", "127.0.0.3", "--port", port_of(first))
+    return Resolver(monkeypatch), first, second
 
-    def answer(host, *args, **options):
-        if host == "pool" and not hosts:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [info for each in (hosts if host == "pool" else [host]) for info in resolve(each, *args, **options)]
 
-    monkeypatch.setattr(socket, "getaddrinfo", answer)
+def test_servers_behind_a_name_are_followed(behind_a_name, monkeypatch, capsys):
+    resolver, first, second = behind_a_name
+    resolver.hosts, port = ["127.0.0.2"], port_of(first)
     pool = f"dns://pool:{port}"
     dataset = RPCDataset(f"pool:{port}", Hosted, 300)
-    hosts.clear()  # for workers of this session, nobody asks the resolver again
+    resolver.hosts = []  # for workers of this session, nobody asks the resolver again
     assert take(iter(RPCDataloader(dataset)), 300) == ([*range(300)], {first.pid})
-    hosts.append("127.0.0.2")
+    resolver.hosts = ["127.0.0.2"]
     iterator = iter(RPCDataloader(RPCDataset(pool, Hosted, 300)))
     assert take(iterator, 50) == ([*range(50)], {first.pid})
-    hosts.append("127.0.0.3")
+    resolver.hosts = ["127.0.0.2", "127.0.0.3"]
     wait_for_crew(iterator, 2)
     assert take(iterator, 150) == ([*range(50, 200)], {first.pid, second.pid})
-    hosts.remove("127.0.0.2")
+    resolver.hosts = ["127.0.0.3"]
+    first.signal(signal.SIGTERM)
     wait_for_crew(iterator, 1)
     take(iterator, 50)  # what was on its way
     assert take(iterator, 50) == ([*range(250, 300)], {second.pid})
@@ -149,7 +174,7 @@ def test_servers_behind_a_name_are_followed(serve, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert second.address in told
     assert first.address not in told
-    hosts.clear()
+    resolver.hosts = []
     main(["status", pool])
     assert f"{pool}: no node server found\nignored pool: Name or service not known\n" in capsys.readouterr().out
     close_client()
@@ -158,6 +183,32 @@ def test_servers_behind_a_name_are_followed(serve, monkeypatch, capsys):
         ConnectError, match=r"behind the name pool, and none came within 1 s .pool: Name or service not"
     ):
         RPCDataset(pool, Hosted)
+
+
+def test_server_that_a_resolver_leaves_out_stays_until_it_ends_and_is_then_not_sought(
+    behind_a_name, serve, monkeypatch, caplog
+):
+    """As a pod that is not ready for a moment, and one that is deleted."""
+    shorten(monkeypatch, "search")
+    resolver, first, second = behind_a_name
+    resolver.hosts, port = ["127.0.0.2", "127.0.0.3"], port_of(first)
+    iterator = iter(RPCDataloader(RPCDataset(f"dns://pool:{port}", Hosted, 1000)))
+    wait_for_crew(iterator, 2)
+    for answer in [], ["127.0.0.3"]:
+        resolver.say(*answer)
+        assert len(workers_of(iterator)) == 2
+    assert take(iterator, 100) == ([*range(100)], {first.pid, second.pid})
+    assert caplog.messages == []
+    assert first.end(signal.SIGTERM) == 0
+    wait_until(lambda: f"{first.address} leaves: it is no longer behind the name pool" in caplog.messages)
+    other = serve("--num-workers", "1", "--host", "127.0.0.2", "--port", port)
+    resolver.say("127.0.0.3")
+    assert "has come from" not in other.log
+    resolver.say("127.0.0.2", "127.0.0.3")
+    wait_for_crew(iterator, 2)
+    indices, pids = take(iterator, 900)
+    assert indices == [*range(100, 1000)]
+    assert pids >= {other.pid, second.pid}
 
 
 # Servers that have names, and are not there

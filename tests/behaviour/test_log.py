@@ -11,9 +11,14 @@ import socket
 import pytest
 
 from rpcdataloader import RPCDataset, rpc_async
-from rpcdataloader.errors import ConnectError
-from tests.conftest import close_client, wait_until
-from tests.support.peers import NO_TICKET, preamble, ticket_of
+from rpcdataloader.client.discovery import ask_status
+from rpcdataloader.errors import AuthenticationError, ConnectError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import load_credentials
+from rpcdataloader.wire.handshake import UnavailableError
+from rpcdataloader.wire.transport import Deadline
+from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
+from tests.support.peers import NO_TICKET, open_as_client, open_worker_of, preamble, ticket_of
 from tests.support.tampering import dial, read_to_the_end
 
 CLIENT = f"client {socket.gethostname()}:{os.getpid()} rank 3"
@@ -59,6 +64,37 @@ def test_clients_that_leave_early_or_find_no_worker_are_not_refused(serve, monke
         assert dataset[1]
     server.logged(rf"INFO .* {CLIENT} gets no further worker: all 1 connections are in use \(--max-connections\)\n")
     assert "refused" not in server.log
+
+
+def test_client_that_is_refused_repeatedly_is_told_of_once(serve, other_secret, monkeypatch):
+    server = serve()
+    where, told = Address.parse(server.address), set()
+    with monkeypatch.context() as patch:
+        patch.setenv("RPCDATALOADER_TOKEN_FILE", str(other_secret))
+        for _ in range(3):
+            with pytest.raises(AuthenticationError) as caught:
+                ask_status(where, load_credentials(), None, Deadline(20 * TIMEOUT_SCALE))
+            told.add(str(caught.value))
+    assert len(told) == 1  # so that a client tells of it once, too
+
+    def num_refused():
+        return ask_status(where, load_credentials(), None, Deadline(20 * TIMEOUT_SCALE))[0].refused_connections
+
+    wait_until(lambda: num_refused() == 3)
+    assert server.log.count("] refused 127.0.0.1:") == 1
+
+
+def test_client_without_room_is_told_of_once_though_it_begins_other_sessions(serve):
+    server = serve("--max-connections", "1")
+    assert rpc_async(server.address, os.getpid).wait() > 0
+    for _ in range(3):
+        control, welcome = open_as_client(server.address)
+        with (
+            contextlib.closing(control.transport),
+            pytest.raises(UnavailableError, match="all 1 connections are in use"),
+        ):
+            open_worker_of(server.address, control, welcome.pid)
+    assert server.log.count("gets no further worker: all 1 connections are in use") == 1
 
 
 def test_log_that_is_not_read_stops_nothing_and_counts_what_is_lost(serve, fifo):

@@ -24,7 +24,7 @@ from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, stat_of, wait_until
 from tests.support import datasets, tasks
 from tests.support.clocks import shorten
-from tests.support.crew import wait_for_crew
+from tests.support.crew import wait_for_crew, workers_of
 from tests.support.differential import Raised, steps
 from tests.support.peers import session_of
 from tests.support.quick import quick_server
@@ -269,6 +269,23 @@ def test_worker_or_node_for_which_there_is_no_thread_is_asked_for_again(workers,
     wait_until(lambda: int(next(iterator)[1]) not in known)
     assert failed
     assert "Traceback" not in caplog.text
+
+
+def test_pass_goes_on_after_workers_were_killed_one_after_the_other_before_they_began(caplog):
+    iterator = iter(RPCDataloader(datasets.Numbers(200), None, workers="local:2"))
+    delivered = [next(iterator) for _ in range(20)]
+    tasks = iterator.driver.engine.table.tasks
+    wait_until(lambda: all(task.size_bytes is not None for task in list(tasks.values())), what="idle workers")
+    killed = set()
+
+    def kill_all():
+        for pid in {worker.pid for worker in workers_of(iterator) if worker.pid} - killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        return "waiting up to 300 s (reconnect_timeout)" in caplog.text
+
+    wait_until(kill_all)
+    assert [*delivered, *iterator] == list(range(200))
 
 
 # Batches that end every worker: one error for each, however late, and every other sample once

@@ -177,7 +177,7 @@ def test_peers_that_stop_in_the_middle_are_put_out(server):
         for sock, complete in socks:
             assert [frame.type for frame in read_frames(sock)] == [MessageType.HELLO] * complete
             assert time.monotonic() - start > 2.9
-    assert len(re.findall(r"refused 127\.0\.0\.1:\d+: no handshake within 3 s", server.log)) > 1
+    assert re.search(r"refused 127\.0\.0\.1:\d+: no handshake within 3 s", server.log)
     assert rpc_async(server.address, os.getpid).wait() > 0  # in that session
 
 

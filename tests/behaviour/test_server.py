@@ -350,8 +350,8 @@ def test_default_timeout_of_user_code_is_not_for_connections_of_the_server(serve
 
 def test_log_of_refused_connections_has_a_limit(serve):
     server = serve(before=in_server("refusals, for long"))
-    for _ in range(30):
-        with dial(server.address, b"x" * PREAMBLE_SIZE) as sock:
+    for number in range(30):  # each with a cause of its own
+        with dial(server.address, f"{number:02}".encode() * PREAMBLE_SIZE) as sock:
             assert read_to_the_end(sock) == b""
     wait_until(lambda: not server.processes())
     assert server.log.count("] refused 127.0.0.1:") == 20

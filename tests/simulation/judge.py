@@ -305,7 +305,7 @@ class Judge:
         member = self.members[number]
         if member.closed:
             return
-        if member.node not in self.full:
+        if member.node not in self.full and not self.are_dying:
             self.short.discard(member.node)
         member.joined = True
         self._note_gathered()
@@ -338,6 +338,8 @@ class Judge:
         member.began = now
         member.at_work = self.has_begun = True
         self.num_raised[member.node] = 0
+        if member.node not in self.full:
+            self.short.discard(member.node)
 
     def could_not_begin(self, number: int) -> bool:
         """User code raises in a worker's first request; returns whether that ends the pass."""
@@ -386,12 +388,7 @@ class Judge:
         if was_refused:
             self.silent.discard(member.node)
         if was_refused and not member.sent_away:
-            place.refused.add(member.node)
-            self.full.setdefault(member.node, math.inf)
-            self.short.add(member.node)
-            others = [other for other in self.members.values() if other.place == member.place and not other.sent_away]
-            if not self.is_iterable and not others and member.node == place.home:
-                place.closed = place.is_full = True
+            self._had_no_room(member)
         is_current = self.incarnations.get(member.node) == member.incarnation
         if is_current and (not node_is_up or (not came and not was_refused)):
             self.up.discard(member.node)
@@ -401,10 +398,27 @@ class Judge:
             pass
         elif not is_blamed and (died or (not came and node_is_up and not was_refused)):
             self.num_deaths += 1
-            if self.num_deaths > self.max_deaths:
+            if self.are_dying and died and self.has_begun:
+                self._had_no_room(member)
+            elif self.are_dying:
                 place.closed = True
                 place.is_full = False
                 place.refused.clear()
+
+    @property
+    def are_dying(self) -> bool:
+        """Whether so many workers have died since the last answer that others wait, or are not asked for."""
+        return self.num_deaths > self.max_deaths
+
+    def _had_no_room(self, lost: Member) -> None:
+        """The node of a lost worker is asked for another one some time later."""
+        place = self.places[lost.place]
+        place.refused.add(lost.node)
+        self.full.setdefault(lost.node, math.inf)
+        self.short.add(lost.node)
+        others = [other for other in self.members.values() if other.place == lost.place and not other.sent_away]
+        if not self.is_iterable and not others and lost.node == place.home:
+            place.closed = place.is_full = True
 
     def _leave(self, number: int, member: Member) -> None:
         if self.is_iterable:
@@ -884,7 +898,7 @@ class Judge:
         sure = {
             number
             for number, each in self.members.items()
-            if each.joined or each.sent_away or each.node not in self.short
+            if self._has_come(each) or each.sent_away or each.node not in self.short
         }
         is_stuck = not sure
         if self.is_iterable:
@@ -895,6 +909,9 @@ class Judge:
             self.stuck_since = self.asked_since = None
         elif self.stuck_since is None:
             self.stuck_since = now
+
+    def _has_come(self, member: Member) -> bool:
+        return member.joined and (member.began < math.inf or not self.are_dying)
 
     def check_due(self, due: float, now: float) -> None:
         """The consumer waits until then."""

@@ -34,10 +34,14 @@ class Owner:
         self.may_open = threading.Event()
         self.is_ready = threading.Event()
         self.is_lost = threading.Event()
+        self.lacking = []
 
     def open(self):
         assert self.may_open.wait(20 * TIMEOUT_SCALE)
         return self._channel
+
+    def lacks_thread(self, reason):
+        self.lacking.append(reason)
 
     def ready(self):
         self.is_ready.set()
@@ -109,4 +113,5 @@ def test_early_requests_of_a_connection_without_a_thread_that_sends_fail(owner, 
     (error,) = completed
     assert isinstance(error, ConnectionLostError)
     assert "can't start new thread" in str(error)
+    assert owner.lacking
     assert owner.is_lost.wait(20 * TIMEOUT_SCALE)

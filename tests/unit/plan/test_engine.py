@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rpcdataloader.errors import ConnectError
-from rpcdataloader.plan.actions import End, Load, PlanOptions, Say, Seek
+import math
+
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.plan.actions import End, Load, Open, PlanOptions, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 
@@ -79,6 +81,10 @@ def test_a_node_that_another_server_answers_for_is_told_once_for_each_reason():
         engine.crew.node_failed("b", ConnectError(reason), is_foreign="stranger" in reason)
     told = [action.text for action in engine.act(1.0) if isinstance(action, Say)]
     assert told == ["b is retried: a stranger", "b is retried: another stranger"]
+    engine.crew.node_failed("b", ConnectError("no route"))
+    engine.crew.node_failed("b", ConnectError("a stranger"), is_foreign=True)
+    (again,) = [action for action in engine.act(2.0) if isinstance(action, Say)]
+    assert again == Say(told[0], cause=told[0])  # of which the user hears once per minute
 
 
 def test_a_node_that_joins_is_sought_until_another_server_answers_for_it():
@@ -89,3 +95,69 @@ def test_a_node_that_joins_is_sought_until_another_server_answers_for_it():
     assert [action.node for action in engine.act(1.0) if isinstance(action, Seek)] == ["b"]
     engine.crew.node_failed("b", ConnectError("a stranger"), is_foreign=True)
     assert engine.act(2.0) == [Say("b is no longer used: a stranger")]
+
+
+KILLED = Loss(ConnectionLostError("it was killed"), node_is_up=True)
+
+
+def told_by(engine, now):
+    return [action.text for action in engine.act(now) if isinstance(action, Say)]
+
+
+def test_workers_that_die_before_any_has_begun_are_not_waited_for_and_no_line_says_so():
+    engine = start(["a"], max_retries=2)
+    engine.table.add_task("task")
+    told = []
+    for number in range(1, 4):
+        told += told_by(engine, 0.0)
+        engine.worker_ready(number, 0.0)
+        engine.worker_lost(number, KILLED)
+    told += told_by(engine, 0.0)
+    assert told == [
+        "it was killed; another worker starts there",
+        "it was killed; another worker starts there",
+        "it was killed; no other worker starts in its place: 3 have died before any answer",
+    ]
+    engine.tick(0.0)
+    assert engine.failure is KILLED.error
+
+
+def test_workers_that_die_when_others_have_begun_are_asked_for_with_pauses_until_the_timeout():
+    engine = start(["a"], max_retries=2, reconnect_timeout=10.0)
+    engine.table.add_task("task")
+    now, number, times = 0.0, 0, []
+    while engine.failure is None:
+        actions = engine.act(now)
+        for action in actions:
+            if isinstance(action, Open):
+                number, _ = action.worker, times.append(now)
+                engine.worker_ready(number, now)
+                if number == 1:
+                    engine.worker_at_work(number, now)
+                engine.worker_lost(number, KILLED)
+        if not engine.crew.is_changed:
+            now = engine.due(now)
+            engine.tick(now)
+    assert times == [0.0, 0.0, 0.0, 1.0, 3.0, 7.0]
+    assert now == 10.0
+    assert engine.failure is KILLED.error
+
+
+def test_a_worker_that_begins_where_others_have_died_goes_on():
+    engine = start(["a"], max_retries=1, reconnect_timeout=10.0)
+    engine.table.add_task("task")
+    engine.act(0.0)
+    engine.worker_ready(1, 0.0)
+    engine.worker_at_work(1, 0.0)
+    for number in 1, 2:
+        engine.worker_lost(number, KILLED)
+        engine.act(0.0)
+    assert engine.crew.stuck_until == 10.0
+    engine.tick(1.0)
+    assert Open(3, 0, "a") in engine.act(1.0)
+    engine.worker_ready(3, 2.0)
+    engine.act(2.0)
+    assert engine.crew.stuck_until == 10.0, "it may die as the others did"
+    engine.worker_at_work(3, 3.0)
+    engine.act(3.0)
+    assert engine.crew.stuck_until == math.inf

@@ -123,7 +123,7 @@ def test_nonces_are_fresh():
 def test_incompatible_versions_are_refused_by_either_side_naming_both(changes, ours, theirs):
     # The server is the first to see both HELLOs; a client looks in the same way.
     one, two, hello = start(changes)
-    text = f"the node server on node07 (pid 22) runs {ours}, the client on trainer1 (pid 11) runs {theirs}"
+    text = f"the node server on node07 runs {ours}, the client on trainer1 (pid 11) runs {theirs}"
     with pytest.raises(RemoteProtocolError, match=f"^{re.escape(text)}.* on both sides$"):
         two.receive(hello)
     reply, content = refusal(two)

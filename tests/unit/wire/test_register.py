@@ -17,7 +17,16 @@ import pytest
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.wire import register as module
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.register import MAX_SILENCE, PATIENCE, Lookup, Register, Registration, ServerEntry
+from rpcdataloader.wire.register import (
+    MAX_SILENCE,
+    MAX_TOLD,
+    MAX_UNUSABLE,
+    PATIENCE,
+    Lookup,
+    Register,
+    Registration,
+    ServerEntry,
+)
 from tests.conftest import wait_until
 
 
@@ -92,6 +101,30 @@ def test_what_others_may_have_put_there_is_no_server_and_its_name_writes_no_line
     }
     warnings = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
     assert f"{tmp_path}/a\\n\\x1b[31mready.server.json is not used: it is not a regular file" in warnings
+
+
+def test_folder_with_thousands_of_other_files_costs_a_few_lines_and_reads_at_each_look(
+    tmp_path, register, monkeypatch, caplog
+):
+    for number in range(500):
+        (tmp_path / f"{number}.server.json").touch(mode=0o600)
+    age(write(tmp_path, server("a")), -1)  # which is renewed, and so is newer
+    read, num_read = module.read_safely, 0
+
+    def count(*args, **options):
+        nonlocal num_read
+        num_read += 1
+        return read(*args, **options)
+
+    monkeypatch.setattr(module, "read_safely", count)
+    for _ in range(2 * PATIENCE):
+        assert found(register) == (server("a"),)
+    assert num_read <= 2 * PATIENCE * MAX_UNUSABLE + 1
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == MAX_TOLD + 1
+    assert warnings[-1] == f"{tmp_path} has more files that are not used; give the node servers their own"
+    assert len(register.problems) == MAX_TOLD + 1
+    assert register.problems[str(tmp_path)] == f"{500 - MAX_TOLD} more files there are not used"
 
 
 LOCAL = [Address(host, 6543) for host in ("127.0.0.1", "127.0.1.1", "::1", "fe80::1", "localhost", "name.of.this.host")]
