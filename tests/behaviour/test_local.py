@@ -279,6 +279,26 @@ def test_where_a_dataset_is_sent_each_worker_opens_files_of_its_own_and_shares_w
     dataset.file.close()
 
 
+class ReadByPool(Reader):
+    """Keeps its file open, and leaves idle threads in its process, as a library does."""
+
+    def __init__(self, path, context):
+        super().__init__(path, context)
+        _pools.append(ThreadPoolExecutor(1))
+        _pools[-1].submit(int).result()
+
+
+_pools: list[ThreadPoolExecutor] = []
+
+
+def test_session_that_follows_one_with_threads_of_a_constructor_is_no_surprise(monkeypatch, caplog):
+    monkeypatch.setattr(multiprocessing, "get_context", functools.partial(multiprocessing.get_context, "forkserver"))
+    dataset = RPCDataset("local:1", ReadByPool, __file__, multiprocessing.get_context())
+    assert list(RPCDataloader(dataset, batch_size=None)) == [True] * 4
+    assert any("is built in every worker" in text for text in caplog.messages)
+    assert not any("another one begins" in text for text in caplog.messages)
+
+
 class Sampler:
     """Tells the dataset of each epoch as it begins."""
 
