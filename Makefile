@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test instruments test-pythons test-engines simulate simulate-bugs mutants chaos slurm study bench bench-check figures lint docs dist clean
+.PHONY: help demo test instruments test-pythons test-engines test-libraries simulate simulate-bugs mutants chaos slurm study bench bench-check figures lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -17,6 +17,7 @@ help:
 	@echo "make instruments  run the slow tests that compare many ways, pipelines and stops with their models, and a few others"
 	@echo "make test-pythons  run unit tests, and some others, on each Python that is here"
 	@echo "make test-engines  run the tests on Ray and Dask, which are installed into an environment of their own"
+	@echo "make test-libraries  run the tests of datasets that read with polars, DuckDB and others, in an environment of their own"
 	@echo "make simulate  try to break the decisions of a pass, in simulated clusters: make simulate SECONDS=600"
 	@echo "make simulate-bugs  plant bugs into these decisions, and see that the simulation finds each"
 	@echo "make mutants  change lines of the package, and count the changes that tests notice: make mutants ROOMS=plan"
@@ -50,6 +51,10 @@ test-pythons: .venv/ready
 # Ray, Dask and what they bring along come on top of .venv, which stays as it is.
 test-engines: .venv-engines/ready
 	PYTHONDONTWRITEBYTECODE= .venv-engines/bin/python -m pytest -m engines --timeout 600 -o faulthandler_timeout=500 tests/platform/engines
+
+# So do libraries with threads of their own.
+test-libraries: .venv-libraries/ready
+	PYTHONDONTWRITEBYTECODE= .venv-libraries/bin/python -m pytest -m libraries -n 2 --timeout 300 -o faulthandler_timeout=300 tests/platform/libraries
 
 SECONDS := 60
 
@@ -125,7 +130,7 @@ dist: .venv/ready
 	touch $@
 
 # Environments that see what .venv has, and have more.
-.venv-engines/ready .venv-mutants/ready: .venv/ready
+.venv-engines/ready .venv-libraries/ready .venv-mutants/ready: .venv/ready
 	$(PYTHON) -m venv --without-pip $(@D)
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%a)' % sysconfig.get_path('purelib'))" \
 		> `echo $(@D)/lib/python*/site-packages`/below.pth
@@ -133,7 +138,8 @@ dist: .venv/ready
 	touch $@
 
 .venv-engines/ready: BROUGHT := --no-build-isolation --editable ".[ray,dask]"
+.venv-libraries/ready: BROUGHT := --group libraries
 .venv-mutants/ready: BROUGHT := --group mutants
 
 clean:
-	rm -rf .venv .venv-demo .venv-engines .venv-mutants dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .venv-engines .venv-libraries .venv-mutants dist docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -88,7 +88,7 @@ class LocalNode(Node):
     def _begin(self) -> RemoteSession:
         if self.is_closed:
             raise ConnectionLostError("the workers of this machine have ended")
-        if self.sessions and self.sessions[-1].welcome is not None:
+        if self.sessions and self.sessions[-1].welcome is not None and not self.sessions[-1].is_replaced:
             # A process kept ready to fork it as it was would cost every pass another fork.
             logger.warning(
                 "%s; another one begins, with the dataset and the globals that the script has now: if they have "

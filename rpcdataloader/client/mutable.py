@@ -154,6 +154,7 @@ class MutableDataset(RemoteDataset):
             return
         self._tell_of_workers(session.name, reason)
         self.leaves_threads, self._shared = True, False
+        session.is_replaced = True
         session.close()
         raise ConnectionLostError(f"{session.name} was ended, as a constructor has left threads there")
 

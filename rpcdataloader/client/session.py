@@ -81,11 +81,13 @@ class RemoteSession:
         reason: Last known reason for which it is not ready, in words.
         num_exited: Number of its workers that were reported as exited, whose places are free.
         workers: Its workers that have not ended.
+        is_replaced: True if this process ends it to begin another one.
     """
 
     _kind: type[RemoteWorker] = RemoteWorker
 
     is_local = False  # as of its node
+    is_replaced = False
 
     def __init__(self, address: Address, settings: ClientSettings, *, is_quiet: bool = False) -> None:
         self.address = address

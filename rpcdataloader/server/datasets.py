@@ -9,18 +9,23 @@ each worker may not fit into memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import logging
 import os
+import pickle
 import socket
 import stat
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
@@ -55,13 +60,21 @@ class DatasetTable:
     def __init__(self) -> None:
         self._recipes: dict[int, tuple[Build, Parts]] = {}
         self._built: dict[int, Any] = {}
-        self._builders: dict[int, int] = {}  # process that built each from a recipe
+        self._builders: dict[int, int] = {}  # process that built each from a recipe, or from a copy
+        self._unshared: Mapping[int, Any] = {}  # what each worker copies before it uses any of it
         # The least memory of this process since its last full collection.
         self._kept_bytes = memory_of_its_own()
 
-    def inherit(self, objects: Mapping[int, Any]) -> None:
-        """Add what this process is born with: datasets, and other objects that a client refers to by a key."""
-        self._built.update(objects)
+    def inherit(self, objects: Mapping[int, Any], *, shared: bool = True) -> None:
+        """Add what this process is born with: datasets, and other objects that a client refers to by a key.
+
+        Args:
+            shared: Workers have them as they are after a fork; else each makes copies, as if it had got the pickles.
+        """
+        if shared:
+            self._built.update(objects)
+        else:
+            self._unshared = objects
 
     def add(self, recipe: Build, parts: Parts) -> dict[str, Any]:
         """Add a dataset; builds it here if it is to be shared with workers, which are forked later.
@@ -106,6 +119,10 @@ class DatasetTable:
     def get(self, key: int) -> Any:
         """Return the dataset, built now if this process has not yet done so."""
         if key not in self._built:
+            if key in self._unshared:  # of a worker: no request to a session refers to it
+                self._built.update(copy_apart(self._unshared))
+                self._builders.update(dict.fromkeys(self._unshared, os.getpid()))
+                return self._built[key]
             if key not in self._recipes:
                 raise LocalProtocolError(f"dataset {key} is unknown to this process")
             dataset = self._built[key] = build(*self._recipes[key])
@@ -140,6 +157,7 @@ class DatasetTable:
         """Forget all datasets, at the end of the process; those in cycles stay, as a collection would take longer."""
         self._recipes.clear()
         self._built.clear()
+        self._unshared = {}
 
 
 @contextlib.contextmanager
@@ -193,6 +211,53 @@ def make(parts: tuple[Any, ...], name: str) -> Any:
     if not style_of(dataset):
         raise TypeError(f"{name} made no dataset: it has no __getitem__, and is no IterableDataset")
     return dataset
+
+
+# Multiprocessing pickles them in a way of its own, too.
+_MADE_OF_PARTS = (types.MethodType, functools.partial)
+
+
+class _Copier(pickle.Pickler):
+    """Pickles objects for the same process: leaves out code, and memory, and what is made to be shared.
+
+    Attributes:
+        kept: What is left out.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.kept: list[Any] = []
+
+    def persistent_id(self, part: Any) -> int | None:
+        kind = type(part)
+        is_kept = isinstance(part, (type, types.ModuleType, types.FunctionType)) or (
+            kind.__module__.startswith("multiprocessing.")
+            or (kind in ForkingPickler._extra_reducers and kind not in _MADE_OF_PARTS)  # type: ignore[attr-defined]
+            or (isinstance(part, np.ndarray) and not part.dtype.hasobject)
+        )
+        if not is_kept:
+            return None
+        self.kept.append(part)
+        return len(self.kept) - 1
+
+
+def copy_apart(objects: Mapping[int, Any]) -> Mapping[int, Any]:
+    """Copies of objects as they are in another process that gets their pickles: with files and connections of its own.
+
+    Tensors and arrays stay the same memory, and what multiprocessing shares stays shared. Objects that cannot be
+    pickled again stay as they are.
+    """
+    file = io.BytesIO()
+    copier = _Copier(file)
+    try:
+        copier.dump(objects)
+        unpickler = pickle.Unpickler(io.BytesIO(file.getbuffer()))
+        unpickler.persistent_load = copier.kept.__getitem__  # type: ignore[method-assign]
+        copies: Mapping[int, Any] = unpickler.load()
+    except Exception:
+        logger.debug("a worker shares what its session was born with", exc_info=True)
+        return objects
+    return copies
 
 
 def change_shared(dataset: Any, key: int, changes: Sequence[Change]) -> str | None:

@@ -31,7 +31,7 @@ from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.host.environment import Additions, install_modules, prepare_session, set_variables
 from rpcdataloader.server import events
-from rpcdataloader.server.datasets import Parts
+from rpcdataloader.server.datasets import Parts, open_files, why_not_shared
 from rpcdataloader.server.events import Link, Row
 from rpcdataloader.server.processes import be_child, end_with, keep_freed_memory, leave, name_process, prefer_for_oom
 from rpcdataloader.server.session import Session, forget_inherited_exits
@@ -113,18 +113,22 @@ def run_local_session(
 
 
 def _serve(channel: Channel, link: Link, inherited: Inherited | bytes) -> None:
+    is_shared = True
     try:
         if isinstance(inherited, bytes):
             if "__mp_main__" in sys.modules:
                 adopted.own_main()
+            files = open_files()
             inherited = Inherited(**loads(inherited, (), adopt_main=True))
+            # torch's workers each unpickle the dataset, which may then have threads, connections and files.
+            is_shared = why_not_shared(inherited.objects, files) is None
         else:
             adopted.own_main()
         folder = _apply(inherited.additions)
         context = ServerContext(ServerSettings(), INSECURE, inherited.num_workers, is_local=True)
         # No fork's collector visits what lives now, so its pages stay shared.
         gc.freeze()
-        session = LocalSession(channel, link, context, inherited)
+        session = LocalSession(channel, link, context, inherited, is_shared=is_shared)
     except BaseException as exc:
         channel.send(MessageType.ERROR, payload=dumps_exception(exc, f"process {os.getpid()} of this machine"))
         return
@@ -153,9 +157,11 @@ def _apply(additions: Additions) -> str:
 class LocalSession(Session):
     """The loop of such a session."""
 
-    def __init__(self, channel: Channel, link: Link, context: ServerContext, inherited: Inherited) -> None:
+    def __init__(
+        self, channel: Channel, link: Link, context: ServerContext, inherited: Inherited, *, is_shared: bool
+    ) -> None:
         super().__init__(channel, link, context, context.counters.open())
-        self._datasets.inherit(inherited.objects)
+        self._datasets.inherit(inherited.objects, shared=is_shared)
         self._recipes = inherited.recipes
 
     def _parts_of(self, build: Build, blocks: Sequence[Block]) -> Parts:

@@ -237,6 +237,68 @@ def test_next_pass_sees_what_the_script_has_changed_since_the_last(monkeypatch):
         assert list(loader) == [[epoch, 10 * epoch]] * 2
 
 
+class Reader(Dataset):
+    """Opens its file where it is unpickled; samples tell whether that was in their process, and are counted."""
+
+    def __init__(self, path, context):
+        self.count = context.Value("i", 0)
+        self.values = torch.zeros(4).share_memory_()
+        self.path = path
+        self._open()
+
+    def _open(self):
+        self.file, self.opened_by = open(self.path), os.getpid()  # noqa: SIM115
+
+    def __getstate__(self):
+        return self.path, self.count, self.values
+
+    def __setstate__(self, state):
+        self.path, self.count, self.values = state
+        self._open()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        with self.count:
+            self.count.value += 1
+        self.values[index] = 1
+        return self.opened_by == os.getpid()
+
+    def collate(self, samples):
+        assert samples == [self.opened_by == os.getpid()]
+        return samples[0]
+
+
+@pytest.mark.parametrize(("kind", "method"), [(DataLoader, "spawn"), (RPCDataloader, "forkserver")])
+def test_where_a_dataset_is_sent_each_worker_opens_files_of_its_own_and_shares_what_is_made_for_it(method, kind):
+    dataset = Reader(__file__, multiprocessing.get_context(method))
+    loader = kind(dataset, 1, num_workers=2, multiprocessing_context=method, collate_fn=dataset.collate)
+    assert list(loader) == [True] * 4
+    assert (dataset.count.value, dataset.values.tolist()) == (4, [1] * 4)
+    dataset.file.close()
+
+
+class ReadByPool(Reader):
+    """Keeps its file open, and leaves idle threads in its process, as a library does."""
+
+    def __init__(self, path, context):
+        super().__init__(path, context)
+        _pools.append(ThreadPoolExecutor(1))
+        _pools[-1].submit(int).result()
+
+
+_pools: list[ThreadPoolExecutor] = []
+
+
+def test_session_that_follows_one_with_threads_of_a_constructor_is_no_surprise(monkeypatch, caplog):
+    monkeypatch.setattr(multiprocessing, "get_context", functools.partial(multiprocessing.get_context, "forkserver"))
+    dataset = RPCDataset("local:1", ReadByPool, __file__, multiprocessing.get_context())
+    assert list(RPCDataloader(dataset, batch_size=None)) == [True] * 4
+    assert any("is built in every worker" in text for text in caplog.messages)
+    assert not any("another one begins" in text for text in caplog.messages)
+
+
 class Sampler:
     """Tells the dataset of each epoch as it begins."""
 
