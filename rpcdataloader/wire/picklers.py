@@ -88,8 +88,10 @@ _OF_EACH_PROCESS = {
 
 def _is_found_by_name(module: types.ModuleType) -> bool:
     """Whether others can import a module: not if the script has made it, or loaded it beside another of its name."""
-    is_made = module.__spec__ is None and module.__name__ not in MAIN_NAMES
-    return not is_made and sys.modules.get(module.__name__, module) is module
+    name = module.__name__
+    root = sys.modules.get(name.partition(".")[0])  # parts of an extension module, such as cv2.dnn, have no spec
+    is_made = name not in MAIN_NAMES and getattr(root, "__spec__", None) is None
+    return not is_made and sys.modules.get(name, module) is module
 
 
 def own_of(module: str, name: str) -> Any:
