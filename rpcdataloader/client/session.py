@@ -59,6 +59,10 @@ END_TIMEOUT = 0.5
 STACK_TIMEOUT = 2.0
 
 
+# Connections that break at first contact, after which no other is made.
+MAX_BROKEN = 4
+
+
 @contextlib.contextmanager
 def told_while_waiting(sessions: Sequence[RemoteSession]) -> Iterator[None]:
     """Wait for sessions. If a signal handler ends the wait, nothing more is said of them until the next one."""
@@ -336,7 +340,7 @@ class RemoteSession:
     # --- the control connection (receiver thread)
 
     def open(self) -> Channel:
-        pause = FIRST_PAUSE
+        pause, num_broken = FIRST_PAUSE, 0
         tell: Callable[[str], None] = self._note
         while True:
             try:
@@ -345,8 +349,10 @@ class RemoteSession:
                 )
                 break
             except (UnavailableError, ConnectionLostError) as exc:
-                # The latter when what serves a connection is killed or has no time for it, or the network breaks it.
-                if not self._deadline.pause(pause):
+                # The latter when what serves a connection is killed or has no time for it, or the network breaks it;
+                # but it may be no node server.
+                num_broken += isinstance(exc, ConnectionLostError)
+                if num_broken > MAX_BROKEN or not self._deadline.pause(pause):
                     raise
                 self._note(str(exc).removeprefix(f"{self.address}: "))
                 tell = _say_nothing  # of the steps of the next attempt: the reason why there is one says more

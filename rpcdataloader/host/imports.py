@@ -1,7 +1,7 @@
 """Which of the script's own modules a node may import otherwise than the script has done. Pure but for generators.
 
 A module computes from others as it is imported. If the script had changed one of these by then, or if the module has
-drawn random numbers, or has data that varies (``varying.py``), a node that imports it anew gets other data.
+drawn random numbers, a node that imports it anew gets other data.
 """
 
 from __future__ import annotations
@@ -101,13 +101,9 @@ class Imports:
         """Note what follows of modules that were not looked at before others used them, and have changed by now."""
         unsure: set[str] = set().union(*(self._unsure.pop(each, set()) for each in self.moved)) - self.differing
         if unsure:
-            self.note_differing(*unsure)
-
-    def note_differing(self, *names: str) -> None:
-        """Note modules that a node may import otherwise, and what follows."""
-        self.differing.update(names)
-        for name in self._used:  # in the order of imports
-            self._judge(name)
+            self.differing |= unsure
+            for name in self._used:  # in the order of imports
+                self._judge(name)
 
     def _judge(self, name: str) -> None:
         if not self._used[name].isdisjoint(self.moved | self.differing):

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import abc
 import ast
+import builtins
 import contextlib
 import copy
 import functools
 import importlib.abc
 import importlib.util
 import os
-import re
 import sys
 import threading
 import types
@@ -32,7 +32,6 @@ import torch
 from rpcdataloader.host.refill import refill, refilling
 from rpcdataloader.host.snapshots import CONTENT, VALUE, Deleted, cells_of, compares, parts_of, snapshots
 from rpcdataloader.host.sources import Source, has_imported, recorder
-from rpcdataloader.host.varying import varying_names
 
 _MAIN = "__main__", "__mp_main__"
 
@@ -48,12 +47,6 @@ _OWNERS = (type, types.FunctionType)
 # The attribute of abstract base classes that has what is registered with them.
 _ABSTRACT = "_abc_impl"
 
-# What a source has that names data which varies: random numbers, or sets, also as literals.
-_MAY_VARY = re.compile(
-    rb"set\(|uuid|urandom|token_|SystemRandom|(Random|RandomState|SeedSequence|default_rng)\(\)"
-    rb"|\{\s*([rbu]?(\"[^\"\n]*\"|'[^'\n]*')|[\w.]+)\s*,|\{[^:{}]* for |\.(union|intersection|difference)\("
-)
-
 # Sources that are read; a script's own modules have a few hundred kilobytes.
 _MAX_SOURCE_BYTES = 1 << 20
 
@@ -65,14 +58,11 @@ class _Changes(NamedTuple):
     imported: tuple[tuple[str, str, str], ...] = ()  # names in functions, too: each with its module, and what of that
     # Whose method ``register`` is called, and with what: empty where that is no name.
     registered: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
-    varying: tuple[tuple[str, tuple[str, ...] | None], ...] = ()  # see varying.py
 
 
 def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Values that the script of ``namespace`` has set elsewhere, or changed there, by key."""
     sources = recorder.look()
-    for name in sources.keys() - snapshots.searched:
-        snapshots.search(name, _parse(sources[name].content).varying)
     compared, found = snapshots.find(sources) if sources else {}, dict[str, Any]()
     for own, changes in _changes_by_namespace(namespace, sources):
         names = {**_imported(changes.imported, own), **own}
@@ -95,7 +85,8 @@ def find_patches(namespace: Mapping[str, Any]) -> dict[str, Any]:
                     found[key] = value
         for chain, kind in changes.registered if own is namespace else ():
             with contextlib.suppress(Exception):  # the same, or it is another kind of register
-                key, registered = _registered_with(_follow(names, chain), functools.partial(_follow, names, kind))
+                named = functools.partial(_follow, {**vars(builtins), **names}, kind)
+                key, registered = _registered_with(_follow(names, chain), named)
                 if registered and key not in compared:
                     found[key] = {**found.get(key, {}), **registered}
     return {**compared, **found}
@@ -111,14 +102,20 @@ def _registered_with(owner: Any, get_kind: Callable[[], Any]) -> tuple[str, dict
         Exception: It is no such thing, or the script's own, which travels with that.
     """
     if isinstance(owner, abc.ABCMeta):
-        kinds = [ref() for ref in abc._get_dump(owner)[0]]  # type: ignore[attr-defined]
-        own = dict.fromkeys(kind for kind in kinds if getattr(kind, "__module__", None) in _MAIN)
-        with contextlib.suppress(Exception):
-            own |= {kind: None for kind in kinds if kind is get_kind()}
-        return f"{_named_place(owner)}{_ABSTRACT}{CONTENT}", own
-    owner = _dispatcher(owner)
-    own = {kind: function for kind, function in owner.registry.items() if function.__module__ in _MAIN}
-    return f"{_named_place(owner)}registry{CONTENT}", own
+        attribute, kinds = _ABSTRACT, [ref() for ref in abc._get_dump(owner)[0]]  # type: ignore[attr-defined]
+        registered = dict.fromkeys(kind for kind in kinds if kind is not None)
+    else:
+        owner = _dispatcher(owner)
+        attribute, registered = "registry", dict(owner.registry)
+    named = None
+    with contextlib.suppress(Exception):
+        named = get_kind()
+    own = {
+        kind: function
+        for kind, function in registered.items()
+        if kind is named or any(getattr(each, "__module__", None) in _MAIN for each in (kind, function))
+    }
+    return f"{_named_place(owner)}{attribute}{CONTENT}", own
 
 
 def _named_place(owner: Any) -> str:
@@ -214,11 +211,7 @@ def _parse(source: str | bytes) -> _Changes:
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             for each in node.decorator_list:
                 found.register(each.func if isinstance(each, ast.Call) else each, [ast.Name(node.name)])
-    varying: list[tuple[str, tuple[str, ...] | None]] = []
-    if _MAY_VARY.search(source if isinstance(source, bytes) else source.encode()):
-        with contextlib.suppress(RecursionError):  # an expression of a thousand terms
-            varying += varying_names(tree.body)
-    return _Changes(*(tuple(dict.fromkeys(each)) for each in (*found, varying)))  # type: ignore[arg-type]
+    return _Changes(*(tuple(dict.fromkeys(each)) for each in found))  # type: ignore[arg-type]
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -403,7 +396,7 @@ def _apply(name: str, value: Any) -> None:
         place: Any = sys.modules[module]
         for each in owner.split(".") if owner else ():
             place = parts_of(place)[each] if each.startswith("<") else getattr(place, each)
-        if last == "registry" and is_content(name) and isinstance(place, types.FunctionType):
+        if last == "registry" and is_content(name) and hasattr(place, "register"):
             place = _dispatcher(place)
         _note(name, value, place, last)
         if last.startswith("<"):

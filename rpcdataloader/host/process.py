@@ -120,15 +120,19 @@ def _named_category(names: Any) -> Any:
 
 
 def _set_filters(filters: list[tuple[Any, ...]]) -> None:
-    others = [entry for entry in _filters() if entry not in filters and not _is_built_in(entry[2])]
-    warnings.resetwarnings()
-    for action, message, names, module, line in reversed([*others, *filters]):
+    entries: list[Any] = []
+    for names, entry in zip(_filters(), warnings.filters, strict=True):
+        if names not in filters and not _is_built_in(names[2]):
+            entries.append(entry)
+    for action, message, category, *where in filters:
         with contextlib.suppress(Exception):  # it is of a module that is not imported here, or has no such name
-            category = _named_category(names)
-            if message is module is None:
-                warnings.simplefilter(action, category, line or 0)  # which takes several categories
-            else:
-                warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line or 0)
+            entries.append((action, message, _named_category(category), *where))
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(entries):
+        if message is module is None:
+            warnings.simplefilter(action, category, line or 0)  # which takes several categories
+        else:
+            warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line or 0)
 
 
 def _is_built_in(names: Any) -> bool:

@@ -25,7 +25,6 @@ from rpcdataloader.host.contents import Content, is_loading, level_of
 from rpcdataloader.host.imports import Imports
 from rpcdataloader.host.literals import literals_of, set_later_in
 from rpcdataloader.host.sources import Source, installed_prefixes, path_of_own, read_source, recorder
-from rpcdataloader.host.varying import varies
 
 #: Ends the name of what has another content, and of what has another value.
 CONTENT, VALUE = "[...]", "[=]"
@@ -185,12 +184,8 @@ class Snapshots:
     """The script's own modules, as they were right after their imports.
 
     Thread-safe without a lock, which a fork might inherit: what it sets, it sets at once.
-
-    Attributes:
-        searched: Modules that were given to :meth:`search`.
     """
 
-    searched: set[str] = field(default_factory=set)
     _modules: dict[str, _Known] = field(default_factory=dict)
     _left_bytes: int = _MAX_BYTES
     _changed: dict[tuple[str, str], str] = field(default_factory=dict)  # how, by module and dotted name
@@ -227,7 +222,6 @@ class Snapshots:
             module = sys.modules.get(name)
             self._modules.pop(name, None)
             self._sent_whole.discard(name)
-            self.searched.discard(name)
             with contextlib.suppress(Exception):  # an import must not fail for that
                 if isinstance(module, types.ModuleType) and path_of_own(name, module.__spec__, prefixes) is not None:
                     self._modules[name] = _Known(module, self._facts_of(name, vars(module), ""))
@@ -267,15 +261,6 @@ class Snapshots:
         for changed in [each for each in self._changed if each[0] == name]:
             del self._changed[changed]
 
-    def search(self, name: str, varying: Iterable[tuple[str, tuple[str, ...] | None]]) -> None:
-        """Note whether a module has data that varies, for which its source is read once."""
-        self.searched.add(name)
-        module = sys.modules.get(name)
-        for place, its_sources in varying if name in self._modules else ():
-            with contextlib.suppress(AttributeError, KeyError, TypeError):
-                if varies(_present(module, place), its_sources, vars(module)):
-                    self._imports.note_differing(name)
-
     def find(self, sources: Mapping[str, Source]) -> dict[str, Any]:
         """Present values of what has changed: by module, dotted name, and :data:`CONTENT` or :data:`VALUE`.
 
@@ -286,7 +271,7 @@ class Snapshots:
             self._look_after_script(name)
             if name in self._early and name in sources:
                 self._compare_with_source(name, sources[name])
-        if not self._early.isdisjoint(self._imports.moved | self._imports.differing):
+        if not self._early.isdisjoint(self._imports.moved):
             self._imports.judge_early(self._early)
         self._imports.judge_unsure()
         for name in self._imports.differing - self._sent_whole:

@@ -35,6 +35,7 @@ from rpcdataloader.host.state import Change, built, catch_up, forget_changes, se
 from rpcdataloader.server.processes import give_back_freed_memory, has_more_threads, num_threads
 from rpcdataloader.wire.built import Built
 from rpcdataloader.wire.maps import count_maps
+from rpcdataloader.wire.picklers import name_among_own
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
 
@@ -213,6 +214,9 @@ def make(parts: tuple[Any, ...], name: str) -> Any:
     return dataset
 
 
+# Longer lists of these stay the same memory, too, until a worker changes its own.
+_ATOMS, _MIN_LONG = frozenset({bool, int, float, str, bytes, type(None)}), 1000
+
 # Multiprocessing pickles them in a way of its own, too.
 _MADE_OF_PARTS = (types.MethodType, functools.partial)
 
@@ -234,6 +238,8 @@ class _Copier(pickle.Pickler):
             kind.__module__.startswith("multiprocessing.")
             or (kind in ForkingPickler._extra_reducers and kind not in _MADE_OF_PARTS)  # type: ignore[attr-defined]
             or (isinstance(part, np.ndarray) and not part.dtype.hasobject)
+            or (kind in (list, tuple) and len(part) >= _MIN_LONG and set(map(type, part)) <= _ATOMS)
+            or name_among_own(part) is not None
         )
         if not is_kept:
             return None

@@ -86,12 +86,10 @@ _OF_EACH_PROCESS = {
 }
 
 
-def _is_found_by_name(module: types.ModuleType) -> bool:
-    """Whether others can import a module: not if the script has made it, or loaded it beside another of its name."""
-    name = module.__name__
-    root = sys.modules.get(name.partition(".")[0])  # parts of an extension module, such as cv2.dnn, have no spec
-    is_made = name not in MAIN_NAMES and getattr(root, "__spec__", None) is None
-    return not is_made and sys.modules.get(name, module) is module
+def name_among_own(obj: Any) -> tuple[str, str] | None:
+    """Module and name of such an object; None for all others."""
+    known = _OF_EACH_PROCESS.get(id(obj))
+    return known[1] if known is not None and known[0] is obj else None
 
 
 def own_of(module: str, name: str) -> Any:
@@ -213,13 +211,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return make_packed_sequence, (obj.data, obj.batch_sizes.tolist(), obj.sorted_indices, obj.unsorted_indices)
         elif kind in _CLOUDPICKLE_TABLE:
             if kind is types.ModuleType:
-                if not _is_found_by_name(obj):
-                    content = {
-                        name: value
-                        for name, value in vars(obj).items()
-                        if not (name.startswith("__") and name.endswith("__"))
-                    }
-                    return cloudpickle.cloudpickle.dynamic_subimport, (obj.__name__, content)
                 self.modules.add(obj.__name__)
             elif kind is types.CellType:
                 return self._reduce_cell(obj)
@@ -238,9 +229,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduce_cached_property(obj)
         elif issubclass(kind, BaseException) and _is_reduced_as_built_in(kind):
             return reduce_parts(*parts_of(obj))
-        elif (known := _OF_EACH_PROCESS.get(id(obj))) is not None and known[0] is obj:
-            return own_of, known[1]
+        elif (name := name_among_own(obj)) is not None and self._leaves_own(name):
+            return own_of, name
         return NotImplemented
+
+    def _leaves_own(self, name: tuple[str, str]) -> bool:  # noqa: ARG002
+        return True
 
     def _take_frozen(self, frozen: Frozen) -> None:
         self.modules |= frozen.modules
@@ -542,6 +536,9 @@ def runs_script_again() -> bool:
 
 class ReplyPickler(Pickler):
     """Pickles a worker's messages: what has a name in ``__main__`` here has it at the client."""
+
+    def _leaves_own(self, name: tuple[str, str]) -> bool:
+        return name[0] == "dataclasses"  # others have a state, which is that of the worker
 
 
 class UnresolvedError(BaseException):

@@ -674,41 +674,6 @@ assert [*load({made})] == [[(3, computed.drawn, 4, 6, 3)] * 2] * 2
 """)
 
 
-ORDERED = """
-import os
-from torch.utils.data import Dataset
-
-class Name(str):
-    def __hash__(self):
-        return (8 if "WHERE" in os.environ else 16 - 2 * "abcdef".index(self)) + "abcdef".index(self)
-
-names = {Name(each) for each in "abcdef"}
-
-class Labels:
-    ALL = tuple(names)
-
-numbers = {name: number for number, name in enumerate(Labels.ALL)}
-
-class Rows(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return "".join(Labels.ALL), "".join(numbers)
-"""
-
-
-@pytest.mark.parametrize("made", ["own.Rows()", "RPCDataset(address, own.Rows)"])
-def test_order_of_a_set_that_a_module_has_kept_is_that_of_the_script(passes_with, made):
-    passes_with(
-        ORDERED,
-        f"""
-assert "".join(own.Labels.ALL) == "abcdef"
-assert [*load({made})] == [[("abcdef", "abcdef")] * 2] * 2
-""",
-    )
-
-
 LATE = """
 import settings
 

@@ -161,17 +161,21 @@ def test_connection_that_breaks_at_first_contact_is_made_again(shared_server, la
     assert len(broken) == 3
 
 
-def test_first_contact_that_always_breaks_is_told_and_given_up_in_time(shared_server, monkeypatch, caplog):
-    def tamper(direction, _connection, number, frame):
+def test_first_contact_that_always_breaks_is_given_up_soon(shared_server):
+    broken = []
+
+    def tamper(direction, connection, number, frame):
         if (direction, number) == ("down", 0):
+            broken.append(connection)
             raise EOFError
         return [frame]
 
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "5")
-    with Proxy(shared_server.address, tamper) as proxy:
-        with pytest.raises(ConnectionLostError, match="closed the connection during the handshake"):
-            RPCDataset(proxy.address, Numbers, 8)
-        assert re.search(rf"still waiting after 3 s for .*{proxy.address}", caplog.text)
+    with (
+        Proxy(shared_server.address, tamper) as proxy,
+        pytest.raises(ConnectionLostError, match="closed the connection during the handshake"),
+    ):
+        RPCDataset(proxy.address, Numbers, 8)
+    assert 1 < len(broken) < 12  # with those that ask whether it is the original's server
 
 
 class Forking(Slow):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -456,3 +458,13 @@ def test_call_waits_while_its_session_builds_a_dataset(shared_server, fifo, monk
     assert future.wait() == 3
     building.join()
     assert len(datasets[0]) == 3
+
+
+def test_what_each_process_has_one_of_comes_back_as_that_of_the_worker(shared_server, monkeypatch):
+    monkeypatch.setenv("WHERE", "here")
+    assert rpc_async(shared_server.address, lambda: os.environ).wait().get("WHERE") is None
+    assert rpc_async(shared_server.address, lambda: (random.seed(5), random._inst)[1]).wait().random() == (
+        random.Random(5).random()
+    )
+    missing = rpc_async(shared_server.address, lambda: dataclasses.MISSING).wait()
+    assert missing is dataclasses.MISSING

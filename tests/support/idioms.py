@@ -31,7 +31,6 @@ import random
 import string
 import sys
 import threading
-import types
 import typing
 import weakref
 import xml.dom.minidom
@@ -490,19 +489,6 @@ def kinds_of(index):
 
 
 idiom("a class registered with an abstract one of a library", functools.partial(Each, kinds_of))
-
-
-other_string = types.ModuleType("string")
-other_string.size = 3
-made = sys.modules["made_by_idioms"] = types.ModuleType("made_by_idioms")
-made.size, made.doubled = 4, lambda: made.size * 2
-
-
-def with_modules(index):
-    return string.digits[index], other_string.size, made.size, made.doubled()
-
-
-idiom("modules that the script has made", functools.partial(Each, with_modules))
 
 
 class OneField:
