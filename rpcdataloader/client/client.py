@@ -100,14 +100,20 @@ class Client:
             ConnectionLostError: There is no room for its thread.
         """
         if self._janitor is None:
-            with Waiting(self.alarm, lambda: "room for a thread of this process") as waiting:
-                try:
-                    limit = Deadline(self._settings.connect_timeout)
-                    start_when_there_is_room(self._begin_janitor, limit, lambda _reason: waiting.poll())
-                except RuntimeError as exc:
-                    raise ConnectionLostError(f"cannot begin: {exc}") from exc
+            try:
+                self._begin_janitor()
+            except RuntimeError:
+                self._begin_janitor_late()
         assert self._janitor is not None
         return self._janitor
+
+    def _begin_janitor_late(self) -> None:
+        with Waiting(self.alarm, lambda: "room for a thread of this process") as waiting:
+            try:
+                limit = Deadline(self._settings.connect_timeout)
+                start_when_there_is_room(self._begin_janitor, limit, lambda _reason: waiting.poll())
+            except RuntimeError as exc:
+                raise ConnectionLostError(f"cannot begin: {exc}") from exc
 
     def _begin_janitor(self) -> None:
         with self._lock:

@@ -207,10 +207,8 @@ def _parse(source: str | bytes) -> _Changes:
             found.imports(node)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             found.setattr(node.value)
-            found.register(node.value.func, node.value.args)
-        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            for each in node.decorator_list:
-                found.register(each.func if isinstance(each, ast.Call) else each, [ast.Name(node.name)])
+    if ("register" if isinstance(source, str) else b"register") in source:  # type: ignore[operator]
+        found.registrations(tree.body)
     return _Changes(*(tuple(dict.fromkeys(each)) for each in found))  # type: ignore[arg-type]
 
 
@@ -254,10 +252,18 @@ class _Found(NamedTuple):
             if owner and isinstance(name, ast.Constant) and isinstance(name.value, str):
                 self.assigned.append((*owner, name.value))
 
-    def register(self, function: ast.expr, args: Sequence[ast.expr]) -> None:
-        """Note a call of ``owner.register``."""
-        if (chain := _chain(function))[1:] and chain[-1] == "register":
-            self.registered.append((chain[:-1], _chain(args[0]) if args else ()))
+    def registrations(self, body: Iterable[ast.AST]) -> None:
+        """Note calls of ``owner.register``, and decorators."""
+        for node in _statements(body):
+            calls: list[tuple[ast.expr, Sequence[ast.expr]]] = []
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                calls.append((node.value.func, node.value.args))
+            elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                named = [ast.Name(node.name)]
+                calls += [(each.func if isinstance(each, ast.Call) else each, named) for each in node.decorator_list]
+            for function, args in calls:
+                if (chain := _chain(function))[1:] and chain[-1] == "register":
+                    self.registered.append((chain[:-1], _chain(args[0]) if args else ()))
 
 
 def _chain(node: ast.expr) -> tuple[str, ...]:
