@@ -138,7 +138,7 @@ def test_many_epochs_leave_nothing_behind(serve, tmp_path, where, num_rounds):
     # Some of the first rounds may still have been closing when they were counted.
     wait_until(
         lambda: all(now <= then for pid in pids for now, then in zip(usage(pid), before[pid], strict=True)),
-        what="descriptors, threads and mappings",
+        what=lambda: f"descriptors, threads and mappings: {before} before, {[usage(pid) for pid in pids]} now",
     )
     for pid in pids:
         assert private_bytes(pid) < memory[pid] + 24 * MIB
