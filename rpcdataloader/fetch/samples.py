@@ -53,9 +53,9 @@ MAX_SHOWN = 16
 
 def is_batch(indices: Any) -> bool:
     """Whether these are the indices of a batch, of which each has a number."""
-    if isinstance(indices, (np.ndarray, torch.Tensor)):
-        return indices.ndim > 0
-    return isinstance(indices, (list, tuple, range))
+    if isinstance(indices, (list, tuple, range)):
+        return True
+    return isinstance(indices, (np.ndarray, torch.Tensor)) and indices.ndim > 0
 
 
 def describe_indices(indices: Any) -> str:

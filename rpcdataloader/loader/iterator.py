@@ -133,7 +133,9 @@ class PassIterator(ABC):
                             break
                         progress.returned += (returned,)
                         answer, progress.is_midway = None, False
-                    self._check_length(answer, progress.num_yielded)
+                    if (reported := self._reported_length) is not None and progress.num_yielded >= reported:
+                        warning = self._too_long(reported, progress.num_yielded)
+                        answer.error = answer.error or warning
                 except BaseException as exc:
                     # Between any two steps: half of a decision may be carried out.
                     if progress.is_midway:
@@ -158,10 +160,8 @@ class PassIterator(ABC):
         finally:
             del error  # whose traceback refers to this frame
 
-    def _check_length(self, answer: Answer, num_yielded: int) -> None:
-        """Warn, as torch does, of more batches than the dataset has said."""
-        if (reported := self._reported_length) is None or num_yielded < reported:
-            return
+    def _too_long(self, reported: int, num_yielded: int) -> UserWarning | None:
+        """Warn, as torch does, of more batches than the dataset has said; returns a warning that filters make raise."""
         try:
             warnings.warn(
                 f"Length of IterableDataset {self._name} was reported to be {reported} (by len of its loader), but "
@@ -171,7 +171,8 @@ class PassIterator(ABC):
                 stacklevel=3,
             )
         except UserWarning as warning:  # which takes the place of the batch, as with torch
-            answer.error = answer.error or warning
+            return warning
+        return None
 
     @abstractmethod
     def _next(self) -> tuple[Answer, Returned]:

@@ -111,28 +111,27 @@ class TaskSource:
             SerializationError: The indices cannot be pickled.
             Exception: The batch that the sampler has given cannot be iterated over; the next one can be drawn.
         """
-        num_samples = 1
         while self.task is None:
             self.look_ahead()
             if not self.drawn:
                 return
             indices = self.drawn[0]
-            if type(indices) is list or (self.auto_collation and is_batch(indices)):
+            has_numbers = self.auto_collation and is_batch(indices)
+            if has_numbers or type(indices) is list:
                 indices = kept(indices)
-            if self.knows_states and not self.makes_requests:
+            if not self.makes_requests and self.knows_states:
                 # Loaded here after the next one is drawn, for which the sampler may use the same objects again.
                 with contextlib.suppress(Exception):
                     indices = copy.deepcopy(indices)
-            if self.auto_collation:
-                if not is_batch(indices) and isinstance(indices, Iterable):
-                    # torch only iterates over others, such as generators.
-                    try:
-                        indices = list(indices)
-                    except Exception:
-                        self.drawn = []
-                        raise
-                # Other types become an error where the batch is loaded.
-                num_samples = len(indices) if is_batch(indices) else 1
+            if self.auto_collation and not has_numbers and isinstance(indices, Iterable):
+                # torch only iterates over others, such as generators.
+                try:
+                    indices, has_numbers = list(indices), True
+                except Exception:
+                    self.drawn = []
+                    raise
+            # Other types become an error where the batch is loaded.
+            num_samples = len(indices) if has_numbers else 1
             task = Task(indices, self.number, self.position, num_samples)
             is_wanted = task.number not in self.leave_out
             try:

@@ -455,7 +455,7 @@ class Table:
 
     def _cut(self, task: Entry, record: WorkerPace) -> Entry | None:
         """What a worker gets of a waiting task: all of it, or its next part; None if nothing for now."""
-        if self._split is None or task.whole is not None:
+        if self._split is None or task.whole is not None or task.num_samples < 2:
             return task
         if not self._num_in_flight:
             self._ramp_end = task.number + RAMP * self._num_workers
@@ -478,7 +478,7 @@ class Table:
     def _size_of_part(self, task: Entry) -> int:
         """The number of samples of a batch's next part; all of them if the batch is not made in parts."""
         num_samples, num_workers = task.num_samples, 1
-        if num_samples < 2 or task.killed:
+        if task.killed:
             return num_samples
         num_left = int(bool(task.parts))  # batches of which nothing is under way, with this one
         num_left += sum(number in self.tasks and not self.tasks[number].parts for number in self._waiting)
