@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import random
 import signal
 import weakref
 
@@ -27,6 +28,7 @@ from tests.support.streams import (
     Told,
     Unloadable,
     Wrapped,
+    stream_number,
 )
 
 SIZES = [14, 9]
@@ -211,6 +213,84 @@ def test_resumed_pass_that_is_left_early_takes_nothing_from_the_next_one(shared_
     list(itertools.islice(loader, num_taken))
     for _epoch in range(2):
         assert sorted(numbers(loader)) == whole(2)
+
+
+class Restarting(Parts):
+    """The state of its end is its beginning, as that of a loader of torchdata's nodes."""
+
+    first = place = 0
+
+    def __iter__(self):
+        size = self.sizes[stream_number()]
+        first, self.first = self.first % size, 0
+        for place in range(first, size):
+            self.place = place + 1
+            yield self.make(place)
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.first = state["place"]
+
+
+class Counted(Parts):
+    """Has one number: that of its samples in all epochs."""
+
+    given = 0
+
+    def __iter__(self):
+        epoch, first = divmod(self.given, self.sizes[stream_number()])
+        order = random.Random(epoch).sample(range(self.sizes[stream_number()]), self.sizes[stream_number()])
+        for number in order[first:]:
+            self.given += 1
+            yield self.make(number)
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("kind", [Restarting, Counted])
+@pytest.mark.parametrize("where", ["inline", "workers"])
+@pytest.mark.parametrize("num_taken", range(6))
+def test_stream_whose_end_is_its_beginning_gives_nothing_again_after_its_last_full_batch(
+    shared_server, kind, where, num_taken
+):
+    """Saved after each batch, and once more after each one that follows: what is read again does not grow."""
+    sizes = [20] if where == "inline" else [12, 8]
+
+    def make():
+        place = {"workers": "inline"} if where == "inline" else {"workers": shared_server.address, "num_workers": 2}
+        return RPCDataloader(kind(sizes), 4, collate_fn=list, persistent_workers=True, **place)
+
+    loader = make()
+    expected = [list(loader) for _epoch in range(3)]
+    loader = make()
+    begun = list(itertools.islice(loader, num_taken))
+    for _time in range(3):
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert all(stream[0] - stream[5] <= 4 for stream in state["streams"] if stream[0])
+        loader = make()
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        taken = list(itertools.islice(batches, 1))
+        begun += taken
+        if not taken:
+            break
+    assert [begun + list(batches), *(list(loader) for _epoch in range(2))] == expected
+
+
+def test_worker_that_is_lost_after_its_last_full_batch_gives_nothing_again(shared_server):
+    loader = RPCDataloader(Restarting([12, 8]), 4, workers=shared_server.address, num_workers=2, collate_fn=with_pid)
+    seen = []
+    for number, (pid, samples) in enumerate(loader):
+        seen += samples
+        if number == 3:  # the last one of stream 1
+            os.kill(pid, signal.SIGKILL)
+    assert sorted(seen) == [*range(12), *range(100, 108)]
 
 
 @pytest.mark.parametrize("kind", [Placed, Lasting])
