@@ -63,7 +63,7 @@ class LoadedState:
         # The attributes at that time.
         self._values: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._generators: list[Callable[[], object]] = []  # functions that set generators to where they were then
-        self._is_told = False
+        self.is_told = False  # True to warn no more of a state that still holds
 
     def begins(self, dataset: Any) -> None:
         """Note that a later iteration begins."""
@@ -109,8 +109,8 @@ class LoadedState:
         is_undone = self._undo_held(dataset)
         if is_undone:
             self._forget_first(ended=ended)
-        if not is_undone and not self._is_told:
-            self._is_told = True
+        if not is_undone and not self.is_told:
+            self.is_told = True
             logger.warning(
                 "this pass over %s seems to begin where an earlier one was resumed, as if the loaded state still held: "
                 "let load_state_dict() hold for one iteration, or samples are lost",

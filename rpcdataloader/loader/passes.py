@@ -82,8 +82,8 @@ def begin_pass(
     knows_first = saved is not None and way.knows_first(saved)
     nothing_left = saved is not None and is_at_end(saved, start, knows_first=knows_first)
     samples = way.begin() if saved is None else iter(()) if nothing_left else way.go_on(saved)
-    if before is None and (saved is None or saved["epoch"] == 0):
-        before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
+    if before is None and saved is None:
+        before = draw_base_seed(settings.generator), -1
     get_state, is_ready = way.capture(samples), getattr(samples, "is_ready", None)
     if saved is None:
         assert before is not None

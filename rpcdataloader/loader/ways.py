@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -29,9 +31,16 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.state import get_states, set_states
 from rpcdataloader.loader.order import check_order
 from rpcdataloader.loader.plain import StateCopier, from_plain, to_plain
-from rpcdataloader.loader.sampler import Source, is_stateful
+from rpcdataloader.loader.sampler import Source, draw_base_seed, is_stateful
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import capture_order, place_of, restore_generators
+from rpcdataloader.loader.states import (
+    capture_order,
+    is_early,
+    place_of,
+    restore_epochs,
+    restore_generators,
+    with_earlier,
+)
 from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -61,9 +70,12 @@ class Replay:
         """Whether to deliver the first batch from a state, and to go on with the sampler's state after it."""
         return False
 
-    def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:  # noqa: ARG002
-        """Iterate over the sampler in a saved pass."""
-        return self.begin()
+    def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """Iterate over the sampler in a saved pass, and draw the base seed, in the order of a new pass."""
+        samples = self.begin()
+        if saved["epoch"] == 0:
+            draw_base_seed(self.settings.generator)  # only for its effect on the generator
+        return samples
 
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:
         """Skip what was delivered.
@@ -101,11 +113,21 @@ class Replay:
 
 
 class Stateful(Replay):
-    """A sampler whose iterator may have a state, or that has one itself; otherwise, what was delivered is skipped."""
+    """A sampler whose iterator may have a state, or that has one itself; otherwise, what was delivered is skipped.
+
+    At the end of a pass, a state is that from before its last batch, with which the rest of the pass is drawn again, to
+    its end: some samplers have counted an epoch by then, but not yet left its place.
+    """
+
+    # The last state that was asked for in this pass; within its first batch, that after the first sample.
+    _last: dict[str, Any] | None = None
+
+    _to_load: Mapping[str, Any] = MappingProxyType({})  # what the iterator has to load when it has begun
 
     def __init__(self, settings: PassSettings) -> None:
         super().__init__(settings)
         self._sampler = next(filter(is_stateful, settings.samplers), None)
+        self._owners = {} if self._sampler is None else {"sampler": self._sampler}  # of the states to save
 
     def knows_first(self, saved: Mapping[str, Any]) -> bool:
         # For other ranks or batch sizes, the pass begins anew.
@@ -121,16 +143,24 @@ class Stateful(Replay):
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         # The end of an epoch may be that of another sampler, and so may its beginning.
         is_own = place_of(saved) == "middle" or self.knows_first(saved)
-        return self._begin_from(saved["sampler"] or {}) if is_own else self.begin()
+        return self._begin_from(saved, (is_own and saved["sampler"]) or {})
 
-    def _begin_from(self, state: Mapping[str, Any]) -> Iterator[Any]:
+    def _begin_from(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[Any]:
         self._load(state)
-        samples: Any = self.begin()
+        samples = super().go_on(saved)
+        self._to_load = state
+        self._last = {name: from_plain(state[name]) for name in ("sampler", "iterator") if name in state} or None
+        if self._sampler is None or not self._is_hidden:
+            self._load_iterator(samples)
+        return samples
+
+    def _load_iterator(self, samples: Any) -> None:
+        """Load what was saved of the iterator: as it begins, and once the base seed is drawn, as it may draw, too."""
+        state, self._to_load = self._to_load, {}
         if "iterator" in state:
             if not is_stateful(samples):
                 raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
             samples.load_state_dict(from_plain(state["iterator"]))
-        return samples  # type: ignore[no-any-return]
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if "sampler" in state:
@@ -144,7 +174,36 @@ class Stateful(Replay):
     def begin(self) -> Iterator[Any]:
         if (loaded := loaded_state(self._sampler)) is not None:
             loaded.begins(self._sampler)
-        return super().begin()
+        if self._sampler is not None and self._is_hidden:
+            return self._batches(self.settings.sampler)
+        samples = super().begin()
+        self._note_iterator(samples)
+        return samples
+
+    @property
+    def _is_hidden(self) -> bool:
+        """Whether torch's batch sampler would hide the iterator over a sampler with a state."""
+        return self._sampler is not self.settings.sampler and _is_in_step(self.settings)
+
+    def _note_iterator(self, samples: Iterator[Any]) -> None:
+        if is_stateful(samples):
+            self._owners["iterator"] = samples
+
+    def _batches(self, batches: BatchSampler) -> Iterator[list[Any]]:
+        """Iterate as torch's batch sampler does."""
+        samples = iter(batches.sampler)
+        self._note_iterator(samples)
+        self._load_iterator(samples)
+        for first in samples:
+            if is_first := self._last is None:
+                with contextlib.suppress(Exception):  # which comes after the batch
+                    self._last = self._states()
+            batch = [first, *itertools.islice(samples, batches.batch_size - 1)]
+            if is_first and len(batch) == 1:
+                self._last = None  # it may be that of the next epoch
+            if batches.drop_last and len(batch) < batches.batch_size:
+                return
+            yield batch
 
     def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
         if (loaded := loaded_state(self._sampler)) is None:
@@ -156,6 +215,7 @@ class Stateful(Replay):
                 return None
             # The loaded position was that of an earlier pass.
             restore()
+            self._last = None
             samples = self.begin()
             return samples, self.capture(samples)
 
@@ -170,34 +230,54 @@ class Stateful(Replay):
             return
         with _chosen_epochs_kept(self.settings, saved):
             try:
-                samples = self._begin_from(saved["sampler"])
+                is_end = self._draw_rest(self._begin_from(saved, saved["sampler"]), saved)
             except Exception:  # another sampler, which begins anew
                 logger.debug("the sampler takes no state of the last epoch", exc_info=True)
             else:
-                # To its end, where samplers change to the next epoch; unless its end is the beginning of that, as for
-                # those that count what they have given in all epochs.
-                is_end = _is_end(samples, saved)
-                if (loaded := loaded_state(self._sampler)) is not None:
-                    loaded.gave_first(self._sampler, ended=is_end)
                 if not is_end:
                     self._load(saved["sampler"])
                     note_loaded(self._sampler, None)  # each pass may begin so
 
-    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
-        owners: dict[str, Any] = {"sampler": self._sampler, "iterator": samples if is_stateful(samples) else None}
-        stateful = {name: owner for name, owner in owners.items() if owner is not None}
-        if not stateful:
-            return None
-        copier = StateCopier()
+    def _draw_rest(self, samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
+        """Draw what is left of a pass, to its end, where samplers change to the next epoch.
 
-        def get_state() -> dict[str, Any]:
-            # The sampler may go on changing the same object.
-            try:
-                return {name: copier.copy(owner.state_dict(), (name,)) for name, owner in stateful.items()}
-            except StopIteration as stop:
-                raise stopped("state_dict() of the sampler") from stop
+        Returns:
+            False if the state is the beginning of that, as of samplers that count what they have given in all epochs.
+        """
+        loaded = loaded_state(self._sampler)
+        if not is_early(saved["sampler"]):
+            is_end = _is_end(samples, saved)
+            if loaded is not None:
+                loaded.gave_first(self._sampler, ended=is_end)
+            return is_end
+        # All of the pass, if the state has no place in it. A sampler that goes on then is another one.
+        most: int = max(saved["num_batches"], 1)
+        number = 0
+        for number, _indices in enumerate(itertools.islice(samples, most + 1), 1):
+            if number == 1 and loaded is not None:
+                loaded.gave_first(self._sampler, ended=False)
+                loaded.is_told |= most == 1  # the next pass may leave the sampler there, too, with its only batch
+        if number == 0 and loaded is not None:
+            loaded.gave_first(self._sampler, ended=True)
+        return number <= most
 
-        return get_state
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:  # noqa: ARG002
+        return self._capture if self._owners else None
+
+    @functools.cached_property
+    def _copier(self) -> StateCopier:
+        return StateCopier()
+
+    def _capture(self) -> dict[str, Any]:
+        before, self._last = self._last, self._states()
+        return with_earlier(self._last, before)
+
+    def _states(self) -> dict[str, Any]:
+        """The states of the sampler and its iterator. Copies, as these may go on changing the same objects."""
+        try:
+            return {name: self._copier.copy(owner.state_dict(), (name,)) for name, owner in self._owners.items()}
+        except StopIteration as stop:
+            raise stopped("state_dict() of the sampler") from stop
 
 
 def _generators_of(settings: PassSettings) -> Callable[[], None]:
@@ -220,6 +300,7 @@ def _chosen_epochs_kept(settings: PassSettings, saved: Mapping[str, Any]) -> Ite
     """Give samplers the epochs again that the script has chosen, after they were in that of a saved pass."""
     chain = settings.chain
     chosen = [getattr(sampler, "epoch", None) for sampler in chain]  # for the next pass
+    restore_epochs(settings, saved)
     yield
     for sampler, epoch, before in zip(chain, chosen, saved["start"]["samplers"], strict=False):
         # Unless the sampler counts its epochs itself.
@@ -300,7 +381,7 @@ class Inside(Stateful):
                 pass
 
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
-        return super().capture(samples) if is_stateful(samples) else None
+        return super().capture(samples) if "iterator" in self._owners else None
 
 
 class Sourced(Replay):
@@ -308,7 +389,7 @@ class Sourced(Replay):
 
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         self.settings.sampler.load_state_dict(from_plain(saved["sampler"]["sampler"]))
-        return self.begin()
+        return super().go_on(saved)
 
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:
         pass
@@ -365,8 +446,12 @@ def _has_state_inside(settings: PassSettings) -> bool:
     """Whether a sampler has a state, and what is over it has none, and need not be where that state is."""
     chain = settings.chain
     number = next((number for number, sampler in enumerate(chain) if is_stateful(sampler)), 0)
-    is_in_step = number == 1 and settings.auto_collation and type(chain[0]).__iter__ is BatchSampler.__iter__
-    return number > 0 and not is_in_step
+    return number > 0 and not (number == 1 and _is_in_step(settings))
+
+
+def _is_in_step(settings: PassSettings) -> bool:
+    """Whether the batches are those that torch makes of a sampler's samples, which are read no further ahead."""
+    return settings.auto_collation and type(settings.sampler).__iter__ is BatchSampler.__iter__
 
 
 def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:

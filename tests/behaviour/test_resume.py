@@ -39,7 +39,8 @@ from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, Sliced, augment_batch, notes
 from tests.support.differential import seed, seeded, steps
 from tests.support.kinds import as_is
-from tests.support.samplers import Counted, Total, Unplaced
+from tests.support.samplers import SAMPLERS as STATEFUL_SAMPLERS
+from tests.support.samplers import Counted, Rewound, Total, Twofold, Unplaced
 from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
 
 SIZE = 20
@@ -967,6 +968,51 @@ def test_epoch_without_a_batch_is_followed_by_the_next_one():
         assert [list(loader), list(loader)] == [[[0]], []]
     resumed.load_state_dict(saved.state_dict())
     assert [list(resumed) for _ in range(4)] == [list(expected) for _ in range(4)]
+
+
+def check_each_moment(make, caplog, num_epochs=2):
+    """Save a job at each moment of its first epochs: as one begins, after each batch, and when the loop has ended."""
+    seed(5)
+    loader = make()
+    expected = [list(loader) for _epoch in range(num_epochs + 2)]
+    for epoch, batches in enumerate(expected[:num_epochs]):
+        for number in [*range(len(batches) + 1), None]:  # None for the end of the loop
+            seed(5)
+            loader = make()
+            for _epoch in range(epoch):
+                list(loader)
+            begun = list(itertools.islice(loader, number))
+            saved, trainer = through_json(loader.state_dict()), generators()
+            seed(99)
+            loader = make()
+            loader.load_state_dict(saved)
+            restore(trainer)
+            found = [begun if number is None else begun + list(loader)]
+            found += [list(loader) for _epoch in expected[epoch + 1 :]]
+            assert found == expected[epoch:], f"saved in epoch {epoch}, after {number}: {saved['sampler']}"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last"), [(None, False), (1, False), (2, False), (2, True), (5, False), (9, False)]
+)
+@pytest.mark.parametrize("kind", [*STATEFUL_SAMPLERS.values(), Rewound, Twofold])
+def test_sampler_with_a_state_goes_on_from_each_moment_with_all_later_epochs(kind, batch_size, drop_last, caplog):
+    def make():
+        options = {"sampler": kind(5), "workers": "inline", "collate_fn": as_is}
+        return RPCDataloader(range(5), batch_size, drop_last=drop_last, **options)
+
+    check_each_moment(make, caplog)
+
+
+def test_batch_sampler_of_torchdata_goes_on_from_each_moment(caplog):
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+
+    def make():
+        sampler = samplers.BatchSampler(RandomSampler(range(7)), 3, False)  # which draws from the global generator
+        return RPCDataloader(range(7), batch_sampler=sampler, workers="inline", collate_fn=as_is)
+
+    check_each_moment(make, caplog)
 
 
 class Named(Total):
