@@ -16,12 +16,10 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
-    capture_start,
     has_as_many_ranks,
     is_at_end,
     place_of,
     progress_of,
-    restore_start,
     streams_of,
 )
 from rpcdataloader.loader.tasks import Progress, TaskSource, skip
@@ -77,7 +75,7 @@ def begin_pass(
     if saved is not None and saved["finished"]:  # to which loading it has brought the sampler
         before, streams_before, saved = (saved["base_seed"], saved["epoch"]), streams_of(saved["streams"]), None
     way = way_of(settings)
-    start = {**capture_start(settings), **way.capture_start()} if saved is None else restore_start(settings, saved)
+    start = way.start(saved)
     first, *ranks = way.origin
     knows_first = saved is not None and way.knows_first(saved)
     nothing_left = saved is not None and is_at_end(saved, start, knows_first=knows_first)

@@ -27,8 +27,8 @@ from rpcdataloader.loader.tasks import Progress
 logger = logging.getLogger("rpcdataloader.loader")
 
 # Version 1 had neither ranks nor samplers; version 2 had no state before the first batch of a sampler with a state;
-# version 3 had no streams of the pass before, and no states of samplers inside.
-VERSION = 4
+# version 3 had no streams of the pass before, and no states of samplers inside; version 4 had no first batch of these.
+VERSION = 5
 
 # Fields of a progress that a state has as they are.
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "leg", "num_skipped", "finished")

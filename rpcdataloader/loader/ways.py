@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | Replay | numbers of batches and samples, and a digest | what the sampler gives anew, after the same of these |
 | Stateful | the state of the sampler, of its iterator, or of both | what these give from there |
-| Inside | as Replay, and states of the samplers inside, of the beginning of the pass | as Replay, from these |
+| Inside | as Replay, states of the samplers inside from before the pass, and its first batch | as Replay, from these |
 | Sourced | the state of the pass over the stream of a ``transform`` | that of this pass |
 | Position | the position of all ranks together in their order | what follows there, for any ranks |
 | Streams | the states of streams, which are the workers' | each worker's |
@@ -19,7 +19,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -35,13 +35,16 @@ from rpcdataloader.loader.sampler import Source, draw_base_seed, is_stateful
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
     capture_order,
+    capture_start,
     is_early,
     place_of,
     restore_epochs,
     restore_generators,
+    restore_start,
     with_earlier,
 )
 from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
+from rpcdataloader.wire.digests import digest
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -58,9 +61,9 @@ class Replay:
         partition = self.settings.partition
         return 0, partition.rank, partition.world_size
 
-    def capture_start(self) -> dict[str, Any]:
-        """What else a state must have of the beginning of the pass."""
-        return {}
+    def start(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The state at the beginning of the pass, to which a saved one brings generators and samplers."""
+        return capture_start(self.settings) if saved is None else restore_start(self.settings, saved)
 
     def begin(self) -> Iterator[Any]:
         """Iterate over the sampler."""
@@ -84,16 +87,16 @@ class Replay:
             ValueError: The sampler is too short, or gives other samples.
         """
         num_batches = progress.num_batches
-        num_samples, digest = skip(samples, num_batches, auto_collation=self.settings.auto_collation)
+        num_samples, found = skip(samples, num_batches, auto_collation=self.settings.auto_collation)
         if num_samples != progress.num_samples:
             raise ValueError(
                 f"the saved pass had delivered {progress.num_samples} samples in {num_batches} batches, but the "
                 f"sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
             )
-        if _is_own(saved, progress) and progress.digest not in (None, digest):
+        if _is_own(saved, progress) and progress.digest not in (None, found):
             raise ValueError(OTHER_ORDER)
         if progress.digest is not None:
-            progress.digest = digest
+            progress.digest = found
 
     def following(self, saved: Mapping[str, Any], progress: Progress) -> int | None:
         """The digest of the batch that followed when the state was saved; None if it is unknown, or another is due."""
@@ -107,7 +110,7 @@ class Replay:
         """Return a function that gives the sampler's state after the batch that it has just given; None without one."""
         return None
 
-    def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+    def watch(self) -> Callable[[list[Any]], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
         """Prepare for the first batch of a pass: see :class:`~rpcdataloader.loader.tasks.TaskSource`."""
         return None
 
@@ -133,6 +136,9 @@ class Stateful(Replay):
         # For other ranks or batch sizes, the pass begins anew.
         if saved["first"] is None or ("sampler" in saved["sampler"] and self._sampler is None):
             return False
+        return self._is_same_order(saved)
+
+    def _is_same_order(self, saved: Mapping[str, Any]) -> bool:
         here = capture_order(self.settings)
         try:
             check_order(saved["start"], here)
@@ -177,7 +183,7 @@ class Stateful(Replay):
         if self._sampler is not None and self._is_hidden:
             return self._batches(self.settings.sampler)
         samples = super().begin()
-        self._note_iterator(samples)
+        self._owners |= {"iterator": samples} if is_stateful(samples) else {}
         return samples
 
     @property
@@ -185,14 +191,10 @@ class Stateful(Replay):
         """Whether torch's batch sampler would hide the iterator over a sampler with a state."""
         return self._sampler is not self.settings.sampler and _is_in_step(self.settings)
 
-    def _note_iterator(self, samples: Iterator[Any]) -> None:
-        if is_stateful(samples):
-            self._owners["iterator"] = samples
-
     def _batches(self, batches: BatchSampler) -> Iterator[list[Any]]:
         """Iterate as torch's batch sampler does."""
         samples = iter(batches.sampler)
-        self._note_iterator(samples)
+        self._owners |= {"iterator": samples} if is_stateful(samples) else {}
         self._load_iterator(samples)
         for first in samples:
             if is_first := self._last is None:
@@ -205,13 +207,13 @@ class Stateful(Replay):
                 return
             yield batch
 
-    def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+    def watch(self) -> Callable[[list[Any]], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
         if (loaded := loaded_state(self._sampler)) is None:
             return None
         restore = _generators_of(self.settings)
 
-        def begin_again(ended: bool) -> tuple[Iterator[Any], Callable[[], Any] | None] | None:
-            if not loaded.gave_first(self._sampler, ended=ended):
+        def begin_again(drawn: list[Any]) -> tuple[Iterator[Any], Callable[[], Any] | None] | None:
+            if not loaded.gave_first(self._sampler, ended=not drawn):
                 return None
             # The loaded position was that of an earlier pass.
             restore()
@@ -331,45 +333,81 @@ def _is_end(samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
 class Inside(Stateful):
     """A sampler without a state, over one that has one: it may have read ahead, so both begin the pass again.
 
-    Unless its iterator has a state, which then knows of that.
+    Unless its iterator has a state, which then knows of that. The states of the samplers inside are those from before
+    the pass, when some are still in the one before. So the first batch is saved, too, by which the right beginning is
+    found.
     """
 
     def __init__(self, settings: PassSettings) -> None:
         super().__init__(settings)
         self._inside = [sampler for sampler in settings.chain if is_stateful(sampler)]
 
-    def capture_start(self) -> dict[str, Any]:
-        return {"inside": [to_plain(sampler.state_dict()) for sampler in self._inside]}
+    def start(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        start = super().start(saved)
+        self._is_new = saved is None or not self._has_same_kinds(saved)
+        if self._is_new:
+            states = [to_plain(sampler.state_dict()) for sampler in self._inside]
+            start["inside"] = {"states": states, "first": _UNKNOWN}
+        self._begun = start["inside"]
+        return start
+
+    def watch(self) -> Callable[[list[Any]], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+        begin_again = super().watch()
+        if not self._is_new:
+            return begin_again
+
+        def note_first(drawn: list[Any]) -> tuple[Iterator[Any], Callable[[], Any] | None] | None:
+            self._begun["first"] = _digest_of(drawn)
+            return None if begin_again is None else begin_again(drawn)
+
+        return note_first
 
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         if saved["sampler"] is not None:
             return super().go_on(saved)
         return self._begin_inside(saved)
 
+    def _has_same_kinds(self, saved: Mapping[str, Any]) -> bool:
+        """Whether the samplers are those of the saved pass: its beginning or end may be that of others."""
+        kinds = [type(sampler).__qualname__ for sampler in self.settings.chain]
+        return place_of(saved) == "middle" or [each["kind"] for each in saved["start"]["samplers"]] == kinds
+
     def _begin_inside(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        """Begin the saved pass again. Its first state may still be the end of the pass before, which has nothing."""
-        restore = _generators_of(self.settings)
-        if not (loaded := self._load_inside(saved)):
-            return self.begin()
-        has_nothing = next(self.begin(), self) is self
-        restore()
-        if has_nothing:
-            for each in loaded:
-                each.undo(only_if_unchanged=True)
+        """Begin the saved pass again: in the first of these ways in which it begins with the same batch."""
+        if not self._has_same_kinds(saved):
+            return Replay.go_on(self, saved)
+        restore, wanted = _generators_of(self.settings), saved["start"]["inside"]["first"]
+        wanted = wanted if self._is_same_order(saved) else _UNKNOWN
+        first_loaded: list[LoadedState] = []
+        for way in ("", "without a place", "left once", "not loaded", ""):
+            restore()
+            loaded = self._load_inside(saved) if way != "not loaded" else []
+            first_loaded = first_loaded or loaded
+            for sampler, each in zip(self._inside, first_loaded, strict=True):
+                if way == "without a place":  # which is that of the pass before; what it counts stays
+                    each.cancel(sampler)
+                elif way == "not loaded":
+                    each.undo(only_if_unchanged=True)
+            if way == "left once":  # as the pass before was left: some count as they begin
+                next(self.begin(), None)
+                restore()
+            samples = Replay.go_on(self, saved)
+            drawn = list(itertools.islice(samples, 1))
+            found = _digest_of(drawn)
+            if found == wanted or (wanted == _UNKNOWN and drawn):
+                break
         else:
-            self._load_inside(saved)
-        return self.begin()
+            if place_of(saved) != "middle":  # where this is an error
+                logger.warning(
+                    "%s does not begin again as in the saved epoch: the state_dict() of %s must tell all that decides",
+                    *(type(self.settings.sampler).__name__, " and ".join(type(each).__name__ for each in self._inside)),
+                )
+        return _put_back(drawn, samples)
 
     def _load_inside(self, saved: Mapping[str, Any]) -> list[LoadedState]:
-        states = saved["start"].get("inside", [])
-        # The beginning or end of an epoch may be that of other samplers.
-        if place_of(saved) != "middle" and [each["kind"] for each in saved["start"]["samplers"]] != [
-            type(sampler).__qualname__ for sampler in self.settings.chain
-        ]:
-            return []
         return [
             LoadedState(sampler, state, functools.partial(sampler.load_state_dict, from_plain(state)))
-            for sampler, state in zip(self._inside, states, strict=False)
+            for sampler, state in zip(self._inside, saved["start"]["inside"]["states"], strict=True)
         ]
 
     def end(self, saved: Mapping[str, Any]) -> None:
@@ -382,6 +420,22 @@ class Inside(Stateful):
 
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
         return super().capture(samples) if "iterator" in self._owners else None
+
+
+# In place of the digest of a first batch that can be read only once.
+_UNKNOWN = -1
+
+
+def _digest_of(drawn: list[Any]) -> int | None:
+    """The digest of a batch, if there is one: None without it."""
+    if not drawn:
+        return None
+    return digest(drawn[0]) if is_batch(drawn[0]) or not isinstance(drawn[0], Iterable) else _UNKNOWN
+
+
+def _put_back(drawn: list[Any], samples: Iterator[Any]) -> Iterator[Any]:
+    yield from drawn
+    yield from samples
 
 
 class Sourced(Replay):

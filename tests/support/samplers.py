@@ -272,4 +272,4 @@ class Unplaced(Ordered):
         self.epoch = state["epoch"]
 
 
-SAMPLERS = {kind.__name__: kind for kind in (Position, Staying, Total, Drawing, Counted, Iterating)}
+SAMPLERS = {kind.__name__: kind for kind in (Position, Staying, Total, Drawing, Counted, Iterating, Rewound)}
