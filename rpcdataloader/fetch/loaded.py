@@ -63,7 +63,7 @@ class LoadedState:
         # The attributes at that time.
         self._values: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._generators: list[Callable[[], object]] = []  # functions that set generators to where they were then
-        self._is_told = False
+        self.is_told = False  # True to warn no more of a state that still holds
 
     def begins(self, dataset: Any) -> None:
         """Note that a later iteration begins."""
@@ -106,11 +106,11 @@ class LoadedState:
             return False
         if elsewhere.keys() & self._first.keys() or self._first.keys() - now.keys():
             return False
-        is_undone = self._undo_held(dataset)
+        is_undone = self.cancel(dataset) or self.undo(only_if_unchanged=True)
         if is_undone:
             self._forget_first(ended=ended)
-        if not is_undone and not self._is_told:
-            self._is_told = True
+        if not is_undone and not self.is_told:
+            self.is_told = True
             logger.warning(
                 "this pass over %s seems to begin where an earlier one was resumed, as if the loaded state still held: "
                 "let load_state_dict() hold for one iteration, or samples are lost",
@@ -118,8 +118,11 @@ class LoadedState:
             )
         return is_undone
 
-    def _undo_held(self, dataset: Any) -> bool:
-        """Set back the attributes that loading has changed, without those that the state reports, such as counts."""
+    def cancel(self, dataset: Any) -> bool:
+        """Set back the attributes that loading has changed, without those that the state reports, such as counts.
+
+        So the place where an iteration was to begin is forgotten; returns False if there is no such attribute.
+        """
         is_undone = False
         for reference, name, before, after in self._changed:
             owner = reference()
@@ -133,7 +136,7 @@ class LoadedState:
                 vars(owner).pop(name, None)
             else:
                 vars(owner)[name] = value
-        return is_undone or self.undo(only_if_unchanged=True)
+        return is_undone
 
     def _runs_on(self, name: Any, now: Any) -> bool:
         """Whether a part of the state runs on from one iteration to the next, such as a count of all samples."""

@@ -16,12 +16,10 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
-    capture_start,
     has_as_many_ranks,
     is_at_end,
     place_of,
     progress_of,
-    restore_start,
     streams_of,
 )
 from rpcdataloader.loader.tasks import Progress, TaskSource, skip
@@ -77,13 +75,13 @@ def begin_pass(
     if saved is not None and saved["finished"]:  # to which loading it has brought the sampler
         before, streams_before, saved = (saved["base_seed"], saved["epoch"]), streams_of(saved["streams"]), None
     way = way_of(settings)
-    start = {**capture_start(settings), **way.capture_start()} if saved is None else restore_start(settings, saved)
+    start = way.start(saved)
     first, *ranks = way.origin
     knows_first = saved is not None and way.knows_first(saved)
     nothing_left = saved is not None and is_at_end(saved, start, knows_first=knows_first)
     samples = way.begin() if saved is None else iter(()) if nothing_left else way.go_on(saved)
-    if before is None and (saved is None or saved["epoch"] == 0):
-        before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
+    if before is None and saved is None:
+        before = draw_base_seed(settings.generator), -1
     get_state, is_ready = way.capture(samples), getattr(samples, "is_ready", None)
     if saved is None:
         assert before is not None

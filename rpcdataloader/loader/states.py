@@ -27,8 +27,8 @@ from rpcdataloader.loader.tasks import Progress
 logger = logging.getLogger("rpcdataloader.loader")
 
 # Version 1 had neither ranks nor samplers; version 2 had no state before the first batch of a sampler with a state;
-# version 3 had no streams of the pass before, and no states of samplers inside.
-VERSION = 4
+# version 3 had no streams of the pass before, and no states of samplers inside; version 4 had no first batch of these.
+VERSION = 5
 
 # Fields of a progress that a state has as they are.
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "leg", "num_skipped", "finished")
@@ -56,16 +56,20 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         consumed = order["start"] + progress.num_samples * sampler.num_replicas
         order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
     sampler_state, first = progress.sampler, None
+    num_drawn = None if progress.finished else progress.num_batches  # None for the end of the pass
     if sampler_state is None and progress.first is not None:
         # Before the first batch is delivered: the state after it, and that batch itself, unless it cannot be copied.
         with contextlib.suppress(Exception):
-            first, sampler_state = to_plain(progress.first[0]), progress.first[1]
+            first, sampler_state, num_drawn = to_plain(progress.first[0]), progress.first[1], 1
     return {
         "version": VERSION,
         **{name: getattr(progress, name) for name in _PLAIN},
-        "sampler": _plain_states(sampler_state),
+        "sampler": _plain_states(sampler_state, at_end=num_drawn in (None, progress.end)),
         "first": first,
-        "ahead": {str(number): [*batch, _plain_states(state)] for number, (*batch, state) in progress.ahead.items()},
+        "ahead": {
+            str(number): [*batch, _plain_states(state, at_end=number + 1 == progress.end)]
+            for number, (*batch, state) in progress.ahead.items()
+        },
         "streams": list(map(_plain_stream, progress.streams)),
         "before": list(map(_plain_stream, progress.before)),
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
@@ -91,11 +95,25 @@ def streams_of(saved: list[list[Any]]) -> list[StreamState]:
     ]
 
 
-def _plain_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def with_earlier(states: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """States of a sampler and its iterator, with those from before the last batch, which count at the end of a pass."""
+    return {**states, "earlier": earlier}
+
+
+def is_early(states: Mapping[str, Any]) -> bool:
+    """Whether saved states of a sampler and its iterator are from before the last batch of their pass."""
+    return bool(states.get("is_early"))
+
+
+def _plain_states(states: Mapping[str, Any] | None, *, at_end: bool) -> dict[str, Any] | None:
     """States of a sampler and its iterator, of which some were captured only."""
     if states is None:
         return None
-    return {name: to_plain(state() if callable(state) else state) for name, state in states.items()}
+    if at_end and (earlier := states.get("earlier")) is not None:
+        states = {**earlier, "is_early": True}
+    return {
+        name: to_plain(state() if callable(state) else state) for name, state in states.items() if name != "earlier"
+    }
 
 
 def _check_version(state: Any) -> None:
@@ -253,10 +271,7 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
     """
     start, place = saved["start"], place_of(saved)
     restore_generators(settings, saved, of_start=True)
-    # The order of the saved pass; the user may have chosen another since, or none.
-    for sampler, before in zip(settings.chain, start["samplers"], strict=False):
-        if type(sampler).__qualname__ == before["kind"] and "set_epoch" in before and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(before["set_epoch"])
+    restore_epochs(settings, saved)
     if (resumable := settings.resumable) is not None and (order := start["order"]) is not None:
         own = resumable.state_dict()
         is_same = order["length"] == len(resumable.dataset)  # type: ignore[arg-type]  # it has one
@@ -273,6 +288,13 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
                 resumable.load_state_dict(own)
             raise
     return new
+
+
+def restore_epochs(settings: PassSettings, saved: Mapping[str, Any]) -> None:
+    """Give samplers the epochs of the saved pass; the user may have chosen others since, or none."""
+    for sampler, before in zip(settings.chain, saved["start"]["samplers"], strict=False):
+        if type(sampler).__qualname__ == before["kind"] and "set_epoch" in before and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(before["set_epoch"])
 
 
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:

@@ -83,9 +83,11 @@ class TaskSource:
     num_expected: int | None = None  # number of batches of the sampler, by its length
     # Function that tells whether the sampler gives indices without waiting for a stream; None if it always does.
     is_ready: Callable[[], bool] | None = None
-    # Function to call before the first batch is drawn. Its result is called afterwards, with True at the sampler's end;
-    # it returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
-    watch: Callable[[], Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None] | None = None
+    # Function to call before the first batch is drawn. Its result is called afterwards, with a list of it, empty at the
+    # sampler's end; it returns another iterator over the sampler, and its ``get_state``, if the pass must begin again.
+    watch: Callable[[], Callable[[list[Any]], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None] | None = (
+        None
+    )
     drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
     task: Task | None = None  # the next task, from when it is drawn until the consumer takes it
     _is_over: bool = False  # True once the sampler is at its end; one that is its own iterator may begin again
@@ -175,7 +177,7 @@ class TaskSource:
         try:
             # In one step.
             self.drawn.extend(map(next, (self.samples,)))
-            if watched is not None and (again := watched(not self.drawn)) is not None:
+            if watched is not None and (again := watched(self.drawn)) is not None:
                 (self.samples, self.get_state), self.drawn = again, []
                 self.drawn.extend(map(next, (self.samples,)))
             self.watch = None

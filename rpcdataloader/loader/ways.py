@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | Replay | numbers of batches and samples, and a digest | what the sampler gives anew, after the same of these |
 | Stateful | the state of the sampler, of its iterator, or of both | what these give from there |
-| Inside | as Replay, and states of the samplers inside, of the beginning of the pass | as Replay, from these |
+| Inside | as Replay, states of the samplers inside from before the pass, and its first batch | as Replay, from these |
 | Sourced | the state of the pass over the stream of a ``transform`` | that of this pass |
 | Position | the position of all ranks together in their order | what follows there, for any ranks |
 | Streams | the states of streams, which are the workers' | each worker's |
@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -29,10 +31,20 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.state import get_states, set_states
 from rpcdataloader.loader.order import check_order
 from rpcdataloader.loader.plain import StateCopier, from_plain, to_plain
-from rpcdataloader.loader.sampler import Source, is_stateful
+from rpcdataloader.loader.sampler import Source, draw_base_seed, is_stateful
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import capture_order, place_of, restore_generators
+from rpcdataloader.loader.states import (
+    capture_order,
+    capture_start,
+    is_early,
+    place_of,
+    restore_epochs,
+    restore_generators,
+    restore_start,
+    with_earlier,
+)
 from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
+from rpcdataloader.wire.digests import digest
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -49,9 +61,9 @@ class Replay:
         partition = self.settings.partition
         return 0, partition.rank, partition.world_size
 
-    def capture_start(self) -> dict[str, Any]:
-        """What else a state must have of the beginning of the pass."""
-        return {}
+    def start(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The state at the beginning of the pass, to which a saved one brings generators and samplers."""
+        return capture_start(self.settings) if saved is None else restore_start(self.settings, saved)
 
     def begin(self) -> Iterator[Any]:
         """Iterate over the sampler."""
@@ -61,9 +73,12 @@ class Replay:
         """Whether to deliver the first batch from a state, and to go on with the sampler's state after it."""
         return False
 
-    def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:  # noqa: ARG002
-        """Iterate over the sampler in a saved pass."""
-        return self.begin()
+    def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """Iterate over the sampler in a saved pass, and draw the base seed, in the order of a new pass."""
+        samples = self.begin()
+        if saved["epoch"] == 0:
+            draw_base_seed(self.settings.generator)  # only for its effect on the generator
+        return samples
 
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:
         """Skip what was delivered.
@@ -72,16 +87,16 @@ class Replay:
             ValueError: The sampler is too short, or gives other samples.
         """
         num_batches = progress.num_batches
-        num_samples, digest = skip(samples, num_batches, auto_collation=self.settings.auto_collation)
+        num_samples, found = skip(samples, num_batches, auto_collation=self.settings.auto_collation)
         if num_samples != progress.num_samples:
             raise ValueError(
                 f"the saved pass had delivered {progress.num_samples} samples in {num_batches} batches, but the "
                 f"sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
             )
-        if _is_own(saved, progress) and progress.digest not in (None, digest):
+        if _is_own(saved, progress) and progress.digest not in (None, found):
             raise ValueError(OTHER_ORDER)
         if progress.digest is not None:
-            progress.digest = digest
+            progress.digest = found
 
     def following(self, saved: Mapping[str, Any], progress: Progress) -> int | None:
         """The digest of the batch that followed when the state was saved; None if it is unknown, or another is due."""
@@ -95,22 +110,35 @@ class Replay:
         """Return a function that gives the sampler's state after the batch that it has just given; None without one."""
         return None
 
-    def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+    def watch(self) -> Callable[[list[Any]], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
         """Prepare for the first batch of a pass: see :class:`~rpcdataloader.loader.tasks.TaskSource`."""
         return None
 
 
 class Stateful(Replay):
-    """A sampler whose iterator may have a state, or that has one itself; otherwise, what was delivered is skipped."""
+    """A sampler whose iterator may have a state, or that has one itself; otherwise, what was delivered is skipped.
+
+    At the end of a pass, a state is that from before its last batch, with which the rest of the pass is drawn again, to
+    its end: some samplers have counted an epoch by then, but not yet left its place.
+    """
+
+    # The last state that was asked for in this pass; within its first batch, that after the first sample.
+    _last: dict[str, Any] | None = None
+
+    _to_load: Mapping[str, Any] = MappingProxyType({})  # what the iterator has to load when it has begun
 
     def __init__(self, settings: PassSettings) -> None:
         super().__init__(settings)
         self._sampler = next(filter(is_stateful, settings.samplers), None)
+        self._owners = {} if self._sampler is None else {"sampler": self._sampler}  # of the states to save
 
     def knows_first(self, saved: Mapping[str, Any]) -> bool:
         # For other ranks or batch sizes, the pass begins anew.
         if saved["first"] is None or ("sampler" in saved["sampler"] and self._sampler is None):
             return False
+        return self._is_same_order(saved)
+
+    def _is_same_order(self, saved: Mapping[str, Any]) -> bool:
         here = capture_order(self.settings)
         try:
             check_order(saved["start"], here)
@@ -121,16 +149,24 @@ class Stateful(Replay):
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         # The end of an epoch may be that of another sampler, and so may its beginning.
         is_own = place_of(saved) == "middle" or self.knows_first(saved)
-        return self._begin_from(saved["sampler"] or {}) if is_own else self.begin()
+        return self._begin_from(saved, (is_own and saved["sampler"]) or {})
 
-    def _begin_from(self, state: Mapping[str, Any]) -> Iterator[Any]:
+    def _begin_from(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[Any]:
         self._load(state)
-        samples: Any = self.begin()
+        samples = super().go_on(saved)
+        self._to_load = state
+        self._last = {name: from_plain(state[name]) for name in ("sampler", "iterator") if name in state} or None
+        if self._sampler is None or not self._is_hidden:
+            self._load_iterator(samples)
+        return samples
+
+    def _load_iterator(self, samples: Any) -> None:
+        """Load what was saved of the iterator: as it begins, and once the base seed is drawn, as it may draw, too."""
+        state, self._to_load = self._to_load, {}
         if "iterator" in state:
             if not is_stateful(samples):
                 raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
             samples.load_state_dict(from_plain(state["iterator"]))
-        return samples  # type: ignore[no-any-return]
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if "sampler" in state:
@@ -144,18 +180,44 @@ class Stateful(Replay):
     def begin(self) -> Iterator[Any]:
         if (loaded := loaded_state(self._sampler)) is not None:
             loaded.begins(self._sampler)
-        return super().begin()
+        if self._sampler is not None and self._is_hidden:
+            return self._batches(self.settings.sampler)
+        samples = super().begin()
+        self._owners |= {"iterator": samples} if is_stateful(samples) else {}
+        return samples
 
-    def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+    @property
+    def _is_hidden(self) -> bool:
+        """Whether torch's batch sampler would hide the iterator over a sampler with a state."""
+        return self._sampler is not self.settings.sampler and _is_in_step(self.settings)
+
+    def _batches(self, batches: BatchSampler) -> Iterator[list[Any]]:
+        """Iterate as torch's batch sampler does."""
+        samples = iter(batches.sampler)
+        self._owners |= {"iterator": samples} if is_stateful(samples) else {}
+        self._load_iterator(samples)
+        for first in samples:
+            if is_first := self._last is None:
+                with contextlib.suppress(Exception):  # which comes after the batch
+                    self._last = self._states()
+            batch = [first, *itertools.islice(samples, batches.batch_size - 1)]
+            if is_first and len(batch) == 1:
+                self._last = None  # it may be that of the next epoch
+            if batches.drop_last and len(batch) < batches.batch_size:
+                return
+            yield batch
+
+    def watch(self) -> Callable[[list[Any]], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
         if (loaded := loaded_state(self._sampler)) is None:
             return None
         restore = _generators_of(self.settings)
 
-        def begin_again(ended: bool) -> tuple[Iterator[Any], Callable[[], Any] | None] | None:
-            if not loaded.gave_first(self._sampler, ended=ended):
+        def begin_again(drawn: list[Any]) -> tuple[Iterator[Any], Callable[[], Any] | None] | None:
+            if not loaded.gave_first(self._sampler, ended=not drawn):
                 return None
             # The loaded position was that of an earlier pass.
             restore()
+            self._last = None
             samples = self.begin()
             return samples, self.capture(samples)
 
@@ -170,34 +232,54 @@ class Stateful(Replay):
             return
         with _chosen_epochs_kept(self.settings, saved):
             try:
-                samples = self._begin_from(saved["sampler"])
+                is_end = self._draw_rest(self._begin_from(saved, saved["sampler"]), saved)
             except Exception:  # another sampler, which begins anew
                 logger.debug("the sampler takes no state of the last epoch", exc_info=True)
             else:
-                # To its end, where samplers change to the next epoch; unless its end is the beginning of that, as for
-                # those that count what they have given in all epochs.
-                is_end = _is_end(samples, saved)
-                if (loaded := loaded_state(self._sampler)) is not None:
-                    loaded.gave_first(self._sampler, ended=is_end)
                 if not is_end:
                     self._load(saved["sampler"])
                     note_loaded(self._sampler, None)  # each pass may begin so
 
-    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
-        owners: dict[str, Any] = {"sampler": self._sampler, "iterator": samples if is_stateful(samples) else None}
-        stateful = {name: owner for name, owner in owners.items() if owner is not None}
-        if not stateful:
-            return None
-        copier = StateCopier()
+    def _draw_rest(self, samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
+        """Draw what is left of a pass, to its end, where samplers change to the next epoch.
 
-        def get_state() -> dict[str, Any]:
-            # The sampler may go on changing the same object.
-            try:
-                return {name: copier.copy(owner.state_dict(), (name,)) for name, owner in stateful.items()}
-            except StopIteration as stop:
-                raise stopped("state_dict() of the sampler") from stop
+        Returns:
+            False if the state is the beginning of that, as of samplers that count what they have given in all epochs.
+        """
+        loaded = loaded_state(self._sampler)
+        if not is_early(saved["sampler"]):
+            is_end = _is_end(samples, saved)
+            if loaded is not None:
+                loaded.gave_first(self._sampler, ended=is_end)
+            return is_end
+        # All of the pass, if the state has no place in it. A sampler that goes on then is another one.
+        most: int = max(saved["num_batches"], 1)
+        number = 0
+        for number, _indices in enumerate(itertools.islice(samples, most + 1), 1):
+            if number == 1 and loaded is not None:
+                loaded.gave_first(self._sampler, ended=False)
+                loaded.is_told |= most == 1  # the next pass may leave the sampler there, too, with its only batch
+        if number == 0 and loaded is not None:
+            loaded.gave_first(self._sampler, ended=True)
+        return number <= most
 
-        return get_state
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:  # noqa: ARG002
+        return self._capture if self._owners else None
+
+    @functools.cached_property
+    def _copier(self) -> StateCopier:
+        return StateCopier()
+
+    def _capture(self) -> dict[str, Any]:
+        before, self._last = self._last, self._states()
+        return with_earlier(self._last, before)
+
+    def _states(self) -> dict[str, Any]:
+        """The states of the sampler and its iterator. Copies, as these may go on changing the same objects."""
+        try:
+            return {name: self._copier.copy(owner.state_dict(), (name,)) for name, owner in self._owners.items()}
+        except StopIteration as stop:
+            raise stopped("state_dict() of the sampler") from stop
 
 
 def _generators_of(settings: PassSettings) -> Callable[[], None]:
@@ -220,6 +302,7 @@ def _chosen_epochs_kept(settings: PassSettings, saved: Mapping[str, Any]) -> Ite
     """Give samplers the epochs again that the script has chosen, after they were in that of a saved pass."""
     chain = settings.chain
     chosen = [getattr(sampler, "epoch", None) for sampler in chain]  # for the next pass
+    restore_epochs(settings, saved)
     yield
     for sampler, epoch, before in zip(chain, chosen, saved["start"]["samplers"], strict=False):
         # Unless the sampler counts its epochs itself.
@@ -250,45 +333,81 @@ def _is_end(samples: Iterator[Any], saved: Mapping[str, Any]) -> bool:
 class Inside(Stateful):
     """A sampler without a state, over one that has one: it may have read ahead, so both begin the pass again.
 
-    Unless its iterator has a state, which then knows of that.
+    Unless its iterator has a state, which then knows of that. The states of the samplers inside are those from before
+    the pass, when some are still in the one before. So the first batch is saved, too, by which the right beginning is
+    found.
     """
 
     def __init__(self, settings: PassSettings) -> None:
         super().__init__(settings)
         self._inside = [sampler for sampler in settings.chain if is_stateful(sampler)]
 
-    def capture_start(self) -> dict[str, Any]:
-        return {"inside": [to_plain(sampler.state_dict()) for sampler in self._inside]}
+    def start(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        start = super().start(saved)
+        self._is_new = saved is None or not self._has_same_kinds(saved)
+        if self._is_new:
+            states = [to_plain(sampler.state_dict()) for sampler in self._inside]
+            start["inside"] = {"states": states, "first": _UNKNOWN}
+        self._begun = start["inside"]
+        return start
+
+    def watch(self) -> Callable[[list[Any]], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
+        begin_again = super().watch()
+        if not self._is_new:
+            return begin_again
+
+        def note_first(drawn: list[Any]) -> tuple[Iterator[Any], Callable[[], Any] | None] | None:
+            self._begun["first"] = _digest_of(drawn)
+            return None if begin_again is None else begin_again(drawn)
+
+        return note_first
 
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         if saved["sampler"] is not None:
             return super().go_on(saved)
         return self._begin_inside(saved)
 
+    def _has_same_kinds(self, saved: Mapping[str, Any]) -> bool:
+        """Whether the samplers are those of the saved pass: its beginning or end may be that of others."""
+        kinds = [type(sampler).__qualname__ for sampler in self.settings.chain]
+        return place_of(saved) == "middle" or [each["kind"] for each in saved["start"]["samplers"]] == kinds
+
     def _begin_inside(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        """Begin the saved pass again. Its first state may still be the end of the pass before, which has nothing."""
-        restore = _generators_of(self.settings)
-        if not (loaded := self._load_inside(saved)):
-            return self.begin()
-        has_nothing = next(self.begin(), self) is self
-        restore()
-        if has_nothing:
-            for each in loaded:
-                each.undo(only_if_unchanged=True)
+        """Begin the saved pass again: in the first of these ways in which it begins with the same batch."""
+        if not self._has_same_kinds(saved):
+            return Replay.go_on(self, saved)
+        restore, wanted = _generators_of(self.settings), saved["start"]["inside"]["first"]
+        wanted = wanted if self._is_same_order(saved) else _UNKNOWN
+        first_loaded: list[LoadedState] = []
+        for way in ("", "without a place", "left once", "not loaded", ""):
+            restore()
+            loaded = self._load_inside(saved) if way != "not loaded" else []
+            first_loaded = first_loaded or loaded
+            for sampler, each in zip(self._inside, first_loaded, strict=True):
+                if way == "without a place":  # which is that of the pass before; what it counts stays
+                    each.cancel(sampler)
+                elif way == "not loaded":
+                    each.undo(only_if_unchanged=True)
+            if way == "left once":  # as the pass before was left: some count as they begin
+                next(self.begin(), None)
+                restore()
+            samples = Replay.go_on(self, saved)
+            drawn = list(itertools.islice(samples, 1))
+            found = _digest_of(drawn)
+            if found == wanted or (wanted == _UNKNOWN and drawn):
+                break
         else:
-            self._load_inside(saved)
-        return self.begin()
+            if place_of(saved) != "middle":  # where this is an error
+                logger.warning(
+                    "%s does not begin again as in the saved epoch: the state_dict() of %s must tell all that decides",
+                    *(type(self.settings.sampler).__name__, " and ".join(type(each).__name__ for each in self._inside)),
+                )
+        return _put_back(drawn, samples)
 
     def _load_inside(self, saved: Mapping[str, Any]) -> list[LoadedState]:
-        states = saved["start"].get("inside", [])
-        # The beginning or end of an epoch may be that of other samplers.
-        if place_of(saved) != "middle" and [each["kind"] for each in saved["start"]["samplers"]] != [
-            type(sampler).__qualname__ for sampler in self.settings.chain
-        ]:
-            return []
         return [
             LoadedState(sampler, state, functools.partial(sampler.load_state_dict, from_plain(state)))
-            for sampler, state in zip(self._inside, states, strict=False)
+            for sampler, state in zip(self._inside, saved["start"]["inside"]["states"], strict=True)
         ]
 
     def end(self, saved: Mapping[str, Any]) -> None:
@@ -300,7 +419,23 @@ class Inside(Stateful):
                 pass
 
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
-        return super().capture(samples) if is_stateful(samples) else None
+        return super().capture(samples) if "iterator" in self._owners else None
+
+
+# In place of the digest of a first batch that can be read only once.
+_UNKNOWN = -1
+
+
+def _digest_of(drawn: list[Any]) -> int | None:
+    """The digest of a batch, if there is one: None without it."""
+    if not drawn:
+        return None
+    return digest(drawn[0]) if is_batch(drawn[0]) or not isinstance(drawn[0], Iterable) else _UNKNOWN
+
+
+def _put_back(drawn: list[Any], samples: Iterator[Any]) -> Iterator[Any]:
+    yield from drawn
+    yield from samples
 
 
 class Sourced(Replay):
@@ -308,7 +443,7 @@ class Sourced(Replay):
 
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         self.settings.sampler.load_state_dict(from_plain(saved["sampler"]["sampler"]))
-        return self.begin()
+        return super().go_on(saved)
 
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:
         pass
@@ -365,8 +500,12 @@ def _has_state_inside(settings: PassSettings) -> bool:
     """Whether a sampler has a state, and what is over it has none, and need not be where that state is."""
     chain = settings.chain
     number = next((number for number, sampler in enumerate(chain) if is_stateful(sampler)), 0)
-    is_in_step = number == 1 and settings.auto_collation and type(chain[0]).__iter__ is BatchSampler.__iter__
-    return number > 0 and not is_in_step
+    return number > 0 and not (number == 1 and _is_in_step(settings))
+
+
+def _is_in_step(settings: PassSettings) -> bool:
+    """Whether the batches are those that torch makes of a sampler's samples, which are read no further ahead."""
+    return settings.auto_collation and type(settings.sampler).__iter__ is BatchSampler.__iter__
 
 
 def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:

@@ -39,7 +39,8 @@ from tests.support.comparison import assert_same
 from tests.support.datasets import Augmented, Failing, Gated, Numbers, Recorded, Sliced, augment_batch, notes
 from tests.support.differential import seed, seeded, steps
 from tests.support.kinds import as_is
-from tests.support.samplers import Counted, Total, Unplaced
+from tests.support.samplers import SAMPLERS as STATEFUL_SAMPLERS
+from tests.support.samplers import Counted, Covered, Total, Twofold, Unplaced
 from tests.support.streams import Buffered, Drawn, Parts, Seekable, Steps, Stumbling
 
 SIZE = 20
@@ -969,6 +970,69 @@ def test_epoch_without_a_batch_is_followed_by_the_next_one():
     assert [list(resumed) for _ in range(4)] == [list(expected) for _ in range(4)]
 
 
+def check_each_moment(make, caplog, num_taken=None):
+    """Save a job at each moment of its first epochs: as one begins, after each batch, and when the loop has ended.
+
+    Args:
+        num_taken: Number of batches after which the epochs before that one are left; None for all.
+    """
+
+    def begin():
+        seed(5)
+        loader = make()
+        for _epoch in range(epoch):
+            list(itertools.islice(loader, num_taken))
+        return loader
+
+    for epoch in range(2):
+        loader = begin()
+        expected = [list(loader) for _epoch in range(3)]
+        for number in [*range(len(expected[0]) + 1), None]:  # None for the end of the loop
+            loader = begin()
+            begun = list(itertools.islice(loader, number))
+            saved, trainer = through_json(loader.state_dict()), generators()
+            seed(99)
+            loader = make()
+            loader.load_state_dict(saved)
+            restore(trainer)
+            found = [begun if number is None else begun + list(loader)]
+            found += [list(loader) for _epoch in range(2)]
+            assert found == expected, f"saved in epoch {epoch}, after {number}: {saved['sampler']}"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last"), [(None, False), (1, False), (2, False), (2, True), (5, False), (9, False)]
+)
+@pytest.mark.parametrize("kind", [*STATEFUL_SAMPLERS.values(), Twofold])
+def test_sampler_with_a_state_goes_on_from_each_moment_with_all_later_epochs(kind, batch_size, drop_last, caplog):
+    def make():
+        options = {"sampler": kind(5), "workers": "inline", "collate_fn": as_is}
+        return RPCDataloader(range(5), batch_size, drop_last=drop_last, **options)
+
+    check_each_moment(make, caplog)
+
+
+@pytest.mark.parametrize("num_taken", [None, 1])
+@pytest.mark.parametrize("kind", [*STATEFUL_SAMPLERS.values(), Twofold])
+def test_batch_sampler_over_a_sampler_with_a_state_goes_on_also_after_an_epoch_left_early(kind, num_taken, caplog):
+    def make():
+        batch_sampler = Covered(kind(5), 2, drop_last=False)
+        return RPCDataloader(range(5), batch_sampler=batch_sampler, workers="inline", collate_fn=as_is)
+
+    check_each_moment(make, caplog, num_taken)
+
+
+def test_batch_sampler_of_torchdata_goes_on_from_each_moment(caplog):
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+
+    def make():
+        sampler = samplers.BatchSampler(RandomSampler(range(7)), 3, False)  # which draws from the global generator
+        return RPCDataloader(range(7), batch_sampler=sampler, workers="inline", collate_fn=as_is)
+
+    check_each_moment(make, caplog)
+
+
 class Named(Total):
     """Gives objects as indices."""
 
@@ -1063,9 +1127,9 @@ OF_STREAM = {"dataset": Parts([9])}
         (lambda: [1], {}, "but is a int"),
         (list, {}, "empty list: give the states of all ranks"),
         (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
-        (lambda: {"version": 1}, {}, "its version is 1, not 4"),
-        (lambda: {"version": 4, "base_seed": 1}, {}, "ValueError: this is only a part of a state"),
-        (lambda: {"version": 4, "base_seed": None, "epoch": 1}, {}, "ValueError: this is only a part of a state"),
+        (lambda: {"version": 1}, {}, "its version is 1, not 5"),
+        (lambda: {"version": 5, "base_seed": 1}, {}, "ValueError: this is only a part of a state"),
+        (lambda: {"version": 5, "base_seed": None, "epoch": 1}, {}, "ValueError: this is only a part of a state"),
         (OF_STREAM, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
         ({}, OF_STREAM, "ValueError: the state is of a loader with a map-style"),
         (OF_STREAM, {**OF_STREAM, "transform": abs}, "here is an iterable-style dataset with a tr"),

@@ -169,6 +169,65 @@ class _Iterator:
         self.state, self.given = state["generator"], state["given"]
 
 
+class Rewound(Ordered):
+    """Epoch, which it counts itself, and position, which it sets back when its next iteration begins."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.epoch = self.position = self.first = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.position, self.first = self.first, 0
+        for index in self.order(self.epoch)[self.position :]:
+            self.position += 1
+            yield index
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.first = state["epoch"], state["position"]
+
+
+class Twofold(Ordered):
+    """Its epoch, which it counts when an iteration begins; the position in that is its iterator's."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return _Half(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch - 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+
+
+class _Half:
+    def __init__(self, sampler: Twofold) -> None:
+        self.order, self.position = sampler.order(sampler.epoch), 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.position == len(self.order):
+            raise StopIteration
+        self.position += 1
+        return self.order[self.position - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
 class Pooled:
     """Batches of similar indices, from a pool of which it has read all before it gives the first; without a state."""
 
@@ -213,4 +272,4 @@ class Unplaced(Ordered):
         self.epoch = state["epoch"]
 
 
-SAMPLERS = {kind.__name__: kind for kind in (Position, Staying, Total, Drawing, Counted, Iterating)}
+SAMPLERS = {kind.__name__: kind for kind in (Position, Staying, Total, Drawing, Counted, Iterating, Rewound)}
