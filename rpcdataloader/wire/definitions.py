@@ -5,7 +5,8 @@ classes and other globals are put as they are needed: *the same object here is t
 those that its receiver lacks, and those that the script has bound anew since they were sent, or whose content it has
 changed. All else stays as the receiver has made it.
 
-Each global is a pickle of its own, in which others are named; those that contain each other share one.
+Each global is a pickle of its own, in which others are named; those that contain each other share one, and those that
+have parts in common which are no globals themselves.
 
 Code may find names in other ways than by writing them: a file of pickles names its classes. With a dataset, a node gets
 all functions, classes and plain constants of the script that can be sent, and rebuilds those that are asked for.
@@ -39,6 +40,7 @@ from rpcdataloader.wire.picklers import (
     Unpickler,
     UnresolvedError,
     adopt,
+    name_among_own,
 )
 
 client_logger = logging.getLogger("rpcdataloader.client")
@@ -58,7 +60,7 @@ _MAX_CONTENT_BYTES, _MAX_VALUE_BYTES = 1 << 20, 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A global of the script, or several that contain each other."""
+    """A global of the script, or several that are one pickle."""
 
     tokens: tuple[tuple[str, bytes], ...]  # for each name, what tells its value from the one before
     pickled: bytes  # of a dict of the values by name
@@ -99,6 +101,7 @@ class _Part(NamedTuple):
     used: Mapping[str, str]  # names of other globals that it needs, each with what uses it
     contained: frozenset[str]  # names of those that are there before it is rebuilt
     number: int
+    objects: Mapping[int, Any]  # parts without a name that may change, by id
 
 
 class _Script:
@@ -146,9 +149,11 @@ class _Script:
         if with_patches and (patches := find_patches(namespace)):
             view, parts = self._add_patches(patches, view, parts, explain)
         found: dict[str, Definition] = {}
+        objects = [*itertools.chain.from_iterable(part.objects for part in parts.values())]
+        joined = _joined(parts) if len(objects) > len(set(objects)) else parts
         for name in parts:
             if name not in found:
-                group = sorted(_circle(name, parts))
+                group = sorted(_circle(name, joined))
                 found |= dict.fromkeys(group, self._definition(group, parts, view))
         self._last.update(found)
         return {**self._collect_rest(view), **found} if with_rest else found
@@ -207,8 +212,7 @@ class _Script:
             if value is not namespace[name]:
                 value, definition = namespace[name], None
                 with contextlib.suppress(*USER_ERRORS):
-                    part = self._part(name, view, Limited(_MAX_REST_BYTES))
-                    definition = self._definition_on_demand(part, name)
+                    definition = self._definition_on_demand(self._part(name, view, Limited(_MAX_REST_BYTES)), name)
                 self._rest[name] = value, definition
             if definition is not None:
                 new = [each for each in definition.contained if each in namespace and each not in names]
@@ -228,8 +232,8 @@ class _Script:
             file = Limited(_MAX_CONTENT_BYTES if is_content(name) else _MAX_VALUE_BYTES)
         pickled, pickler = view.pickle([name], file)
         token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
-        contained = frozenset(pickler.contained)
-        return _Part(token, pickled, frozenset(pickler.modules), pickler.used, contained, number)
+        contained, objects = frozenset(pickler.contained), {} if is_patch(name) else pickler.objects
+        return _Part(token, pickled, frozenset(pickler.modules), pickler.used, contained, number, objects)
 
     def _number(self, name: str, value: Any) -> int:
         """The number of the object that ``name`` means: another one after it was bound to another object."""
@@ -308,6 +312,26 @@ def _owners_among(patches: Mapping[str, Any]) -> dict[int, str]:
     """Names of the objects that several patches may be, or contain: first of those that the receiver has already."""
     order = sorted(patches, key=lambda name: 0 if is_content(name) else 1 + is_compared(name))
     return _owners({name: patches[name] for name in order if not isinstance(patches[name], types.FunctionType)})
+
+
+def _joined(parts: Mapping[str, _Part]) -> Mapping[str, _Part]:
+    """The same, where those that have objects in common contain each other, and what contains one of them.
+
+    The receiver binds all of these anew when it lacks one, and what it keeps would refer to the former ones.
+    """
+    owners, links, common = dict[int, str](), {name: set(part.contained) for name, part in parts.items()}, set[str]()
+    for name, part in parts.items():
+        own = [number for number, each in part.objects.items() if name_among_own(each) is None]
+        others = {owners[number] for number in owners.keys() & own}
+        owners |= dict.fromkeys(own, name)
+        for other in others:
+            common |= {name, other}
+            links[name].add(other)
+            links[other].add(name)
+    for name in parts:
+        for other in _reachable(name, parts) & common:
+            links[other].add(name)
+    return {name: part._replace(contained=frozenset(links[name])) for name, part in parts.items()}
 
 
 def _circle(name: str, parts: Mapping[str, _Part]) -> set[str]:
@@ -443,8 +467,7 @@ class _Adopted:
         """
         if self._main is None or sys.modules.get("__main__") is not self._main:
             self._main = types.ModuleType("__main__")
-            own = {"__builtins__": builtins, "__getattr__": self._demand, "globals": self._demand_all}
-            vars(self._main).update(own)
+            vars(self._main).update(__builtins__=builtins, __getattr__=self._demand, globals=self._demand_all)
             sys.modules["__main__"] = sys.modules["__mp_main__"] = self._main
         for tokens, content, used in pickle.loads(pickled):
             names = [name for name, _token in tokens]
@@ -517,22 +540,22 @@ class _Adopted:
         return main_globals()
 
     def _load(self, where: dict[str, _Sent], name: str) -> tuple[str, ...] | None:
-        tokens, content, used = where[name]
+        tokens, content, used = sent = where[name]
+        tokens = tuple((each, token) for each, token in tokens if where.get(each) is sent)  # others have come later
         for each, _token in tokens:
-            where.pop(each, None)
+            where.pop(each)
         unpickler = Unpickler(io.BytesIO(content))
         unpickler.find, unpickler.resolve = self.find, self._refer
         try:
             values = unpickler.load()
         except UnresolvedError as unresolved:
             raise unresolved.error from unresolved.error.__cause__
-        for each, token in tokens:
-            if self.tokens.get(each) != token:
-                if is_patch(each):
-                    self._patches[each] = values[each]
-                else:
-                    main_globals()[each] = values[each]
-                self.tokens[each] = token
+        for each, token in tokens:  # those that have not changed, too: they have objects in common
+            if is_patch(each):
+                self._patches[each] = values[each]
+            else:
+                main_globals()[each] = values[each]
+            self.tokens[each] = token
         return used
 
 

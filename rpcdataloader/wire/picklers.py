@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import enum
 import functools
 import importlib
 import io
@@ -400,14 +401,12 @@ class RequestPickler(Pickler):
     Args:
         persistent_id: Function called with every object; its result replaces the object on the wire, None keeps it.
         reducers: Further reducers, which come before all others.
+        numbers_told: Number small shared tensors.
 
     Attributes:
         used: Names of the script's globals that the receiver needs, each with what uses it.
         frozen: Frozen objects.
-        numbers_told: True if small shared tensors are numbered.
     """
-
-    numbers_told = False
 
     _opens_maps = _brings_globals = True
 
@@ -417,11 +416,13 @@ class RequestPickler(Pickler):
         buffers: list[memoryview] | None,
         persistent_id: PersistentId | None = None,
         reducers: Mapping[type, Callable[[Any], Any]] | None = None,
+        *,
+        numbers_told: bool = False,
     ) -> None:
         super().__init__(file, buffers)
         self.used: dict[str, str] = {}
         self.frozen: list[Frozen] = []
-        self._reducers = reducers
+        self._reducers, self._numbers_told = reducers, numbers_told
         self._within: dict[int, Any] = {}  # what numbered tensors are reduced to, by id
         if persistent_id is not None:
             self.persistent_id = persistent_id
@@ -431,7 +432,7 @@ class RequestPickler(Pickler):
         if self._reducers is not None and (reduce := self._reducers.get(type(obj))) is not None:
             return reduce(obj)
         reduction = super().reducer_override(obj)
-        if self.numbers_told and isinstance(obj, torch.Tensor) and id(obj) not in self._within:
+        if self._numbers_told and isinstance(obj, torch.Tensor) and id(obj) not in self._within:
             return self._with_number(obj, reduction)
         return reduction
 
@@ -464,6 +465,23 @@ class RequestPickler(Pickler):
         return super()._reduce_by_value(obj)
 
 
+# Found by a name, or by their content alone. The variables of a function are objects of their own.
+_SAME_EVERYWHERE: tuple[type, ...] = (
+    *(types.NoneType, types.EllipsisType, types.NotImplementedType, enum.Enum, np.ufunc),
+    *(type, types.ModuleType, types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.GetSetDescriptorType, torch.dtype, torch.layout, torch.memory_format),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_change(kind: Any) -> bool:
+    """Whether objects of a class may change, so that it matters which of them is meant."""
+    has_name = issubclass(kind, _SAME_EVERYWHERE) or (kind in _CLOUDPICKLE_TABLE and kind is not types.CellType)
+    # What has a hash of its content is a value; but in a class of the user, that may be the hash of a name.
+    is_of_user = bool(kind.__dictoffset__) and kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+    return not has_name and (is_of_user or kind.__hash__ in (None, object.__hash__))
+
+
 class DefinitionPickler(RequestPickler):
     """Pickles globals of the script by value, and names all others.
 
@@ -474,6 +492,7 @@ class DefinitionPickler(RequestPickler):
 
     Attributes:
         contained: Names of other globals that are part of these.
+        objects: Parts without a name that may change, by id; kept, so that no other object gets that.
     """
 
     def __init__(
@@ -483,11 +502,9 @@ class DefinitionPickler(RequestPickler):
         owners: Mapping[int, str],
         reference_of: PersistentId | None = None,
     ) -> None:
-        super().__init__(file, None, None, OF_DEFINITIONS)
-        self.numbers_told = True
-        self.contained: set[str] = set()
-        self._file = file
-        self._names, self._owners, self._reference_of = names, owners, reference_of
+        super().__init__(file, None, None, OF_DEFINITIONS, numbers_told=True)
+        self.contained, self.objects = set[str](), dict[int, Any]()
+        self._file, self._names, self._owners, self._reference_of = file, names, owners, reference_of
         # An attribute, which a search for what cannot be pickled may replace; without a reference to itself.
         itself: Any = weakref.proxy(self)
         self.persistent_id = functools.partial(DefinitionPickler._refer, itself)
@@ -499,7 +516,14 @@ class DefinitionPickler(RequestPickler):
         return super().reducer_override(obj)
 
     def _digest(self, value: Any) -> bytes:
-        return _digest(value, Limited(self._file.max_bytes) if isinstance(self._file, Limited) else io.BytesIO())
+        file = Limited(self._file.max_bytes) if isinstance(self._file, Limited) else io.BytesIO()
+        return _digest(value, file) + (self._mark(value) if len(self._names) > 1 else b"")
+
+    def _mark(self, value: Any) -> bytes:
+        """What tells a value that contains one of these globals from one that contains the object before."""
+        trial = DefinitionPickler(io.BytesIO(), (), self._owners, self._reference_of)
+        trial.dump(value)
+        return b"" if trial.contained.isdisjoint(self._names) else repr(sorted(self._names)).encode()
 
     def _refer(self, obj: Any) -> Any:
         """What stands for an object that belongs to another global, or is held elsewhere."""
@@ -508,7 +532,10 @@ class DefinitionPickler(RequestPickler):
             return name
         if name is not None and kind in (types.CellType, types.FunctionType):
             return None  # what is held elsewhere has these from here
-        return None if self._reference_of is None else self._reference_of(obj)
+        reference = None if self._reference_of is None else self._reference_of(obj)
+        if name is None and reference is None and _may_change(kind):  # type: ignore[arg-type]
+            self.objects[id(obj)] = obj
+        return reference
 
     def _may_name(self, name: str) -> bool:
         root = root_of(name)
@@ -525,7 +552,7 @@ class DefinitionPickler(RequestPickler):
 
     def _like(self, file: io.BytesIO) -> Pickler:
         pickler = DefinitionPickler(file, self._names, self._owners, self._reference_of)
-        pickler.contained, pickler.used = self.contained, self.used
+        pickler.contained, pickler.used, pickler.objects = self.contained, self.used, self.objects
         return pickler
 
 

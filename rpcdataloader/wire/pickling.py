@@ -145,9 +145,7 @@ def dumps(
     """
 
     def make_pickler(file: io.BytesIO, buffers: list[memoryview]) -> RequestPickler:
-        pickler = RequestPickler(file, None if in_band else buffers, persistent_id, reducers)
-        pickler.numbers_told = with_told
-        return pickler
+        return RequestPickler(file, None if in_band else buffers, persistent_id, reducers, numbers_told=with_told)
 
     advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
     encoded, pickler = _dumps(obj, make_pickler, name, advice)
@@ -216,9 +214,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> tupl
     if len(blocks) == 1 and blocks[0].nbytes <= _MAX_INLINE_BYTES:
         inline = blocks.pop()
     encoded_index = pickle.dumps(tuple(index), protocol=5)
-    file.write(inline)
-    file.write(encoded_index)
-    file.write(_LENGTHS.pack(len(inline), len(encoded_index)))
+    file.write(b"".join((inline, encoded_index, _LENGTHS.pack(len(inline), len(encoded_index)))))
     return Encoded(file.getvalue(), buffers + blocks, pickler.modules), pickler
 
 

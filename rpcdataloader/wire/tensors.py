@@ -75,13 +75,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _measure(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> tuple[Layout, int, bool]:
     """The layout, the size of its span in bytes, and whether that has gaps."""
-    num_elements = math.prod(shape)
-    num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    num_spanned = num_spanned if num_elements else 0
+    count = math.prod(shape)
+    num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if count else 0
     usual = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    is_usual = dtype in _BULK_DTYPES and strides == usual and num_elements > 0
+    is_usual = dtype in _BULK_DTYPES and strides == usual and count > 0
     layout = str(dtype).removeprefix("torch."), tuple(shape), None if is_usual else strides
-    return layout, num_spanned * dtype.itemsize, num_spanned > num_elements
+    return layout, num_spanned * dtype.itemsize, num_spanned > count
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[Index, list[memoryview]]:

@@ -1010,6 +1010,76 @@ assert other != pid
     )
 
 
+SHARING = """
+class Net:
+    def __init__(self):
+        self.weights = [[1], [2]]
+
+NET = Net()
+WEIGHTS = list(NET.weights)
+TABLE = {"a": {"size": 1}, "b": {"size": 2}}
+VIEW = list(TABLE.values())
+RIGHT = ({1}, {2})
+LEFT = RIGHT[:1]
+
+class Holder:
+    net = NET
+
+def double():
+    for weight in WEIGHTS:
+        weight[0] *= 2
+
+def read():
+    return NET.weights[0][0]
+"""
+
+
+def test_object_that_two_globals_have_is_one_in_workers(passes):
+    passes(f"""{SHARING}
+class Rows(Numbers):
+    def __getitem__(self, index):
+        VIEW[0]["size"] += index
+        return TABLE["a"]["size"] == VIEW[0]["size"], LEFT[0] is RIGHT[0], Holder.net is NET
+
+def collate(samples):
+    double()
+    return samples, read(), Holder.net.weights[0] is WEIGHTS[0]
+
+for dataset in Rows(), RPCDataset(address, Rows):
+    loader = load(dataset, collate_fn=collate)
+    got = [*loader]; assert got == [([(True, True, True)] * 2, 2, True), ([(True, True, True)] * 2, 4, True)], got
+    NET.weights[0][0] = 10  # which is in both
+    got = [*loader]; assert [read for _, read, _ in got] == [20, 40], got
+    NET = Holder.net = Net()
+    got = [*loader]; assert got[0] == ([(True, True, True)] * 2, 1, False), got
+    WEIGHTS = list(NET.weights)
+    got = [*loader]; assert got[0] == ([(True, True, True)] * 2, 2, True), got
+""")
+
+
+def test_calls_keep_what_they_have_changed_in_an_object_that_two_globals_have(passes):
+    passes(f"""{SHARING}
+call(double)
+assert call(lambda: (double(), read())[1]) == 2  # the first that uses both
+assert call(read) == 2
+call(double)
+assert call(read) == 4
+assert read() == 1
+""")
+
+
+def test_global_that_shares_an_object_with_one_in_use_is_not_sent_for_that(passes):
+    passes("""
+class Secret:
+    def __reduce__(self):
+        raise AssertionError("it is pickled")
+
+TABLE = {"size": [1], "secret": Secret()}
+SIZES = [TABLE["size"]]
+assert call(lambda: SIZES) == [[1]]
+""")
+
+
 def test_second_dataset_of_a_script_leaves_the_first_as_it_is(passes):
     passes("""
 class Vocabulary:
