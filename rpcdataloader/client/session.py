@@ -103,8 +103,7 @@ class RemoteSession:
         self.welcome: Welcome | None = None
         self._welcome: Welcome | None = None  # until the session is ready
         self._tickets: Tickets | None = None  # from then on
-        self._settings = settings
-        self._condition = settings.changed  # one for all, so that a thread can wait for any session
+        self._settings, self._condition = settings, settings.changed  # one for all: a thread can wait for any session
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._present: dict[int, RemoteWorker] = {}  # admitted, and not reported as exited
@@ -381,8 +380,7 @@ class RemoteSession:
 
     def ready(self) -> None:
         self.reason = "it looks for this script's folders and py_modules (is it busy, or does a file server hang?)"
-        answer = self._tell(self._partition)
-        answer.add_done_callback(self._is_set_up)
+        self._tell(self._partition).add_done_callback(self._is_set_up)
         if not self.address.is_unix:
             self._look()
 

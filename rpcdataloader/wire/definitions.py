@@ -42,6 +42,7 @@ from rpcdataloader.wire.picklers import (
     adopt,
     name_among_own,
 )
+from rpcdataloader.wire.tensors import find_views, place_of
 
 client_logger = logging.getLogger("rpcdataloader.client")
 worker_logger = logging.getLogger("rpcdataloader.worker")
@@ -97,11 +98,9 @@ class _Part(NamedTuple):
 
     token: bytes
     pickled: bytes
-    modules: frozenset[str]
-    used: Mapping[str, str]  # names of other globals that it needs, each with what uses it
-    contained: frozenset[str]  # names of those that are there before it is rebuilt
     number: int
-    objects: Mapping[int, Any]  # parts without a name that may change, by id
+    pickler: DefinitionPickler  # which knows what it needs
+    contained: frozenset[str]  # names of those that are there before it is rebuilt
 
 
 class _Script:
@@ -149,7 +148,7 @@ class _Script:
         if with_patches and (patches := find_patches(namespace)):
             view, parts = self._add_patches(patches, view, parts, explain)
         found: dict[str, Definition] = {}
-        objects = [*itertools.chain.from_iterable(part.objects for part in parts.values())]
+        objects = [*itertools.chain.from_iterable(part.pickler.objects for part in parts.values())]
         joined = _joined(parts) if len(objects) > len(set(objects)) else parts
         for name in parts:
             if name not in found:
@@ -197,7 +196,7 @@ class _Script:
                 raise
             except USER_ERRORS as error:
                 raise explain(name, user, view.namespace[name], error) from error
-            waiting |= parts[name].used
+            waiting |= parts[name].pickler.used
 
     def _collect_rest(self, view: _View) -> Table:
         """What the script defines, but for values that may be large; what cannot be sent is left out."""
@@ -218,11 +217,10 @@ class _Script:
                 new = [each for each in definition.contained if each in namespace and each not in names]
                 names |= dict.fromkeys(new)
                 waiting += new
-        found = {name: self._rest[name][1] for name in names}
-        return {name: definition for name, definition in found.items() if definition is not None}
+        return {name: found for name in names if (found := self._rest[name][1]) is not None}
 
     def _definition_on_demand(self, part: _Part, name: str) -> Definition:
-        used, contained = (*part.used,), (*part.contained,)
+        used, contained = (*part.pickler.used,), (*part.contained,)
         tokens, numbers = ((name, part.token),), (part.number,)
         return Definition(tokens, part.pickled, frozenset(), numbers, next(self._order), used, contained)
 
@@ -232,8 +230,9 @@ class _Script:
             file = Limited(_MAX_CONTENT_BYTES if is_content(name) else _MAX_VALUE_BYTES)
         pickled, pickler = view.pickle([name], file)
         token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
-        contained, objects = frozenset(pickler.contained), {} if is_patch(name) else pickler.objects
-        return _Part(token, pickled, frozenset(pickler.modules), pickler.used, contained, number, objects)
+        # What is in memory that another global may have, too, by its address.
+        pickler.objects.update((each.untyped_storage().data_ptr(), each) for each in pickler.dense)
+        return _Part(token, pickled, number, pickler, frozenset(pickler.contained))
 
     def _number(self, name: str, value: Any) -> int:
         """The number of the object that ``name`` means: another one after it was bound to another object."""
@@ -252,7 +251,7 @@ class _Script:
         if (last := self._last.get(group[0])) is not None and last.tokens == tokens:
             return last
         pickled = parts[group[0]].pickled if len(group) == 1 else view.pickle(group)[0]
-        modules = frozenset[str]().union(*(parts[name].modules for name in group))
+        modules = frozenset[str]().union(*(parts[name].pickler.modules for name in group))
         numbers = tuple(parts[name].number for name in group)
         return Definition(tokens, pickled, modules, numbers, next(self._order))
 
@@ -270,6 +269,7 @@ class _View(NamedTuple):
         file = file or io.BytesIO()
         pickler = DefinitionPickler(file, names, self.owners, self.reference_of)
         pickler.dump({name: self.namespace[name] for name in names})
+        pickler.clear_memo()  # which has copies of tensors
         return file.getvalue(), pickler
 
 
@@ -320,8 +320,11 @@ def _joined(parts: Mapping[str, _Part]) -> Mapping[str, _Part]:
     The receiver binds all of these anew when it lacks one, and what it keeps would refer to the former ones.
     """
     owners, links, common = dict[int, str](), {name: set(part.contained) for name, part in parts.items()}, set[str]()
+    views = find_views([*itertools.chain.from_iterable(part.pickler.dense for part in parts.values())])
     for name, part in parts.items():
-        own = [number for number, each in part.objects.items() if name_among_own(each) is None]
+        objects, tensors = ({}, []) if is_patch(name) else (part.pickler.objects, part.pickler.dense)
+        own = [number for number, each in objects.items() if number == id(each) and name_among_own(each) is None]
+        own += [id(views[place][0]) for each in tensors if (place := place_of(each)) in views]
         others = {owners[number] for number in owners.keys() & own}
         owners |= dict.fromkeys(own, name)
         for other in others:
@@ -470,8 +473,7 @@ class _Adopted:
             vars(self._main).update(__builtins__=builtins, __getattr__=self._demand, globals=self._demand_all)
             sys.modules["__main__"] = sys.modules["__mp_main__"] = self._main
         for tokens, content, used in pickle.loads(pickled):
-            names = [name for name, _token in tokens]
-            sent = _Sent(tokens, content, used)
+            names, sent = [name for name, _token in tokens], _Sent(tokens, content, used)
             if used is not None:
                 self._on_demand[names[0]] = sent
             elif any(self.tokens.get(name) != token for name, token in tokens):

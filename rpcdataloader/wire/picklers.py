@@ -52,7 +52,7 @@ from rpcdataloader.wire.by_value import (
 )
 from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tensor
 from rpcdataloader.wire.slabs import Block
-from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, is_dense, place, span_of
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, find_views, is_dense, place, place_of, span_of
 from rpcdataloader.wire.told import note_copy, number_of
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
@@ -406,9 +406,11 @@ class RequestPickler(Pickler):
     Attributes:
         used: Names of the script's globals that the receiver needs, each with what uses it.
         frozen: Frozen objects.
+        dense: Tensors that may be views of the same memory.
     """
 
     _opens_maps = _brings_globals = True
+    _views: Mapping[tuple[Any, ...], tuple[Any, ...]] = {}  # of tensors in the same memory, by their places
 
     def __init__(
         self,
@@ -420,21 +422,49 @@ class RequestPickler(Pickler):
         numbers_told: bool = False,
     ) -> None:
         super().__init__(file, buffers)
-        self.used: dict[str, str] = {}
-        self.frozen: list[Frozen] = []
+        self._start, self._output, self._buffers = file.tell(), file, buffers
+        self.used, self.frozen, self.dense = dict[str, str](), list[Frozen](), list[torch.Tensor]()
         self._reducers, self._numbers_told = reducers, numbers_told
         self._within: dict[int, Any] = {}  # what numbered tensors are reduced to, by id
         if persistent_id is not None:
             self.persistent_id = persistent_id
 
+    def dump(self, obj: Any) -> None:
+        """Pickle an object; twice if it has tensors that are views of the same memory, which is known only then.
+
+        torch's workers have them as such, with each start method: what is written through one is seen in the others.
+        """
+        super().dump(obj)
+        if len(self.dense) > 1 and (views := find_views(self.dense)):
+            self._views = views
+            self._output.seek(self._start)
+            self._output.truncate()
+            for each in (self.tensors, self.frozen, self._buffers or []):
+                each.clear()
+            self.clear_memo()
+            super().dump(obj)
+
     def reducer_override(self, obj: Any) -> Any:
         """Reduce special objects."""
         if self._reducers is not None and (reduce := self._reducers.get(type(obj))) is not None:
             return reduce(obj)
-        reduction = super().reducer_override(obj)
+        if type(obj) is torch.Tensor and (reduced := self._reduce_view(obj)) is not None:
+            reduction: Any = reduced
+        else:
+            reduction = super().reducer_override(obj)
         if self._numbers_told and isinstance(obj, torch.Tensor) and id(obj) not in self._within:
             return self._with_number(obj, reduction)
         return reduction
+
+    def _reduce_view(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """The reduction of a tensor that is a view of the same memory as another one; None of all else."""
+        if not is_dense(tensor) or (tensor.nbytes >= MIN_SOUGHT_BYTES and reduce_tensor(tensor) is not None):
+            return None
+        if self._views:
+            view = self._views.get(place_of(tensor))
+            return None if view is None or view[0] is tensor else (place, view)
+        self.dense.append(tensor)
+        return None
 
     def _with_number(self, tensor: torch.Tensor, reduction: Any) -> Any:
         """The reduction of a tensor, whose copy is noted if it is a small shared one."""

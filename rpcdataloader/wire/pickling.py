@@ -22,7 +22,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -149,7 +149,6 @@ def dumps(
 
     advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
     encoded, pickler = _dumps(obj, make_pickler, name, advice)
-    assert isinstance(pickler, RequestPickler)
     if pickler.used or pickler.frozen or names or with_rest or with_patches:
         used = {**dict.fromkeys(names, ""), **pickler.used}
         table = definitions.script.collect(
@@ -194,9 +193,12 @@ _MAX_DEPTH = 30
 _MAX_SEARCH_SECONDS = 2.0
 
 _MakePickler = Callable[[io.BytesIO, "list[memoryview]"], Pickler]
+_PicklerT = TypeVar("_PicklerT", bound=Pickler)
 
 
-def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> tuple[Encoded, Pickler]:
+def _dumps(
+    obj: Any, make_pickler: Callable[[io.BytesIO, list[memoryview]], _PicklerT], name: str, advice: str
+) -> tuple[Encoded, _PicklerT]:
     file = io.BytesIO()
     buffers: list[memoryview] = []
     try:

@@ -1080,6 +1080,33 @@ assert call(lambda: SIZES) == [[1]]
 """)
 
 
+def test_tensors_that_are_views_of_the_same_memory_stay_so_in_a_dataset_and_among_globals(passes):
+    passes("""
+import torch
+
+WHOLE = torch.zeros(4, 100)
+ROW, SAME = WHOLE[1], {"whole": WHOLE.view(-1)}
+
+class Views(Numbers):
+    def __init__(self, size):
+        self.part = [torch.arange(size, dtype=torch.int16)[2:]]
+        self.bytes = self.part[0].view(torch.uint8)
+        self.whole = torch.arange(size)
+        self.start, self.column = self.whole[: size // 2], self.whole.view(-1, 4)[:, 1]
+        self.apart = [*torch.zeros(2, size)]
+
+    def __getitem__(self, index):
+        self.part[0][0], self.column[0], self.apart[0][0], WHOLE[1, 3] = 258, 7, 9, 5
+        found = self.bytes[:2].tolist(), self.whole[1].item(), self.start[1].item()
+        return found, self.apart[1][0].item(), ROW[3].item(), SAME["whole"][103].item()
+
+for size in 8, 80_000:
+    for dataset in Views(size), RPCDataset(address, Views, size), RPCDataset(address, lambda views: views, Views(size)):
+        got = [*load(dataset)]
+        assert got == [[(([2, 1], 7, 7), 0.0, 5.0, 5.0)] * 2] * 2, got
+""")
+
+
 def test_second_dataset_of_a_script_leaves_the_first_as_it_is(passes):
     passes("""
 class Vocabulary:
