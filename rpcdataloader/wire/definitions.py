@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, keep, patch, patched
-from rpcdataloader.host.snapshots import snapshots
+from rpcdataloader.host.snapshots import Deleted, snapshots
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named, root_of
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
@@ -112,6 +112,7 @@ class _Script:
     def __init__(self) -> None:
         # The object that each name meant last, or a weak reference to it, with a number.
         self._objects: dict[str, tuple[Callable[[], Any], int]] = {}
+        self._known: set[str] = set()  # names that have ever been there
         self._order = itertools.count()
         self._last: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
         self._rest: dict[str, tuple[Any, Definition | None]] = {}
@@ -139,9 +140,7 @@ class _Script:
             with_patches: Also give what the script has changed in libraries; what cannot be sent is left out.
         """
         namespace, parts = main_globals(), dict[str, _Part]()
-        for name in [name for name in self._objects if name not in namespace and not is_patch(name)]:
-            self._objects.pop(name, None)
-        view, waiting = _View(namespace, _owners(namespace), reference_of, have), dict(names)
+        view, waiting = _View(self._with_deleted(namespace), _owners(namespace), reference_of, have), dict(names)
         if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
             waiting.setdefault("__package__", "")
         self._follow(waiting, parts, view, explain)
@@ -156,6 +155,13 @@ class _Script:
                 found |= dict.fromkeys(group, self._definition(group, parts, view))
         self._last.update(found)
         return {**self._collect_rest(view), **found} if with_rest else found
+
+    def _with_deleted(self, namespace: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The globals, with :class:`Deleted` for those that were there before: a receiver may have them."""
+        self._known |= {name for name in self._objects if not is_patch(name)}
+        for name in self._known.difference(namespace):
+            self._objects.pop(name, None)
+        return {**dict.fromkeys(self._known, Deleted), **namespace}
 
     def _add_patches(
         self, patches: Mapping[str, Any], view: _View, parts: dict[str, _Part], explain: Explain
@@ -252,8 +258,7 @@ class _Script:
             return last
         pickled = parts[group[0]].pickled if len(group) == 1 else view.pickle(group)[0]
         modules = frozenset[str]().union(*(parts[name].pickler.modules for name in group))
-        numbers = tuple(parts[name].number for name in group)
-        return Definition(tokens, pickled, modules, numbers, next(self._order))
+        return Definition(tokens, pickled, modules, tuple(parts[name].number for name in group), next(self._order))
 
 
 class _View(NamedTuple):
@@ -555,6 +560,9 @@ class _Adopted:
         for each, token in tokens:  # those that have not changed, too: they have objects in common
             if is_patch(each):
                 self._patches[each] = values[each]
+            elif values[each] is Deleted:
+                main_globals().pop(each, None)
+                self._on_demand.pop(each, None)
             else:
                 main_globals()[each] = values[each]
             self.tokens[each] = token

@@ -30,6 +30,7 @@ from torch._tensor import _rebuild_from_type_v2
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
+from rpcdataloader.host.sources import recorder
 from rpcdataloader.wire.by_value import (
     MAIN_NAMES,
     OF_DEFINITIONS,
@@ -96,6 +97,22 @@ def name_among_own(obj: Any) -> tuple[str, str] | None:
 def own_of(module: str, name: str) -> Any:
     """What this process has of such an object."""
     return getattr(importlib.import_module(module), name)
+
+
+def _place_in_modules(obj: object) -> tuple[str, str] | None:
+    """Module and name of a global of the script's own modules."""
+    for name in recorder.look():
+        for each, value in list(vars(sys.modules[name]).items()):
+            if value is obj:
+                return name, each
+    return None
+
+
+def sentinel_of(module: str, name: str) -> Any:
+    """A plain object of a module, with which its functions compare; a new one where that module is missing."""
+    with contextlib.suppress(ImportError, AttributeError):
+        return own_of(module, name)
+    return object()
 
 
 def take_tensor(number: int) -> torch.Tensor:
@@ -168,12 +185,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # cost a microsecond for every object, so reducer_override looks into cloudpickle's own table instead.
     dispatch_table = copyreg.dispatch_table
 
+    tensors: list[torch.Tensor]
+    modules: set[str]
+
     _opens_maps = False  # True if arrays and tensors in memory maps are opened by the receiver
     _brings_globals = False  # True if local functions of modules bring the data that they use
 
     def __init__(self, file: io.BytesIO, buffers: list[memoryview] | None) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.modules: set[str] = set()
+        self.tensors, self.modules = [], set()
         self._is_in_band = buffers is None
         # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
         callback = None if buffers is None else functools.partial(_take_buffer, buffers)
@@ -409,6 +428,10 @@ class RequestPickler(Pickler):
         dense: Tensors that may be views of the same memory.
     """
 
+    used: dict[str, str]
+    frozen: list[Frozen]
+    dense: list[torch.Tensor]
+
     _opens_maps = _brings_globals = True
     _views: Mapping[tuple[Any, ...], tuple[Any, ...]] = {}  # of tensors in the same memory, by their places
 
@@ -423,7 +446,7 @@ class RequestPickler(Pickler):
     ) -> None:
         super().__init__(file, buffers)
         self._start, self._output, self._buffers = file.tell(), file, buffers
-        self.used, self.frozen, self.dense = dict[str, str](), list[Frozen](), list[torch.Tensor]()
+        self.used, self.frozen, self.dense = {}, [], []
         self._reducers, self._numbers_told = reducers, numbers_told
         self._within: dict[int, Any] = {}  # what numbered tensors are reduced to, by id
         if persistent_id is not None:
@@ -492,6 +515,9 @@ class RequestPickler(Pickler):
     def _reduce_by_value(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and obj.__globals__ is main_globals():
             self.used |= dict.fromkeys(globals_of_script(obj.__code__), obj.__qualname__)
+        elif type(obj) is object and (place := _place_in_modules(obj)) is not None:
+            self.modules.add(place[0])
+            return sentinel_of, place
         return super()._reduce_by_value(obj)
 
 
@@ -536,8 +562,7 @@ class DefinitionPickler(RequestPickler):
         self.contained, self.objects = set[str](), dict[int, Any]()
         self._file, self._names, self._owners, self._reference_of = file, names, owners, reference_of
         # An attribute, which a search for what cannot be pickled may replace; without a reference to itself.
-        itself: Any = weakref.proxy(self)
-        self.persistent_id = functools.partial(DefinitionPickler._refer, itself)
+        self.persistent_id = functools.partial(DefinitionPickler._refer, weakref.proxy(self))  # type: ignore[arg-type]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce special objects."""

@@ -147,8 +147,7 @@ def dumps(
     def make_pickler(file: io.BytesIO, buffers: list[memoryview]) -> RequestPickler:
         return RequestPickler(file, None if in_band else buffers, persistent_id, reducers, numbers_told=with_told)
 
-    advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
-    encoded, pickler = _dumps(obj, make_pickler, name, advice)
+    encoded, pickler = _dumps(obj, make_pickler, name, _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE)
     if pickler.used or pickler.frozen or names or with_rest or with_patches:
         used = {**dict.fromkeys(names, ""), **pickler.used}
         table = definitions.script.collect(

@@ -1107,6 +1107,56 @@ for size in 8, 80_000:
 """)
 
 
+def test_plain_object_of_a_module_is_that_of_the_module_in_workers(passes_with):
+    passes_with(
+        "MISSING, OTHER = object(), object()\ndef get():\n    return MISSING, OTHER",
+        """
+from own import MISSING
+
+ABSENT = object()
+
+class Rows(Numbers):
+    def __init__(self):
+        self.others = [own.OTHER, MISSING, ABSENT]
+
+    def __getitem__(self, index):
+        missing, other = own.get()
+        return missing is MISSING, [each is mine for each, mine in zip(self.others, (other, missing, ABSENT))]
+
+for dataset in Rows(), RPCDataset(address, Rows):
+    got = [*load(dataset)]; assert got == [[(True, [True, True, True])] * 2] * 2, got
+""",
+    )
+
+
+def test_globals_that_the_script_deletes_are_deleted_in_the_workers_of_later_passes_and_for_calls(passes):
+    passes("""
+FLAG = TABLE = None
+
+class Rows(Numbers):
+    def __getitem__(self, index):
+        return "FLAG" in globals(), look()
+
+def look():
+    try:
+        return TABLE["size"]
+    except NameError:
+        return None
+
+for dataset in Rows(), RPCDataset(address, Rows):
+    FLAG, TABLE = True, {"size": 2}
+    loader = load(dataset)
+    got = [*loader]; assert got == [[(True, 2)] * 2] * 2, got
+    assert call(look) == 2
+    del FLAG, TABLE
+    got = [*loader]; assert got == [[(False, None)] * 2] * 2, got
+    assert call(look) is None
+    TABLE = {"size": 3}
+    got = [*loader]; assert got == [[(False, 3)] * 2] * 2, got
+    assert call(look) == 3
+""")
+
+
 def test_second_dataset_of_a_script_leaves_the_first_as_it_is(passes):
     passes("""
 class Vocabulary:
