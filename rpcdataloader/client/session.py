@@ -29,6 +29,7 @@ from rpcdataloader.client.worker import (
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.host.environment import collect, import_modules, place, set_up
+from rpcdataloader.host.snapshots import snapshots
 from rpcdataloader.host.sources import Source, recorder
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
@@ -93,6 +94,8 @@ class RemoteSession:
     is_local = False  # as of its node
     is_replaced = False
 
+    _key = b""  # that of the tickets, once there are some
+
     def __init__(self, address: Address, settings: ClientSettings, *, is_quiet: bool = False) -> None:
         self.address = address
         self.name = str(address)
@@ -100,8 +103,7 @@ class RemoteSession:
         self.welcome: Welcome | None = None
         self._welcome: Welcome | None = None  # until the session is ready
         self._tickets: Tickets | None = None  # from then on
-        self._settings = settings
-        self._condition = settings.changed  # one for all, so that a thread can wait for any session
+        self._settings, self._condition = settings, settings.changed  # one for all: a thread can wait for any session
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._present: dict[int, RemoteWorker] = {}  # admitted, and not reported as exited
@@ -198,7 +200,8 @@ class RemoteSession:
         state = additions, partition, has_group, where
         if self._sent is None or new or self._sent[0] != state or self._sent[0][0] is not additions:
             is_elsewhere = self._sent is None or self._sent[0][3] != where
-            environment = collect(new) if new or is_elsewhere else None
+            orders = snapshots.orders(new, self._key) if new else {}
+            environment = collect(new, orders) if new or is_elsewhere else None
             ranks = partition.rank, partition.world_size, has_group
             self._sent = state, self.call(set_up, environment, additions, *ranks)
             self._sources |= new
@@ -357,7 +360,7 @@ class RemoteSession:
                 self._note(str(exc).removeprefix(f"{self.address}: "))
                 tell = _say_nothing  # of the steps of the next attempt: the reason why there is one says more
                 pause = min(2 * pause, MAX_PAUSE)
-        self._tickets = Tickets(channel.ticket_key, self._welcome.pid)
+        self._key, self._tickets = channel.ticket_key, Tickets(channel.ticket_key, self._welcome.pid)
         with contextlib.suppress(OSError):  # it has gone already
             self.host = channel.transport.peer_host
         if channel.differences:
@@ -377,8 +380,7 @@ class RemoteSession:
 
     def ready(self) -> None:
         self.reason = "it looks for this script's folders and py_modules (is it busy, or does a file server hang?)"
-        answer = self._tell(self._partition)
-        answer.add_done_callback(self._is_set_up)
+        self._tell(self._partition).add_done_callback(self._is_set_up)
         if not self.address.is_unix:
             self._look()
 

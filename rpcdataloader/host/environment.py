@@ -32,11 +32,14 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed
 
+from rpcdataloader.host.orders import Order
 from rpcdataloader.host.process import ProcessSettings
 from rpcdataloader.host.sources import Source, installed_prefixes, is_under, take_over
 from rpcdataloader.host.trust import find_flaw, identify
 
 logger = logging.getLogger("rpcdataloader.server")
+
+_NONE: Mapping[str, Mapping[str, Order]] = {}
 
 # What this process, or the session of which it is a fork, has taken over last of its client, without sources.
 _taken: Environment | None = None
@@ -45,10 +48,11 @@ _taken: Environment | None = None
 _lack = ""
 
 # In a session: its folder for modules, which its node server removes; hashes of the contents of its modules, by name;
-# and a function to call when the client wants the workers' output.
+# a function to call when the client wants the workers' output; and a secret that it has in common with the client.
 _folder = ""
 _installed: dict[str, int] = {}
 _forward_output: Callable[[], object]
+_key = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Environment:
     directory: str  # working directory; empty if it was deleted
     identities: Mapping[str, str] = field(default_factory=dict)  # of what leads to these paths; see ``trust``
     sources: Mapping[str, Source] = field(default_factory=dict)  # of its own modules, by name
+    orders: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)  # of the lists in these, by variable
     settings: ProcessSettings = field(default_factory=ProcessSettings.current)
 
 
@@ -67,19 +72,18 @@ def place() -> tuple[object, ...]:
     return ProcessSettings.current(), _current_directory(), *sys.path
 
 
-def collect(sources: Mapping[str, Source]) -> Environment:
-    """Describe this process, with those of its sources that its session lacks."""
+def collect(sources: Mapping[str, Source], orders: Mapping[str, Mapping[str, Order]] = _NONE) -> Environment:
+    """Describe this process, with those of its sources that its session lacks, and the orders of these modules."""
     directory = _current_directory()
     main = sys.modules.get("__main__")
     # None for `python -m package.train`: names in the package's folder would shadow others, which they do not here.
     script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
     own = [os.path.dirname(os.path.abspath(script))] if script else []
-    installed = installed_prefixes()
     for entry in [*sys.path, directory]:
         path = os.path.abspath(entry) if directory or os.path.isabs(entry) else ""
-        if path and path not in own and not is_under(path, installed):
+        if path and path not in own and not is_under(path, installed_prefixes()):
             own.append(path)
-    return Environment(tuple(own), directory, identify([*own, directory] if directory else own), sources)
+    return Environment(tuple(own), directory, identify([*own, directory] if directory else own), sources, orders)
 
 
 def _current_directory() -> str:
@@ -96,7 +100,7 @@ def set_up(environment: Environment | None, additions: Additions, rank: int, wor
     update(additions, rank, world_size, has_group)
     if environment is not None:
         importlib.invalidate_caches()
-        take_over(environment.sources)
+        take_over(environment.sources, environment.orders, _key)
 
 
 def have(environment: Environment) -> None:
@@ -112,7 +116,7 @@ def install(environment: Environment) -> None:
     the working directory: programs read code and configuration from there.
     """
     global _lack, _taken
-    taken, _taken = _taken, replace(environment, sources={})
+    taken, _taken = _taken, replace(environment, sources={}, orders={})
     environment.settings.apply(*(() if taken is None else (taken.settings.values,)))
     flaws: dict[str, str | None] = {}
     for path in filter(None, [*environment.import_path, environment.directory]):
@@ -199,15 +203,16 @@ class Additions:
         return cls(variables, {module.name: module for module in modules}, forward_output)
 
 
-def prepare_session(folder: str, forward_output: Callable[[], object]) -> None:
+def prepare_session(folder: str, forward_output: Callable[[], object], key: bytes = b"") -> None:
     """Prepare this process as a session.
 
     Args:
         folder: Folder for modules; created on first use, and removed by the node server.
         forward_output: Function to call when the client wants the workers' output.
+        key: Secret that it has in common with its client; empty without one.
     """
-    global _folder, _forward_output
-    _folder, _forward_output = folder, forward_output
+    global _folder, _forward_output, _key
+    _folder, _forward_output, _key = folder, forward_output, key
 
 
 def set_variables(variables: Mapping[str, str]) -> None:

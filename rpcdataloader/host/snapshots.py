@@ -24,6 +24,7 @@ from typing import Any
 from rpcdataloader.host.contents import Content, is_loading, level_of
 from rpcdataloader.host.imports import Imports
 from rpcdataloader.host.literals import literals_of, set_later_in
+from rpcdataloader.host.orders import Order, orders_in
 from rpcdataloader.host.sources import Source, installed_prefixes, path_of_own, read_source, recorder
 
 #: Ends the name of what has another content, and of what has another value.
@@ -318,11 +319,7 @@ class Snapshots:
         module, _colon, path = place.partition(":")
         if (module, path) in self._whole:
             return True
-        known, fact = self._modules.get(module), None
-        facts = {} if known is None else known.facts
-        for each in path.split("."):
-            fact = facts.get(each)
-            facts = {} if fact is None else fact.parts
+        fact = self._fact(module, path)
         if fact is not None and fact.is_lazy:
             source = recorder.look().get(module)
             return name.endswith(CONTENT) or (
@@ -330,6 +327,35 @@ class Snapshots:
             )
         owner = type(value).__module__
         return name.endswith(CONTENT) and owner not in self._modules and owner.partition(".")[0] not in _PLAIN
+
+    def orders(self, names: Iterable[str], key: bytes) -> dict[str, dict[str, Order]]:
+        """How the lists of modules are ordered that they have as they have computed them, by module and name.
+
+        Args:
+            key: See :func:`orders_in`.
+        """
+        found = {}
+        for name in names:
+            # Of a module that differs, all data is sent.
+            module = None if name in self._imports.differing else sys.modules.get(name)
+            orders = {} if module is None else orders_in(name, vars(module), key)
+            found[name] = {place: each for place, each in orders.items() if self._is_unchanged(name, place)}
+        return found
+
+    def _is_unchanged(self, module: str, place: str) -> bool:
+        place = place.partition("[")[0]
+        fact = self._fact(module, place)
+        if fact is None or fact.content is None or fact.content.digest is None:
+            return False
+        return fact.difference(_present(sys.modules[module], place)) is None
+
+    def _fact(self, module: str, place: str) -> _Fact | None:
+        known, fact = self._modules.get(module), None
+        facts = {} if known is None else known.facts
+        for each in place.split("."):
+            fact = facts.get(each)
+            facts = {} if fact is None else fact.parts
+        return fact
 
     def _facts_of(self, module: str, namespace: Mapping[str, Any], prefix: str) -> dict[str, _Fact]:
         facts = {}

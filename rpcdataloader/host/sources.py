@@ -14,14 +14,17 @@ import importlib.machinery
 import logging
 import os
 import re
+import socket
 import sys
 import sysconfig
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from rpcdataloader.errors import SerializationError
 from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
+from rpcdataloader.host.orders import Order, orders_in
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -197,6 +200,7 @@ def _watched_exec_module(loader: importlib.machinery.SourceFileLoader, module: t
     try:
         _exec_module(loader, module)
         listener.take([loader.name])
+        _finder.check(loader.name, module)
     finally:
         del loader.get_code
         listener.end(loader.name)
@@ -251,6 +255,29 @@ class _Finder:
 
     def __init__(self) -> None:
         self.sources: dict[str, Source] = {}
+        self.orders: dict[str, Mapping[str, Order]] = {}
+        self.key = b""  # of the orders
+
+    def find_moved(self, name: str, module: types.ModuleType) -> list[str]:
+        """The lists of a module that are in another order than in the script."""
+        if not (expected := self.orders.get(name)):
+            return []
+        found = orders_in(name, vars(module), self.key)
+        return [each for each, order in expected.items() if each in found and order.differs(found[each])]
+
+    def check(self, name: str, module: types.ModuleType) -> None:
+        """Refuse a module that has just run here if some of its lists are in another order than in the script.
+
+        Raises:
+            SerializationError: They are.
+        """
+        if moved := self.find_moved(name, module):
+            raise SerializationError(
+                f"{', '.join(moved)} of module {name} has the same values on {socket.gethostname()} as in the script, "
+                "but in another order, so an index would stand for something else on each node: write sorted(...) "
+                "around the set or folder that it is made of, or give the script and all node servers the same "
+                "PYTHONHASHSEED"
+            )
 
     def find_spec(self, name: str, path: Sequence[str] | None, _target: Any = None) -> Any:
         source = self.sources.get(name)
@@ -280,27 +307,32 @@ def has_imported(name: str) -> bool:
     return name in _finder.sources
 
 
-def take_over(sources: Mapping[str, Source]) -> None:
+def take_over(sources: Mapping[str, Source], orders: Mapping[str, Mapping[str, Order]], key: bytes) -> None:
     """Import the script's modules as it has imported them; those that are imported already, too.
 
     Args:
         sources: Those that are new to this process, or reloaded.
+        orders: How the script has what they have computed.
+        key: Key of these.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+    if orders:
+        _finder.key = key
+        _finder.orders.update(orders)
     own = recorder.look()
-    changed = [
-        name
-        for name, source in sources.items()
-        if name in own and _finder.sources.get(name, own[name]).content != source.content
-    ]
-    if changed and not _finder.sources:  # the node server has imported them, and others that have parts of them
+    before = {**own, **_finder.sources}
+    changed = [name for name, each in sources.items() if name in own and before[name].content != each.content]
+    if not _finder.sources and (changed or any(_finder.find_moved(name, sys.modules[name]) for name in own)):
+        # The node server has imported them, and others that have parts of them.
         for name in own:
             sys.modules.pop(name, None)
     else:
         for name in changed:
             path, module = sources[name].path, sys.modules[name]
             exec(compile(sources[name].content, path, "exec", dont_inherit=True), vars(module))
+            if _finder.find_moved(name, module):
+                del sys.modules[name]  # so that the next import says so
     if changed:
         logger.info("imported again, as the script has other sources: %s", ", ".join(changed))
     _finder.sources.update(sources)

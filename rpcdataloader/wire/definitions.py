@@ -5,7 +5,8 @@ classes and other globals are put as they are needed: *the same object here is t
 those that its receiver lacks, and those that the script has bound anew since they were sent, or whose content it has
 changed. All else stays as the receiver has made it.
 
-Each global is a pickle of its own, in which others are named; those that contain each other share one.
+Each global is a pickle of its own, in which others are named; those that contain each other share one, and those that
+have parts in common which are no globals themselves.
 
 Code may find names in other ways than by writing them: a file of pickles names its classes. With a dataset, a node gets
 all functions, classes and plain constants of the script that can be sent, and rebuilds those that are asked for.
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, keep, patch, patched
-from rpcdataloader.host.snapshots import snapshots
+from rpcdataloader.host.snapshots import Deleted, snapshots
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named, root_of
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
@@ -39,7 +40,9 @@ from rpcdataloader.wire.picklers import (
     Unpickler,
     UnresolvedError,
     adopt,
+    name_among_own,
 )
+from rpcdataloader.wire.tensors import find_views, place_of
 
 client_logger = logging.getLogger("rpcdataloader.client")
 worker_logger = logging.getLogger("rpcdataloader.worker")
@@ -58,7 +61,7 @@ _MAX_CONTENT_BYTES, _MAX_VALUE_BYTES = 1 << 20, 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A global of the script, or several that contain each other."""
+    """A global of the script, or several that are one pickle."""
 
     tokens: tuple[tuple[str, bytes], ...]  # for each name, what tells its value from the one before
     pickled: bytes  # of a dict of the values by name
@@ -95,10 +98,9 @@ class _Part(NamedTuple):
 
     token: bytes
     pickled: bytes
-    modules: frozenset[str]
-    used: Mapping[str, str]  # names of other globals that it needs, each with what uses it
-    contained: frozenset[str]  # names of those that are there before it is rebuilt
     number: int
+    pickler: DefinitionPickler  # which knows what it needs
+    contained: frozenset[str]  # names of those that are there before it is rebuilt
 
 
 class _Script:
@@ -110,6 +112,7 @@ class _Script:
     def __init__(self) -> None:
         # The object that each name meant last, or a weak reference to it, with a number.
         self._objects: dict[str, tuple[Callable[[], Any], int]] = {}
+        self._known: set[str] = set()  # names that have ever been there
         self._order = itertools.count()
         self._last: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
         self._rest: dict[str, tuple[Any, Definition | None]] = {}
@@ -137,21 +140,28 @@ class _Script:
             with_patches: Also give what the script has changed in libraries; what cannot be sent is left out.
         """
         namespace, parts = main_globals(), dict[str, _Part]()
-        for name in [name for name in self._objects if name not in namespace and not is_patch(name)]:
-            self._objects.pop(name, None)
-        view, waiting = _View(namespace, _owners(namespace), reference_of, have), dict(names)
+        view, waiting = _View(self._with_deleted(namespace), _owners(namespace), reference_of, have), dict(names)
         if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
             waiting.setdefault("__package__", "")
         self._follow(waiting, parts, view, explain)
         if with_patches and (patches := find_patches(namespace)):
             view, parts = self._add_patches(patches, view, parts, explain)
         found: dict[str, Definition] = {}
+        objects = [*itertools.chain.from_iterable(part.pickler.objects for part in parts.values())]
+        joined = _joined(parts) if len(objects) > len(set(objects)) else parts
         for name in parts:
             if name not in found:
-                group = sorted(_circle(name, parts))
+                group = sorted(_circle(name, joined))
                 found |= dict.fromkeys(group, self._definition(group, parts, view))
         self._last.update(found)
         return {**self._collect_rest(view), **found} if with_rest else found
+
+    def _with_deleted(self, namespace: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The globals, with :class:`Deleted` for those that were there before: a receiver may have them."""
+        self._known |= {name for name in self._objects if not is_patch(name)}
+        for name in self._known.difference(namespace):
+            self._objects.pop(name, None)
+        return {**dict.fromkeys(self._known, Deleted), **namespace}
 
     def _add_patches(
         self, patches: Mapping[str, Any], view: _View, parts: dict[str, _Part], explain: Explain
@@ -192,7 +202,7 @@ class _Script:
                 raise
             except USER_ERRORS as error:
                 raise explain(name, user, view.namespace[name], error) from error
-            waiting |= parts[name].used
+            waiting |= parts[name].pickler.used
 
     def _collect_rest(self, view: _View) -> Table:
         """What the script defines, but for values that may be large; what cannot be sent is left out."""
@@ -207,18 +217,16 @@ class _Script:
             if value is not namespace[name]:
                 value, definition = namespace[name], None
                 with contextlib.suppress(*USER_ERRORS):
-                    part = self._part(name, view, Limited(_MAX_REST_BYTES))
-                    definition = self._definition_on_demand(part, name)
+                    definition = self._definition_on_demand(self._part(name, view, Limited(_MAX_REST_BYTES)), name)
                 self._rest[name] = value, definition
             if definition is not None:
                 new = [each for each in definition.contained if each in namespace and each not in names]
                 names |= dict.fromkeys(new)
                 waiting += new
-        found = {name: self._rest[name][1] for name in names}
-        return {name: definition for name, definition in found.items() if definition is not None}
+        return {name: found for name in names if (found := self._rest[name][1]) is not None}
 
     def _definition_on_demand(self, part: _Part, name: str) -> Definition:
-        used, contained = (*part.used,), (*part.contained,)
+        used, contained = (*part.pickler.used,), (*part.contained,)
         tokens, numbers = ((name, part.token),), (part.number,)
         return Definition(tokens, part.pickled, frozenset(), numbers, next(self._order), used, contained)
 
@@ -228,8 +236,9 @@ class _Script:
             file = Limited(_MAX_CONTENT_BYTES if is_content(name) else _MAX_VALUE_BYTES)
         pickled, pickler = view.pickle([name], file)
         token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
-        contained = frozenset(pickler.contained)
-        return _Part(token, pickled, frozenset(pickler.modules), pickler.used, contained, number)
+        # What is in memory that another global may have, too, by its address.
+        pickler.objects.update((each.untyped_storage().data_ptr(), each) for each in pickler.dense)
+        return _Part(token, pickled, number, pickler, frozenset(pickler.contained))
 
     def _number(self, name: str, value: Any) -> int:
         """The number of the object that ``name`` means: another one after it was bound to another object."""
@@ -248,9 +257,8 @@ class _Script:
         if (last := self._last.get(group[0])) is not None and last.tokens == tokens:
             return last
         pickled = parts[group[0]].pickled if len(group) == 1 else view.pickle(group)[0]
-        modules = frozenset[str]().union(*(parts[name].modules for name in group))
-        numbers = tuple(parts[name].number for name in group)
-        return Definition(tokens, pickled, modules, numbers, next(self._order))
+        modules = frozenset[str]().union(*(parts[name].pickler.modules for name in group))
+        return Definition(tokens, pickled, modules, tuple(parts[name].number for name in group), next(self._order))
 
 
 class _View(NamedTuple):
@@ -266,6 +274,7 @@ class _View(NamedTuple):
         file = file or io.BytesIO()
         pickler = DefinitionPickler(file, names, self.owners, self.reference_of)
         pickler.dump({name: self.namespace[name] for name in names})
+        pickler.clear_memo()  # which has copies of tensors
         return file.getvalue(), pickler
 
 
@@ -308,6 +317,29 @@ def _owners_among(patches: Mapping[str, Any]) -> dict[int, str]:
     """Names of the objects that several patches may be, or contain: first of those that the receiver has already."""
     order = sorted(patches, key=lambda name: 0 if is_content(name) else 1 + is_compared(name))
     return _owners({name: patches[name] for name in order if not isinstance(patches[name], types.FunctionType)})
+
+
+def _joined(parts: Mapping[str, _Part]) -> Mapping[str, _Part]:
+    """The same, where those that have objects in common contain each other, and what contains one of them.
+
+    The receiver binds all of these anew when it lacks one, and what it keeps would refer to the former ones.
+    """
+    owners, links, common = dict[int, str](), {name: set(part.contained) for name, part in parts.items()}, set[str]()
+    views = find_views([*itertools.chain.from_iterable(part.pickler.dense for part in parts.values())])
+    for name, part in parts.items():
+        objects, tensors = ({}, []) if is_patch(name) else (part.pickler.objects, part.pickler.dense)
+        own = [number for number, each in objects.items() if number == id(each) and name_among_own(each) is None]
+        own += [id(views[place][0]) for each in tensors if (place := place_of(each)) in views]
+        others = {owners[number] for number in owners.keys() & own}
+        owners |= dict.fromkeys(own, name)
+        for other in others:
+            common |= {name, other}
+            links[name].add(other)
+            links[other].add(name)
+    for name in parts:
+        for other in _reachable(name, parts) & common:
+            links[other].add(name)
+    return {name: part._replace(contained=frozenset(links[name])) for name, part in parts.items()}
 
 
 def _circle(name: str, parts: Mapping[str, _Part]) -> set[str]:
@@ -443,12 +475,10 @@ class _Adopted:
         """
         if self._main is None or sys.modules.get("__main__") is not self._main:
             self._main = types.ModuleType("__main__")
-            own = {"__builtins__": builtins, "__getattr__": self._demand, "globals": self._demand_all}
-            vars(self._main).update(own)
+            vars(self._main).update(__builtins__=builtins, __getattr__=self._demand, globals=self._demand_all)
             sys.modules["__main__"] = sys.modules["__mp_main__"] = self._main
         for tokens, content, used in pickle.loads(pickled):
-            names = [name for name, _token in tokens]
-            sent = _Sent(tokens, content, used)
+            names, sent = [name for name, _token in tokens], _Sent(tokens, content, used)
             if used is not None:
                 self._on_demand[names[0]] = sent
             elif any(self.tokens.get(name) != token for name, token in tokens):
@@ -517,22 +547,25 @@ class _Adopted:
         return main_globals()
 
     def _load(self, where: dict[str, _Sent], name: str) -> tuple[str, ...] | None:
-        tokens, content, used = where[name]
+        tokens, content, used = sent = where[name]
+        tokens = tuple((each, token) for each, token in tokens if where.get(each) is sent)  # others have come later
         for each, _token in tokens:
-            where.pop(each, None)
+            where.pop(each)
         unpickler = Unpickler(io.BytesIO(content))
         unpickler.find, unpickler.resolve = self.find, self._refer
         try:
             values = unpickler.load()
         except UnresolvedError as unresolved:
             raise unresolved.error from unresolved.error.__cause__
-        for each, token in tokens:
-            if self.tokens.get(each) != token:
-                if is_patch(each):
-                    self._patches[each] = values[each]
-                else:
-                    main_globals()[each] = values[each]
-                self.tokens[each] = token
+        for each, token in tokens:  # those that have not changed, too: they have objects in common
+            if is_patch(each):
+                self._patches[each] = values[each]
+            elif values[each] is Deleted:
+                main_globals().pop(each, None)
+                self._on_demand.pop(each, None)
+            else:
+                main_globals()[each] = values[each]
+            self.tokens[each] = token
         return used
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import enum
 import functools
 import importlib
 import io
@@ -29,6 +30,7 @@ from torch._tensor import _rebuild_from_type_v2
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
+from rpcdataloader.host.sources import recorder
 from rpcdataloader.wire.by_value import (
     MAIN_NAMES,
     OF_DEFINITIONS,
@@ -51,7 +53,7 @@ from rpcdataloader.wire.by_value import (
 )
 from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tensor
 from rpcdataloader.wire.slabs import Block
-from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, is_dense, place, span_of
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, find_views, is_dense, place, place_of, span_of
 from rpcdataloader.wire.told import note_copy, number_of
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
@@ -95,6 +97,22 @@ def name_among_own(obj: Any) -> tuple[str, str] | None:
 def own_of(module: str, name: str) -> Any:
     """What this process has of such an object."""
     return getattr(importlib.import_module(module), name)
+
+
+def _place_in_modules(obj: object) -> tuple[str, str] | None:
+    """Module and name of a global of the script's own modules."""
+    for name in recorder.look():
+        for each, value in list(vars(sys.modules[name]).items()):
+            if value is obj:
+                return name, each
+    return None
+
+
+def sentinel_of(module: str, name: str) -> Any:
+    """A plain object of a module, with which its functions compare; a new one where that module is missing."""
+    with contextlib.suppress(ImportError, AttributeError):
+        return own_of(module, name)
+    return object()
 
 
 def take_tensor(number: int) -> torch.Tensor:
@@ -167,12 +185,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # cost a microsecond for every object, so reducer_override looks into cloudpickle's own table instead.
     dispatch_table = copyreg.dispatch_table
 
+    tensors: list[torch.Tensor]
+    modules: set[str]
+
     _opens_maps = False  # True if arrays and tensors in memory maps are opened by the receiver
     _brings_globals = False  # True if local functions of modules bring the data that they use
 
     def __init__(self, file: io.BytesIO, buffers: list[memoryview] | None) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.modules: set[str] = set()
+        self.tensors, self.modules = [], set()
         self._is_in_band = buffers is None
         # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
         callback = None if buffers is None else functools.partial(_take_buffer, buffers)
@@ -400,16 +420,20 @@ class RequestPickler(Pickler):
     Args:
         persistent_id: Function called with every object; its result replaces the object on the wire, None keeps it.
         reducers: Further reducers, which come before all others.
+        numbers_told: Number small shared tensors.
 
     Attributes:
         used: Names of the script's globals that the receiver needs, each with what uses it.
         frozen: Frozen objects.
-        numbers_told: True if small shared tensors are numbered.
+        dense: Tensors that may be views of the same memory.
     """
 
-    numbers_told = False
+    used: dict[str, str]
+    frozen: list[Frozen]
+    dense: list[torch.Tensor]
 
     _opens_maps = _brings_globals = True
+    _views: Mapping[tuple[Any, ...], tuple[Any, ...]] = {}  # of tensors in the same memory, by their places
 
     def __init__(
         self,
@@ -417,23 +441,53 @@ class RequestPickler(Pickler):
         buffers: list[memoryview] | None,
         persistent_id: PersistentId | None = None,
         reducers: Mapping[type, Callable[[Any], Any]] | None = None,
+        *,
+        numbers_told: bool = False,
     ) -> None:
         super().__init__(file, buffers)
-        self.used: dict[str, str] = {}
-        self.frozen: list[Frozen] = []
-        self._reducers = reducers
+        self._start, self._output, self._buffers = file.tell(), file, buffers
+        self.used, self.frozen, self.dense = {}, [], []
+        self._reducers, self._numbers_told = reducers, numbers_told
         self._within: dict[int, Any] = {}  # what numbered tensors are reduced to, by id
         if persistent_id is not None:
             self.persistent_id = persistent_id
+
+    def dump(self, obj: Any) -> None:
+        """Pickle an object; twice if it has tensors that are views of the same memory, which is known only then.
+
+        torch's workers have them as such, with each start method: what is written through one is seen in the others.
+        """
+        super().dump(obj)
+        if len(self.dense) > 1 and (views := find_views(self.dense)):
+            self._views = views
+            self._output.seek(self._start)
+            self._output.truncate()
+            for each in (self.tensors, self.frozen, self._buffers or []):
+                each.clear()
+            self.clear_memo()
+            super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce special objects."""
         if self._reducers is not None and (reduce := self._reducers.get(type(obj))) is not None:
             return reduce(obj)
-        reduction = super().reducer_override(obj)
-        if self.numbers_told and isinstance(obj, torch.Tensor) and id(obj) not in self._within:
+        if type(obj) is torch.Tensor and (reduced := self._reduce_view(obj)) is not None:
+            reduction: Any = reduced
+        else:
+            reduction = super().reducer_override(obj)
+        if self._numbers_told and isinstance(obj, torch.Tensor) and id(obj) not in self._within:
             return self._with_number(obj, reduction)
         return reduction
+
+    def _reduce_view(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """The reduction of a tensor that is a view of the same memory as another one; None of all else."""
+        if not is_dense(tensor) or (tensor.nbytes >= MIN_SOUGHT_BYTES and reduce_tensor(tensor) is not None):
+            return None
+        if self._views:
+            view = self._views.get(place_of(tensor))
+            return None if view is None or view[0] is tensor else (place, view)
+        self.dense.append(tensor)
+        return None
 
     def _with_number(self, tensor: torch.Tensor, reduction: Any) -> Any:
         """The reduction of a tensor, whose copy is noted if it is a small shared one."""
@@ -461,7 +515,27 @@ class RequestPickler(Pickler):
     def _reduce_by_value(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and obj.__globals__ is main_globals():
             self.used |= dict.fromkeys(globals_of_script(obj.__code__), obj.__qualname__)
+        elif type(obj) is object and (place := _place_in_modules(obj)) is not None:
+            self.modules.add(place[0])
+            return sentinel_of, place
         return super()._reduce_by_value(obj)
+
+
+# Found by a name, or by their content alone. The variables of a function are objects of their own.
+_SAME_EVERYWHERE: tuple[type, ...] = (
+    *(types.NoneType, types.EllipsisType, types.NotImplementedType, enum.Enum, np.ufunc),
+    *(type, types.ModuleType, types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.GetSetDescriptorType, torch.dtype, torch.layout, torch.memory_format),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_change(kind: Any) -> bool:
+    """Whether objects of a class may change, so that it matters which of them is meant."""
+    has_name = issubclass(kind, _SAME_EVERYWHERE) or (kind in _CLOUDPICKLE_TABLE and kind is not types.CellType)
+    # What has a hash of its content is a value; but in a class of the user, that may be the hash of a name.
+    is_of_user = bool(kind.__dictoffset__) and kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+    return not has_name and (is_of_user or kind.__hash__ in (None, object.__hash__))
 
 
 class DefinitionPickler(RequestPickler):
@@ -474,6 +548,7 @@ class DefinitionPickler(RequestPickler):
 
     Attributes:
         contained: Names of other globals that are part of these.
+        objects: Parts without a name that may change, by id; kept, so that no other object gets that.
     """
 
     def __init__(
@@ -483,14 +558,11 @@ class DefinitionPickler(RequestPickler):
         owners: Mapping[int, str],
         reference_of: PersistentId | None = None,
     ) -> None:
-        super().__init__(file, None, None, OF_DEFINITIONS)
-        self.numbers_told = True
-        self.contained: set[str] = set()
-        self._file = file
-        self._names, self._owners, self._reference_of = names, owners, reference_of
+        super().__init__(file, None, None, OF_DEFINITIONS, numbers_told=True)
+        self.contained, self.objects = set[str](), dict[int, Any]()
+        self._file, self._names, self._owners, self._reference_of = file, names, owners, reference_of
         # An attribute, which a search for what cannot be pickled may replace; without a reference to itself.
-        itself: Any = weakref.proxy(self)
-        self.persistent_id = functools.partial(DefinitionPickler._refer, itself)
+        self.persistent_id = functools.partial(DefinitionPickler._refer, weakref.proxy(self))  # type: ignore[arg-type]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce special objects."""
@@ -499,7 +571,14 @@ class DefinitionPickler(RequestPickler):
         return super().reducer_override(obj)
 
     def _digest(self, value: Any) -> bytes:
-        return _digest(value, Limited(self._file.max_bytes) if isinstance(self._file, Limited) else io.BytesIO())
+        file = Limited(self._file.max_bytes) if isinstance(self._file, Limited) else io.BytesIO()
+        return _digest(value, file) + (self._mark(value) if len(self._names) > 1 else b"")
+
+    def _mark(self, value: Any) -> bytes:
+        """What tells a value that contains one of these globals from one that contains the object before."""
+        trial = DefinitionPickler(io.BytesIO(), (), self._owners, self._reference_of)
+        trial.dump(value)
+        return b"" if trial.contained.isdisjoint(self._names) else repr(sorted(self._names)).encode()
 
     def _refer(self, obj: Any) -> Any:
         """What stands for an object that belongs to another global, or is held elsewhere."""
@@ -508,7 +587,10 @@ class DefinitionPickler(RequestPickler):
             return name
         if name is not None and kind in (types.CellType, types.FunctionType):
             return None  # what is held elsewhere has these from here
-        return None if self._reference_of is None else self._reference_of(obj)
+        reference = None if self._reference_of is None else self._reference_of(obj)
+        if name is None and reference is None and _may_change(kind):  # type: ignore[arg-type]
+            self.objects[id(obj)] = obj
+        return reference
 
     def _may_name(self, name: str) -> bool:
         root = root_of(name)
@@ -525,7 +607,7 @@ class DefinitionPickler(RequestPickler):
 
     def _like(self, file: io.BytesIO) -> Pickler:
         pickler = DefinitionPickler(file, self._names, self._owners, self._reference_of)
-        pickler.contained, pickler.used = self.contained, self.used
+        pickler.contained, pickler.used, pickler.objects = self.contained, self.used, self.objects
         return pickler
 
 

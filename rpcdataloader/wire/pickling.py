@@ -22,7 +22,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -145,13 +145,9 @@ def dumps(
     """
 
     def make_pickler(file: io.BytesIO, buffers: list[memoryview]) -> RequestPickler:
-        pickler = RequestPickler(file, None if in_band else buffers, persistent_id, reducers)
-        pickler.numbers_told = with_told
-        return pickler
+        return RequestPickler(file, None if in_band else buffers, persistent_id, reducers, numbers_told=with_told)
 
-    advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
-    encoded, pickler = _dumps(obj, make_pickler, name, advice)
-    assert isinstance(pickler, RequestPickler)
+    encoded, pickler = _dumps(obj, make_pickler, name, _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE)
     if pickler.used or pickler.frozen or names or with_rest or with_patches:
         used = {**dict.fromkeys(names, ""), **pickler.used}
         table = definitions.script.collect(
@@ -196,9 +192,12 @@ _MAX_DEPTH = 30
 _MAX_SEARCH_SECONDS = 2.0
 
 _MakePickler = Callable[[io.BytesIO, "list[memoryview]"], Pickler]
+_PicklerT = TypeVar("_PicklerT", bound=Pickler)
 
 
-def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> tuple[Encoded, Pickler]:
+def _dumps(
+    obj: Any, make_pickler: Callable[[io.BytesIO, list[memoryview]], _PicklerT], name: str, advice: str
+) -> tuple[Encoded, _PicklerT]:
     file = io.BytesIO()
     buffers: list[memoryview] = []
     try:
@@ -216,9 +215,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> tupl
     if len(blocks) == 1 and blocks[0].nbytes <= _MAX_INLINE_BYTES:
         inline = blocks.pop()
     encoded_index = pickle.dumps(tuple(index), protocol=5)
-    file.write(inline)
-    file.write(encoded_index)
-    file.write(_LENGTHS.pack(len(inline), len(encoded_index)))
+    file.write(b"".join((inline, encoded_index, _LENGTHS.pack(len(inline), len(encoded_index)))))
     return Encoded(file.getvalue(), buffers + blocks, pickler.modules), pickler
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,13 +76,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _measure(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> tuple[Layout, int, bool]:
     """The layout, the size of its span in bytes, and whether that has gaps."""
-    num_elements = math.prod(shape)
-    num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    num_spanned = num_spanned if num_elements else 0
+    count = math.prod(shape)
+    num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if count else 0
     usual = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    is_usual = dtype in _BULK_DTYPES and strides == usual and num_elements > 0
+    is_usual = dtype in _BULK_DTYPES and strides == usual and count > 0
     layout = str(dtype).removeprefix("torch."), tuple(shape), None if is_usual else strides
-    return layout, num_spanned * dtype.itemsize, num_spanned > num_elements
+    return layout, num_spanned * dtype.itemsize, num_spanned > count
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[Index, list[memoryview]]:
@@ -197,10 +197,59 @@ def plan(shapes: Sequence[tuple[torch.dtype, Sequence[int]]]) -> tuple[Index, li
     return Index(len(shapes), layouts, large, slabs), sizes + ends
 
 
-def place(memory: torch.Tensor, layout: Layout) -> torch.Tensor:
+def place(memory: torch.Tensor, layout: Layout, offset_bytes: int = 0) -> torch.Tensor:
     """Make a tensor of that layout on the storage of its block."""
     dtype, shape, strides = layout
-    return _place(memory, 0, (getattr(torch, dtype), shape, strides))
+    return _place(memory, offset_bytes, (getattr(torch, dtype), shape, strides))
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where in memory a tensor is, and how: equal for two that cannot be told apart by their content."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def find_views(tensors: Sequence[torch.Tensor]) -> dict[tuple[Any, ...], tuple[torch.Tensor, Layout, int]]:
+    """Those dense tensors that have elements in common, such as a tensor and a part of it, by :func:`place_of`.
+
+    Of each, the memory of them all as bytes, the layout, and the offset there. Not of those that leave out more of that
+    memory than they have in common, such as a few columns of a wide matrix.
+    """
+    spans: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+    for tensor in tensors:
+        if size_bytes := _measure(tensor.dtype, tensor.shape, tensor.stride())[1]:
+            start = tensor.data_ptr()
+            spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, start + size_bytes, tensor))
+    views: dict[tuple[Any, ...], tuple[torch.Tensor, Layout, int]] = {}
+    for found in spans.values():
+        found.sort(key=lambda span: span[:2])
+        for start, end, members in _overlapping(found):
+            if sum(each.numel() * each.itemsize for each in members) > end - start:
+                views.update(_views_of(members, start, end))
+    return views
+
+
+def _overlapping(spans: Sequence[tuple[int, int, torch.Tensor]]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    """Yield those of the sorted spans that overlap, two or more at a time, with what they span together."""
+    first, last, members = 0, 0, list[torch.Tensor]()
+    for start, end, tensor in [*spans, (sys.maxsize, sys.maxsize, _NOT_YET)]:
+        if start >= last:
+            if len(members) > 1:
+                yield first, last, members
+            first, members = start, []
+        last = max(last, end)
+        members.append(tensor)
+
+
+def _views_of(
+    tensors: Sequence[torch.Tensor], start: int, end: int
+) -> Iterator[tuple[tuple[Any, ...], tuple[torch.Tensor, Layout, int]]]:
+    storage = max((tensor.untyped_storage() for tensor in tensors), key=len)
+    offset = (start - storage.data_ptr()) // _ALIGNMENT * _ALIGNMENT  # a multiple of the size of each element
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    memory.set_(storage, offset, (end - storage.data_ptr() - offset,), (1,))
+    for tensor in tensors:
+        layout = _measure(tensor.dtype, tensor.shape, tensor.stride())[0]
+        yield place_of(tensor), (memory, layout, tensor.data_ptr() - memory.data_ptr())
 
 
 def rebuild(index: Index, memory: Sequence[torch.Tensor], *, in_place: bool = False) -> list[torch.Tensor]:
@@ -314,7 +363,7 @@ class Movable:
     def rebuild(self, index: Index, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Make the tensors of the message on the blocks themselves, the small ones on their slabs."""
         self.blocks, self._index, self._tensors = list(memory), index, rebuild(index, memory, in_place=True)
-        self._places = [_place_of(tensor) for tensor in self._tensors]
+        self._places = [place_of(tensor) for tensor in self._tensors]
         return self._tensors
 
     def move(self, copies: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -322,9 +371,5 @@ class Movable:
         moved = _make(self._index, copies, _show_run)
         for tensor, place, target in zip(self._tensors, self._places, moved, strict=True):
             # User code may have given it other memory, or another shape.
-            tensor.data = target if _place_of(tensor) == place else tensor.data.to(device)
+            tensor.data = target if place_of(tensor) == place else tensor.data.to(device)
         self.blocks, self._tensors = [], []
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -1010,6 +1010,153 @@ assert other != pid
     )
 
 
+SHARING = """
+class Net:
+    def __init__(self):
+        self.weights = [[1], [2]]
+
+NET = Net()
+WEIGHTS = list(NET.weights)
+TABLE = {"a": {"size": 1}, "b": {"size": 2}}
+VIEW = list(TABLE.values())
+RIGHT = ({1}, {2})
+LEFT = RIGHT[:1]
+
+class Holder:
+    net = NET
+
+def double():
+    for weight in WEIGHTS:
+        weight[0] *= 2
+
+def read():
+    return NET.weights[0][0]
+"""
+
+
+def test_object_that_two_globals_have_is_one_in_workers(passes):
+    passes(f"""{SHARING}
+class Rows(Numbers):
+    def __getitem__(self, index):
+        VIEW[0]["size"] += index
+        return TABLE["a"]["size"] == VIEW[0]["size"], LEFT[0] is RIGHT[0], Holder.net is NET
+
+def collate(samples):
+    double()
+    return samples, read(), Holder.net.weights[0] is WEIGHTS[0]
+
+for dataset in Rows(), RPCDataset(address, Rows):
+    loader = load(dataset, collate_fn=collate)
+    got = [*loader]; assert got == [([(True, True, True)] * 2, 2, True), ([(True, True, True)] * 2, 4, True)], got
+    NET.weights[0][0] = 10  # which is in both
+    got = [*loader]; assert [read for _, read, _ in got] == [20, 40], got
+    NET = Holder.net = Net()
+    got = [*loader]; assert got[0] == ([(True, True, True)] * 2, 1, False), got
+    WEIGHTS = list(NET.weights)
+    got = [*loader]; assert got[0] == ([(True, True, True)] * 2, 2, True), got
+""")
+
+
+def test_calls_keep_what_they_have_changed_in_an_object_that_two_globals_have(passes):
+    passes(f"""{SHARING}
+call(double)
+assert call(lambda: (double(), read())[1]) == 2  # the first that uses both
+assert call(read) == 2
+call(double)
+assert call(read) == 4
+assert read() == 1
+""")
+
+
+def test_global_that_shares_an_object_with_one_in_use_is_not_sent_for_that(passes):
+    passes("""
+class Secret:
+    def __reduce__(self):
+        raise AssertionError("it is pickled")
+
+TABLE = {"size": [1], "secret": Secret()}
+SIZES = [TABLE["size"]]
+assert call(lambda: SIZES) == [[1]]
+""")
+
+
+def test_tensors_that_are_views_of_the_same_memory_stay_so_in_a_dataset_and_among_globals(passes):
+    passes("""
+import torch
+
+WHOLE = torch.zeros(4, 100)
+ROW, SAME = WHOLE[1], {"whole": WHOLE.view(-1)}
+
+class Views(Numbers):
+    def __init__(self, size):
+        self.part = [torch.arange(size, dtype=torch.int16)[2:]]
+        self.bytes = self.part[0].view(torch.uint8)
+        self.whole = torch.arange(size)
+        self.start, self.column = self.whole[: size // 2], self.whole.view(-1, 4)[:, 1]
+        self.apart = [*torch.zeros(2, size)]
+
+    def __getitem__(self, index):
+        self.part[0][0], self.column[0], self.apart[0][0], WHOLE[1, 3] = 258, 7, 9, 5
+        found = self.bytes[:2].tolist(), self.whole[1].item(), self.start[1].item()
+        return found, self.apart[1][0].item(), ROW[3].item(), SAME["whole"][103].item()
+
+for size in 8, 80_000:
+    for dataset in Views(size), RPCDataset(address, Views, size), RPCDataset(address, lambda views: views, Views(size)):
+        got = [*load(dataset)]
+        assert got == [[(([2, 1], 7, 7), 0.0, 5.0, 5.0)] * 2] * 2, got
+""")
+
+
+def test_plain_object_of_a_module_is_that_of_the_module_in_workers(passes_with):
+    passes_with(
+        "MISSING, OTHER = object(), object()\ndef get():\n    return MISSING, OTHER",
+        """
+from own import MISSING
+
+ABSENT = object()
+
+class Rows(Numbers):
+    def __init__(self):
+        self.others = [own.OTHER, MISSING, ABSENT]
+
+    def __getitem__(self, index):
+        missing, other = own.get()
+        return missing is MISSING, [each is mine for each, mine in zip(self.others, (other, missing, ABSENT))]
+
+for dataset in Rows(), RPCDataset(address, Rows):
+    got = [*load(dataset)]; assert got == [[(True, [True, True, True])] * 2] * 2, got
+""",
+    )
+
+
+def test_globals_that_the_script_deletes_are_deleted_in_the_workers_of_later_passes_and_for_calls(passes):
+    passes("""
+FLAG = TABLE = None
+
+class Rows(Numbers):
+    def __getitem__(self, index):
+        return "FLAG" in globals(), look()
+
+def look():
+    try:
+        return TABLE["size"]
+    except NameError:
+        return None
+
+for dataset in Rows(), RPCDataset(address, Rows):
+    FLAG, TABLE = True, {"size": 2}
+    loader = load(dataset)
+    got = [*loader]; assert got == [[(True, 2)] * 2] * 2, got
+    assert call(look) == 2
+    del FLAG, TABLE
+    got = [*loader]; assert got == [[(False, None)] * 2] * 2, got
+    assert call(look) is None
+    TABLE = {"size": 3}
+    got = [*loader]; assert got == [[(False, 3)] * 2] * 2, got
+    assert call(look) == 3
+""")
+
+
 def test_second_dataset_of_a_script_leaves_the_first_as_it_is(passes):
     passes("""
 class Vocabulary:

@@ -6,11 +6,13 @@ import importlib
 import importlib.util
 import itertools
 import os
+import re
 import sys
 
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.errors import SerializationError
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -125,6 +127,90 @@ def test_module_that_is_installed_on_the_node_is_that_of_the_node_which_says_so(
     address = serve("--num-workers", "1", before=f"sys.path.insert(0, {str(installed)!r})").address
     assert loaded(module.Scaled(), address) == ([0, 7, 14], [0, 7, 14])
     assert f"module {edited.name} of {installed / edited.path.name} is installed here" in caplog.text
+
+
+IN_SOME_ORDER = """
+import os
+
+
+def found():  # as a set of texts, which has another order in each process
+    return ["cat", "dog", "horse"][:: -1 if "ON_A_NODE" in os.environ else 1]
+
+
+{}
+
+
+class Numbers:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index
+"""
+ON_A_NODE = 'os.environ["ON_A_NODE"] = "1"'
+
+
+@pytest.mark.parametrize("is_preloaded", [False, True])
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("CLASSES = found()", "CLASSES"),
+        ("PAIRS = tuple(enumerate(found()))", "PAIRS"),
+        ("INDEX = {each: number for number, each in enumerate(found())}", "INDEX"),
+        ("SPLITS = {'train': found(), 'test': ['cat']}", "SPLITS['train']"),
+        ("class Table:\n    class Inner:\n        names = found()", "Table.Inner.names"),
+    ],
+)
+def test_lists_of_a_module_that_are_in_another_order_on_a_node_end_the_pass_as_it_begins(
+    serve, edited, statement, name, is_preloaded, tmp_path, monkeypatch
+):
+    edited.path.write_text(IN_SOME_ORDER.format(statement))
+    before = f"{ON_A_NODE}; sys.path.insert(0, {str(edited.path.parent)!r})"
+    address = serve("--num-workers", "1", *["--preload", edited.name] * is_preloaded, before=before).address
+    where = re.escape(os.uname().nodename)
+    text = rf"{re.escape(name)} of module {edited.name} .* on {where} .*order.*sorted\(.*PYTHONHASHSEED"
+    loader = RPCDataloader(edited.load().Numbers(), 3, workers=address)
+    for _epoch in range(2):
+        with pytest.raises(SerializationError, match=text):
+            iter(loader)
+        monkeypatch.chdir(tmp_path)  # of which the session is told
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CLASSES = sorted(found())",
+        "CLASSES = set(found())",
+        "UPPER = {each: each.upper() for each in found()}",
+        "FEATURES = {'jpeg': len(found()[0]) == 3, 'png': len(found()[0]) == 5}",
+        "PATHS = [f'/{found()[0]}', *found()]",
+        "MIXED = [*found(), object()]",
+        "MANY = found() * 20_000",
+    ],
+)
+def test_lists_of_a_module_that_differ_otherwise_are_those_of_the_node(serve, edited, statement):
+    edited.path.write_text(IN_SOME_ORDER.format(statement))
+    address = serve("--num-workers", "1", before=ON_A_NODE).address
+    assert batches(RPCDataloader(edited.load().Numbers(), 3, workers=address)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("change", ["reverse()", "append('cow')"])
+def test_list_that_the_script_has_changed_is_that_of_the_script_whatever_its_order_was(serve, edited, change):
+    edited.path.write_text(IN_SOME_ORDER.format("CLASSES = found()"))
+    module = edited.load()
+    exec(f"module.CLASSES.{change}")
+    address = serve("--num-workers", "1", before=ON_A_NODE).address
+    loader = RPCDataloader(module.Numbers(), 3, workers=address, collate_fn=lambda _samples: module.CLASSES)
+    assert list(loader) == [module.CLASSES]
+
+
+def test_module_that_a_worker_imports_late_is_compared_then(serve, edited):
+    edited.path.write_text(IN_SOME_ORDER.format("CLASSES = found()"))
+    name = edited.load().__name__
+    address = serve("--num-workers", "1", before=ON_A_NODE).address
+    loader = RPCDataloader(range(3), 3, workers=address, collate_fn=lambda _samples: importlib.import_module(name))
+    with pytest.raises(SerializationError, match="CLASSES of module"):
+        next(iter(loader))
 
 
 LOADED_BY_PATH = """

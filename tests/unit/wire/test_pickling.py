@@ -82,6 +82,21 @@ def test_views_of_a_large_tensor_travel_without_the_rest(encode, wrap):
     assert found.tolist() == list(range(10, 20))
 
 
+def test_views_of_the_same_memory_travel_without_the_rest_and_arrive_as_they_were():
+    wide = torch.arange(1_000_000).view(1000, 1000)
+    columns = [wide[:, 0], wide[:, 0], wide[:, 500:502]]
+    assert dumps(columns).size_bytes < 64_000
+    parts = [wide[1:3], wide[2:4], wide[2], wide[2].view(torch.uint8), wide[3, 1:5:2], wide[9]]
+    assert dumps(parts).size_bytes < 40_000
+    assert all(map(torch.equal, transfer(columns, dumps)[0], columns))
+    assert_same(transfer(parts, dumps)[0], parts)
+    *_, row, numbers, few, apart = received = transfer(parts, dumps)[0]
+    few.zero_()
+    numbers.zero_()
+    assert (received[0][1].sum(), received[1][0].sum(), row.sum(), received[1][1, [1, 3]].sum()) == (0, 0, 0, 0)
+    assert torch.equal(apart, wide[9])
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of others of the kinds
 @pytest.mark.parametrize("name", ["subclass, large and permuted", "boxes, large", "attribute, large"])
 def test_large_tensor_of_a_subclass_is_a_block_of_memory_that_is_used_again(name):
