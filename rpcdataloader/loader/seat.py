@@ -332,6 +332,7 @@ class Seat(WorkerOwner):
             came=not isinstance(error, ConnectError),
             was_refused=worker.was_refused,
             has_retired=worker.retired,
+            by_itself=exited is not None and exited.by_itself,
             task=task,
         )
         self._driver.lost(self.number, loss)
