@@ -75,10 +75,15 @@ class Loss:
     error: RPCError  # exception of its requests
     node_is_up: bool  # True if the session on its node still lives
     came: bool = True  # True if it had started; False if it was unreachable
-    was_refused: bool = False  # True if the node had no room for it
+    refusal: str = ""  # why the node had no room for it, without details that change; empty if it had
     has_retired: bool = False  # True if it has served its share of tasks, and may be replaced
     task: float | None = None  # number of its last task, from its own record; None if unknown
     by_itself: bool = False  # True if user code has ended its process, as another one's would be
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether the node had no room for it."""
+        return bool(self.refusal)
 
 
 class Crew(Generic[N]):
@@ -280,14 +285,13 @@ class Crew(Generic[N]):
         """Report the end of a worker, and what follows; once for a node that is lost with all of its workers."""
         if not loss.node_is_up:
             self._gone.add(worker.node)
-        cause = str(loss.error) if loss.was_refused else ""
         if self.roster.places[worker.place].is_given_up:
             self.say(
                 f"{loss.error}; no other worker starts in its place: {self.num_deaths} have died before any answer"
             )
             return
         if self.roster.is_home_up(worker.place):
-            self.say(f"{loss.error}; another worker starts there", cause=cause)
+            self.say(f"{loss.error}; another worker starts there", cause=loss.refusal)
         else:
             left = [other for other in self.members.values() if other.node not in self._gone]
             news = f"waiting up to {self._options.reconnect_timeout:g} s (reconnect_timeout)"
@@ -295,7 +299,7 @@ class Crew(Generic[N]):
                 news = f"going on with {num_there} of {self.num_wanted} workers"
             elif left:
                 news = f"waiting for {len(left)} of {self.num_wanted} workers"
-            self.say(f"{news}: {loss.error}", cause=cause)
+            self.say(f"{news}: {loss.error}", cause=loss.refusal)
 
     # Nodes
 

@@ -387,13 +387,13 @@ class Pass:
         elif now >= deadline:
             cluster.die(worker, REFUSED)
         elif node.has("refused forks", now) and cluster.random.random() < 0.7:
-            worker.was_refused = True
+            worker.refusal = "it has no room"
             cluster.die(worker, REFUSED)
         elif node.has("full node", now) or node.used >= node.room:
             if now < deadline and worker.keep_waiting():
                 cluster.after(1.0, self.connect, worker, deadline)
             else:
-                worker.was_refused = True
+                worker.refusal = "it has no room"
                 cluster.die(worker, REFUSED)
         elif node.has("flapping node", now) and cluster.random.random() < 0.5:
             cluster.die(worker, REFUSED)

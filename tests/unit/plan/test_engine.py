@@ -170,6 +170,15 @@ def test_workers_that_exit_are_not_waited_for_though_others_have_begun():
     assert engine.failure is EXITED.error
 
 
+def test_a_lack_of_room_is_one_cause_whatever_else_its_text_says():
+    engine = start(["a", "a, b"])
+    engine.act(0.0)
+    for number, name in (1, "a"), (2, "a, b"):
+        error = ConnectError(f"{name} is busy: {number} of 2 connections are in use")
+        engine.worker_lost(number, Loss(error, node_is_up=True, came=False, refusal=f"{name} is busy"))
+    assert [action.cause for action in engine.act(0.0) if isinstance(action, Say)] == ["a is busy", "a, b is busy"]
+
+
 def go_on_beside(loss, until):
     """A pass with a worker at work beside one that is lost before it begins, again and again: lines, and when."""
     engine = start(["a", "a"])
