@@ -120,8 +120,8 @@ class LocalWorker(RemoteWorker):
         self._wait.when_cancelled(channel.transport.shutdown)
         try:
             self._admitted(read_welcome(channel, self._wait))
-        except UnavailableError:
-            self.was_refused = True
+        except UnavailableError as exc:
+            self.refusal = exc.cause
             raise
         return channel
 

@@ -111,7 +111,8 @@ def read_welcome(channel: Channel, deadline: Deadline) -> Welcome:
         if message is None:
             raise ConnectionLostError(f"{channel.name} closed the connection instead of sending WELCOME")
         if message.type == MessageType.BUSY:
-            raise BusyError(f"{channel.name} is busy: {Busy.decode(message.payload).reason}")
+            is_busy = f"{channel.name} is busy"
+            raise BusyError(f"{is_busy}: {Busy.decode(message.payload).reason}", is_busy)
         if message.type == MessageType.REFUSED:
             raise refusal_in(message, "session")
         if message.type == MessageType.ERROR:
@@ -259,6 +260,7 @@ class RemoteWorker:
         name: Name in messages, such as ``worker 3 (pid 123) on node07:6543``.
         machine: Name that its machine gives itself; empty before it is ready.
         purpose: See :class:`WorkerOwner`.
+        refusal: Why its node had no room for it, without details that change; empty if it had.
         draining: True if it takes no further requests, and ends.
         retired: True if it ends because it has done its share of work; its session goes on.
     """
@@ -270,7 +272,7 @@ class RemoteWorker:
         self.name, self.machine = f"worker on {session.name}", ""
         self.pid = 0
         self.number = 0
-        self.was_refused = False
+        self.refusal = ""
         self.retired = False
         self.exited: Exited | None = None
         self.draining = False
@@ -354,10 +356,10 @@ class RemoteWorker:
                 self._wait = room = room or Deadline(self._settings.connect_timeout)
                 reason = f"{exc}; {self.session.held()}" if isinstance(exc, BusyError) else str(exc)
                 if not (is_wanted and (is_coming or self._keep_waiting()) and self._wait.pause(pause)):
-                    self.was_refused = True
+                    self.refusal = exc.cause
                     raise UnavailableError(reason) from None
                 if not is_coming:
-                    self._tell(reason)
+                    self._tell(reason, exc.cause)
                 pause = min(2 * pause, MAX_PAUSE)
             except UnknownSessionError as exc:
                 # Of a session that has ended while the network was cut: the control connection does not know that yet.
@@ -372,8 +374,8 @@ class RemoteWorker:
                 self._admitted(answer)
                 return channel
 
-    def _tell(self, reason: str) -> None:
-        if self._settings.seldom.is_due(reason):
+    def _tell(self, reason: str, cause: str) -> None:
+        if self._settings.seldom.is_due(cause):
             logger.warning("waiting for a worker: %s", reason)
 
     def _admitted(self, answer: Welcome) -> None:
@@ -383,7 +385,8 @@ class RemoteWorker:
         self.session.admitted(self)
 
     def lacks_thread(self, reason: str) -> None:
-        self._tell(f"{self.session.name}: {reason}")
+        reason = f"{self.session.name}: {reason}"
+        self._tell(reason, reason)
 
     def ready(self) -> None:
         self._owner.worker_ready(self)

@@ -20,10 +20,8 @@ class Seldom:
         """Whether to tell of a cause now; if so, it counts as told.
 
         Args:
-            cause: Text, of which only what comes before the first comma or semicolon counts: in a sentence about a
-                lack of room, details that change follow.
+            cause: Text without details that change while it lasts, such as how many connections others hold.
         """
-        cause = cause.partition(", ")[0].partition("; ")[0]
         now = time.monotonic()
         told = {each: at for each, at in self._told.copy().items() if now - at < PERIOD}
         is_due = cause not in told

@@ -286,7 +286,8 @@ def _is_short(dataset: RemoteDataset, session: RemoteSession, error: OSError) ->
     if error.errno not in SHORTAGES or dataset.is_on(session):  # a change raised it
         return False
     dataset.shortages[session] = error.with_traceback(None)
-    if dataset.was_built and _seldom.is_due(text := f"{session.name} has no room for dataset {dataset.name}: {error}"):
+    text = f"{session.name} has no room for dataset {dataset.name}: {error}"
+    if dataset.was_built and _seldom.is_due(f"{session.name}, {dataset.name}: {error.errno}"):
         logger.warning("%s%s; it is asked again", current_partition().label, text)
     return True
 

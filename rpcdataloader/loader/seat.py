@@ -330,8 +330,9 @@ class Seat(WorkerOwner):
             error,
             node_is_up=worker.session.is_ready,
             came=not isinstance(error, ConnectError),
-            was_refused=worker.was_refused,
+            refusal=worker.refusal,
             has_retired=worker.retired,
+            by_itself=exited is not None and exited.by_itself,
             task=task,
         )
         self._driver.lost(self.number, loss)

@@ -22,8 +22,8 @@ from rpcdataloader.plan.roster import FIRST_FULL_PAUSE, FIRST_PAUSE, MAX_FULL_PA
 
 N = TypeVar("N", bound=Hashable)
 
-# Workers in a row that cannot begin, by an exception of user code, after which their node is no longer used. A node
-# whose storage is away for a moment stays.
+# Workers in a row that cannot begin, by an exception or an exit of user code, after which their node is no longer used.
+# A node whose storage is away for a moment stays. After as many that were killed, it rests.
 MAX_FAILED_STARTS = 3
 
 # Missing workers and nodes that a summary names.
@@ -75,9 +75,15 @@ class Loss:
     error: RPCError  # exception of its requests
     node_is_up: bool  # True if the session on its node still lives
     came: bool = True  # True if it had started; False if it was unreachable
-    was_refused: bool = False  # True if the node had no room for it
+    refusal: str = ""  # why the node had no room for it, without details that change; empty if it had
     has_retired: bool = False  # True if it has served its share of tasks, and may be replaced
     task: float | None = None  # number of its last task, from its own record; None if unknown
+    by_itself: bool = False  # True if user code has ended its process, as another one's would be
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether the node had no room for it."""
+        return bool(self.refusal)
 
 
 class Crew(Generic[N]):
@@ -115,7 +121,9 @@ class Crew(Generic[N]):
         self._ask_at: dict[N, float] = {}  # time at which it is asked again
         self.late_at = math.inf
         self._reasons: dict[N, BaseException] = {}  # why each node is unusable
-        self._num_failed: Counter[N] = Counter()  # exceptions of first requests on each node, in a row
+        # Workers that did not begin on each node, in a row: by an exception or an exit, or as they were killed.
+        self._num_failed: Counter[N] = Counter()
+        self._num_killed: Counter[N] = Counter()
         self._has_begun = False  # True once a worker has answered its first request
         self._num_offered = options.num_offered
         # The end
@@ -155,7 +163,7 @@ class Crew(Generic[N]):
         """Note that a worker takes requests; returns the other workers of its place, which are no longer needed."""
         self.is_changed = True
         self._mute.discard(worker.node)
-        if worker.node not in self._ask_at and not self._are_dying:
+        if worker.node not in self._ask_at and not self._is_deadly(worker.node):
             self._full.pop(worker.node, None)
         for other in self.members.values():
             if other.node == worker.node and other.late_at != math.inf and not other.is_sent_away:  # that node answers
@@ -175,6 +183,7 @@ class Crew(Generic[N]):
         """Note that a worker has answered its first request."""
         self._has_begun = True
         self._num_failed.pop(worker.node, None)
+        self._num_killed.pop(worker.node, None)
         if worker.node not in self._ask_at:
             self._full.pop(worker.node, None)
         if self.stuck_since is not None:  # this one counts from now on
@@ -190,19 +199,28 @@ class Crew(Generic[N]):
         """Whether workers die one after the other, before any answer."""
         return self.num_deaths > self._max_deaths
 
+    def _is_deadly(self, node: N) -> bool:
+        """Whether workers die there before they begin, though others may answer."""
+        return self._are_dying or self._num_killed[node] >= MAX_FAILED_STARTS
+
     def start_failed(self, worker: Member[N], error: BaseException) -> bool:
         """Note that a worker's first request raised an exception; returns False if no worker has ever answered."""
         if not self._has_begun:
             return False
         node, reason = worker.node, f"{type(error).__name__}: {error}"
+        if not self._is_given_up(node, error, reason) and self._num_failed[node] < MAX_FAILED_STARTS:
+            self.say(f"a worker on {node} cannot begin, and is replaced: {reason}")
+        return True
+
+    def _is_given_up(self, node: N, error: BaseException, reason: str) -> bool:
+        """Note that user code has let a worker not begin; returns whether its node is no longer used from now on."""
         self._num_failed[node] += 1
         self.is_changed = True
-        if self._num_failed[node] < MAX_FAILED_STARTS:
-            self.say(f"a worker on {node} cannot begin, and is replaced: {reason}")
-        elif not self.roster.is_hopeless(node):
-            self.say(f"{node} is no longer used: {reason}")
-            self._reasons[node] = error
-            self.roster.node_hopeless(node)
+        if self._num_failed[node] < MAX_FAILED_STARTS or self.roster.is_hopeless(node):
+            return False
+        self.say(f"{node} is no longer used: {reason}")
+        self._reasons[node] = error
+        self.roster.node_hopeless(node)
         return True
 
     def open_failed(self, number: int, error: BaseException) -> None:
@@ -225,10 +243,13 @@ class Crew(Generic[N]):
             self._mute.discard(node)
         is_missed = is_needed and not worker.is_sent_away and not (loss.has_retired and loss.node_is_up)
         counts = is_missed and not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused))
+        has_failed = counts and died and not worker.has_begun
         if counts:
             self.num_deaths += 1
+        if has_failed and not loss.by_itself:
+            self._num_killed[node] += 1
         # Workers have begun before, and so may others: what kills them may pass, as a lack of room does.
-        must_rest = counts and died and self._are_dying and self._has_begun
+        must_rest = counts and died and not loss.by_itself and self._has_begun and self._is_deadly(node)
         # One that was sent away while its node was full leaves a place that may be wanted again.
         was_refused = must_rest or (loss.was_refused and not worker.is_sent_away)
         if was_refused and node not in self._ask_at:
@@ -247,6 +268,9 @@ class Crew(Generic[N]):
                 self._reasons[node] = loss.error
             if counts and self._are_dying and not must_rest:
                 self.roster.give_up(place)
+            has_failed = has_failed and loss.by_itself and self._has_begun  # as by an exception
+            if has_failed and self._is_given_up(node, loss.error, told_of(node, loss.error)):
+                return
             # A loop that chooses its number of workers asks for them again and again.
             is_usual = loss.was_refused and self.roster.most is not None
             if not is_usual and (loss.node_is_up or (is_current and node not in self._gone)):
@@ -261,19 +285,21 @@ class Crew(Generic[N]):
         """Report the end of a worker, and what follows; once for a node that is lost with all of its workers."""
         if not loss.node_is_up:
             self._gone.add(worker.node)
-        cause = str(loss.error) if loss.was_refused else ""
         if self.roster.places[worker.place].is_given_up:
             self.say(
                 f"{loss.error}; no other worker starts in its place: {self.num_deaths} have died before any answer"
             )
             return
         if self.roster.is_home_up(worker.place):
-            self.say(f"{loss.error}; another worker starts there", cause=cause)
+            self.say(f"{loss.error}; another worker starts there", cause=loss.refusal)
         else:
-            num_left = sum(other.node not in self._gone for other in self.members.values())
-            limit = f"{self._options.reconnect_timeout:g} s (reconnect_timeout)"
-            news = f"going on with {num_left} of {self.num_wanted} workers" if num_left else f"waiting up to {limit}"
-            self.say(f"{news}: {loss.error}", cause=cause)
+            left = [other for other in self.members.values() if other.node not in self._gone]
+            news = f"waiting up to {self._options.reconnect_timeout:g} s (reconnect_timeout)"
+            if num_there := sum(map(self._is_there, left)):
+                news = f"going on with {num_there} of {self.num_wanted} workers"
+            elif left:
+                news = f"waiting for {len(left)} of {self.num_wanted} workers"
+            self.say(f"{news}: {loss.error}", cause=loss.refusal)
 
     # Nodes
 
@@ -411,7 +437,7 @@ class Crew(Generic[N]):
 
     def _is_there(self, worker: Member[N]) -> bool:
         """Whether a worker has come; and begun, if others die before they do."""
-        return worker.has_joined and (worker.has_begun or not self._are_dying)
+        return worker.has_joined and (worker.has_begun or not self._is_deadly(worker.node))
 
     def tick(self, now: float) -> None:
         """Note that time has passed: ask other nodes as well where one has not answered, and those that had no room."""

@@ -191,7 +191,15 @@ class TlsError(AuthenticationError):
 
 
 class UnavailableError(ConnectError):
-    """A connection cannot be made or served now, for a reason that may pass: try again later."""
+    """A connection cannot be made or served now, for a reason that may pass: try again later.
+
+    Args:
+        cause: The reason without details that change while it lasts; the text by default.
+    """
+
+    def __init__(self, text: str, cause: str = "") -> None:
+        super().__init__(text)
+        self.cause = cause or text
 
 
 class UnknownSessionError(RemoteProtocolError):

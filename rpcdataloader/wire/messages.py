@@ -125,6 +125,11 @@ class Exited(Json):
     batch: int = -1  # the last one begun for a loader, -1 for none
     sample: int = 0  # a number of ``fetch/samples.py``
 
+    @property
+    def by_itself(self) -> bool:
+        """Whether it has called an end, so that another one would, too; with status 0, it has lost its connection."""
+        return self.reason.startswith("exited with status ") and not self.reason.endswith(" 0")
+
 
 @dataclass(frozen=True, slots=True)
 class StackRequest(Json):

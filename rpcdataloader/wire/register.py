@@ -172,8 +172,9 @@ LOOK_TIMEOUT = 1.0
 # After being unusable this many times in a row, a file is not merely being written: one warning.
 PATIENCE = 3
 
-# Files that cannot be used, in a folder that has thousands: how many one look reads, the newest first, as those of
-# servers are renewed; how many have a warning of their own; and how many problems are told by name.
+# Files that cannot be used, in a folder that has thousands: how many one look reads in vain, the newest first, as those
+# of servers are renewed; how many have a warning of their own; and how many problems are told by name. Others may put
+# any number of files there: what owner or mode rule out is not read, and hides no server.
 MAX_UNUSABLE = 100
 MAX_TOLD = 10
 
@@ -326,7 +327,7 @@ class Register(Lookup):
             self._unsure_until = time.monotonic() + _RENEWED_AFTER if is_silent else -math.inf
         problems: dict[str, str] = {}
         usable: dict[str, ServerEntry] = {}
-        num_unusable = 0
+        num_in_vain = 0
         for name, status in sorted(statuses.items(), key=lambda item: item[1].st_mtime, reverse=True):
             file = self._files[name] = (known or {}).get(name) or _File()
             if known is None:
@@ -338,15 +339,17 @@ class Register(Lookup):
             if file.silence > MAX_SILENCE:
                 problems[name] = "its server is silent"
                 continue
-            if num_unusable == MAX_UNUSABLE and file.entry is None:
-                problems[name] = f"{MAX_UNUSABLE} others cannot be used"
-                continue
             try:
-                usable[name] = self._take(name, status, file)
+                check_file(status, _OTHERS_WRITE)
+                if num_in_vain == MAX_UNUSABLE and file.entry is None:
+                    problems[name] = f"{MAX_UNUSABLE} others cannot be used"
+                    continue
+                usable[name] = self._take(name, file)
                 file.num_failures = 0
-            except (OSError, ValueError) as exc:
-                problems[name] = str((isinstance(exc, OSError) and exc.strerror) or exc)
-                num_unusable += 1
+            except (OSError, ValueError, UnsafeFileError) as exc:
+                is_unsafe = isinstance(exc, UnsafeFileError)
+                num_in_vain += file.entry is None and not is_unsafe
+                problems[name] = f"it {exc}" if is_unsafe else str(getattr(exc, "strerror", None) or exc)
                 file.num_failures += 1
                 if file.num_failures == PATIENCE:
                     self._warn_of(name, problems[name])
@@ -390,15 +393,11 @@ class Register(Lookup):
             client_logger.debug("there is no directory %s yet", self.directory)
         return statuses
 
-    def _take(self, name: str, status: os.stat_result, file: _File) -> ServerEntry:
-        try:
-            check_file(status, _OTHERS_WRITE)
-            if (entry := file.entry) is None:
-                path = os.path.join(self.directory, name)
-                data = read_safely(path, _MAX_FILE_BYTES, _OTHERS_WRITE, follow=False)
-                entry = file.entry = ServerEntry.decode(data)
-        except UnsafeFileError as exc:
-            raise ValueError(f"it {exc}") from None
+    def _take(self, name: str, file: _File) -> ServerEntry:
+        if (entry := file.entry) is None:
+            path = os.path.join(self.directory, name)
+            data = read_safely(path, _MAX_FILE_BYTES, _OTHERS_WRITE, follow=False)
+            entry = file.entry = ServerEntry.decode(data)
         if file.is_foreign is None:  # once, as names are resolved
             file.is_foreign = entry.machine != machine_id() and entry.is_for_its_machine_alone
         if file.is_foreign:

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
-from tests.conftest import TIMEOUT_SCALE, close_client, is_running, stat_of, wait_until
+from tests.conftest import AT_ONCE, TIMEOUT_SCALE, close_client, is_running, stat_of, wait_until
 from tests.support import datasets, tasks
 from tests.support.clocks import shorten
 from tests.support.crew import wait_for_crew, workers_of
@@ -286,6 +286,43 @@ def test_pass_goes_on_after_workers_were_killed_one_after_the_other_before_they_
 
     wait_until(kill_all)
     assert [*delivered, *iterator] == list(range(200))
+
+
+def end_if(flag, how, number, worker):
+    """An init function that ends its process once there is a file; perhaps that of one worker alone."""
+    if os.path.exists(flag) and number in (None, worker):
+        if how == "exit":
+            os._exit(7)
+        datasets.end_here(how, 0)
+
+
+def test_workers_that_exit_before_they_begin_are_an_error_soon_though_others_had_begun(tmp_path):
+    flag = tmp_path / "flag"
+    init = functools.partial(end_if, str(flag), "exit", None)
+    iterator = iter(RPCDataloader(datasets.Numbers(200), None, workers="local:2", worker_init_fn=init))
+    delivered = [next(iterator) for _ in range(20)]
+    flag.touch()
+    for worker in workers_of(iterator):
+        os.kill(worker.pid, signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(ConnectionLostError, match="exited with status 7"):
+        delivered += list(iterator)
+    assert time.monotonic() - begun < AT_ONCE
+
+
+class SlowNumbers(datasets.Numbers):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return index
+
+
+@pytest.mark.parametrize(("how", "most"), [("exit", 3), ("SIGKILL", 8)])
+def test_worker_that_ends_before_it_begins_is_not_replaced_without_end_beside_another(tmp_path, caplog, how, most):
+    init = functools.partial(end_if, str(tmp_path), how, 1)
+    loader = RPCDataloader(SlowNumbers(300), None, workers="local:2", worker_init_fn=init)
+    assert list(loader) == list(range(300))
+    told = [message for message in caplog.messages if "exited with" in message or "was killed" in message]
+    assert 0 < len(told) <= most
 
 
 # Batches that end every worker: one error for each, however late, and every other sample once

@@ -165,6 +165,14 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("a node without room is waited for without end", "if worker.node in self._full and not", "if False and not"),
         ("a pass ends though what kills its workers may pass", "must_rest = counts", "must_rest = False"),
         ("workers that die one after the other are waited for without end", "(worker.has_begun or not", "(True or not"),
+        ("workers that exit by themselves are asked for again", "died and not loss.by_itself and", "died and"),
+        (
+            "a node whose workers exit before they begin is used for ever",
+            "if has_failed and self._is_given_up",
+            "if False and self._is_given_up",
+        ),
+        ("workers that are killed before they begin are replaced at once", "or self._num_killed[node] >=", "or 1e9 <"),
+        ("workers that were killed count though others begin", "self._num_killed.pop(worker.node, None)", "pass"),
         (
             "where workers have died, one that begins does not count",
             "if self.stuck_since is not None:  # this",
@@ -181,7 +189,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "not self._has_begun:\n            return",
             "self._num_opened:\n            return",
         ),
-        ("a node whose workers cannot begin is used for ever", "< MAX_FAILED_STARTS:", "< 1e9:"),
+        ("a node whose workers cannot begin is used for ever", "< MAX_FAILED_STARTS or", "< 1e9 or"),
         ("exceptions of first requests count though others begin", "self._num_failed.pop(worker.node, None)", "pass"),
         ("workers that the loop does not want stay", "worker.place in spare and", "False and"),
     ],

@@ -75,7 +75,7 @@ class Worker:
         self.is_busy = True  # with its opening
         self.is_alive = True
         self.is_draining = self.is_lost = self.will_retire = self.retired = self.has_come = self.has_failed = False
-        self.was_refused = False
+        self.refusal = ""
         self.dies_answering = False
         self.hung_until = 0.0
         self.wire = 0.0  # when the last message on its way is there
@@ -103,7 +103,7 @@ class Worker:
     def close(self) -> None:
         cluster = self.crew.cluster
         if self.is_alive and not self.has_come:  # its node may have been full at that moment
-            self.was_refused = cluster.random.random() < 0.3
+            self.refusal = "it has no room" if cluster.random.random() < 0.3 else ""
         cluster.die(self, CLOSED)
 
 

@@ -106,7 +106,7 @@ def _end_draining(cluster: Cluster, node: Node, incarnation: int, fault: Fault) 
 
 
 def _spoil(cluster: Cluster, node: Node, fault: Fault) -> None:
-    """It lets nobody in, or only some or late, or ends some of its workers, or most first requests to them raise."""
+    """It lets nobody in, or only some or late, or ends some of its workers, or first requests raise, exit or kill."""
     node.until[fault.kind] = cluster.now + fault.size * 100 * cluster.scenario.seconds
 
 
@@ -196,6 +196,8 @@ _NODE_FAULTS: dict[str, Callable[[Cluster, Node, Fault], None]] = {
     "broken node": _replace,
     "mute node": _mute,
     "raising node": _spoil,
+    "exiting node": _spoil,
+    "killing node": _spoil,
 }
 _RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
     "pause": _pause,

@@ -102,6 +102,7 @@ class Judge:
         self.has_begun = False  # a worker has answered its first request
         self.has_raised = False  # user code, before any of them has
         self.num_raised: dict[str, int] = {}  # on each node since one has
+        self.num_killed: dict[str, int] = {}  # before they began
         self.members: dict[int, Member] = {}
         self.num_opened = 0
         self.num_deaths = 0
@@ -305,7 +306,7 @@ class Judge:
         member = self.members[number]
         if member.closed:
             return
-        if member.node not in self.full and not self.are_dying:
+        if member.node not in self.full and not self.is_deadly(member.node):
             self.short.discard(member.node)
         member.joined = True
         self._note_gathered()
@@ -337,7 +338,7 @@ class Judge:
         member = self.members[number]
         member.began = now
         member.at_work = self.has_begun = True
-        self.num_raised[member.node] = 0
+        self.num_raised[member.node] = self.num_killed[member.node] = 0
         if member.node not in self.full:
             self.short.discard(member.node)
 
@@ -355,10 +356,13 @@ class Judge:
         self.is_changed = True
         self.has_raised = self.has_raised or not self.has_begun
         if self.has_begun:
-            self.num_raised[member.node] = self.num_raised.get(member.node, 0) + 1
-            if self.num_raised[member.node] >= MAX_RAISED and member.node not in self.hopeless:
-                self.node_hopeless(member.node)
+            self._note_raised(member.node)
         return not self.has_begun
+
+    def _note_raised(self, node: str) -> None:
+        self.num_raised[node] = self.num_raised.get(node, 0) + 1
+        if self.num_raised[node] >= MAX_RAISED and node not in self.hopeless:
+            self.node_hopeless(node)
 
     def worker_draining(self, number: int) -> None:
         member = self.members[number]
@@ -398,17 +402,26 @@ class Judge:
             pass
         elif not is_blamed and (died or (not came and node_is_up and not was_refused)):
             self.num_deaths += 1
-            if self.are_dying and died and self.has_begun:
+            is_early = died and member.began == math.inf
+            if is_early and not loss.by_itself:
+                self.num_killed[member.node] = self.num_killed.get(member.node, 0) + 1
+            if died and self.has_begun and not loss.by_itself and self.is_deadly(member.node):
                 self._had_no_room(member)
             elif self.are_dying:
                 place.closed = True
                 place.is_full = False
                 place.refused.clear()
+            if is_early and loss.by_itself and self.has_begun:
+                self._note_raised(member.node)
 
     @property
     def are_dying(self) -> bool:
         """Whether so many workers have died since the last answer that others wait, or are not asked for."""
         return self.num_deaths > self.max_deaths
+
+    def is_deadly(self, node: str) -> bool:
+        """Whether that is so, or many on a node have died in a row before they began."""
+        return self.are_dying or self.num_killed.get(node, 0) >= MAX_RAISED
 
     def _had_no_room(self, lost: Member) -> None:
         """The node of a lost worker is asked for another one some time later."""
@@ -911,7 +924,7 @@ class Judge:
             self.stuck_since = now
 
     def _has_come(self, member: Member) -> bool:
-        return member.joined and (member.began < math.inf or not self.are_dying)
+        return member.joined and (member.began < math.inf or not self.is_deadly(member.node))
 
     def check_due(self, due: float, now: float) -> None:
         """The consumer waits until then."""

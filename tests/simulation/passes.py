@@ -30,6 +30,7 @@ GONE = ConnectionLostError("it is gone")
 REFUSED = ConnectError("it has no room")
 LATE = ConnectionLostError("it took too long")
 DIED = ConnectionLostError("it was killed by its batch")
+EXITED = ConnectionLostError("it exited with status 1")
 ERROR = ValueError("it does not work")
 UNREACHABLE = ConnectionLostError("it cannot be reached")
 
@@ -386,13 +387,13 @@ class Pass:
         elif now >= deadline:
             cluster.die(worker, REFUSED)
         elif node.has("refused forks", now) and cluster.random.random() < 0.7:
-            worker.was_refused = True
+            worker.refusal = "it has no room"
             cluster.die(worker, REFUSED)
         elif node.has("full node", now) or node.used >= node.room:
             if now < deadline and worker.keep_waiting():
                 cluster.after(1.0, self.connect, worker, deadline)
             else:
-                worker.was_refused = True
+                worker.refusal = "it has no room"
                 cluster.die(worker, REFUSED)
         elif node.has("flapping node", now) and cluster.random.random() < 0.5:
             cluster.die(worker, REFUSED)
@@ -416,6 +417,10 @@ class Pass:
         if (until := worker.hung_until) > self.cluster.now:
             self.cluster.after(until - self.cluster.now, self.started, worker, complete)
             return
+        for kind, error in ("exiting node", EXITED), ("killing node", DIED):
+            if worker.node.has(kind, self.cluster.now) and self.cluster.random.random() < 0.7:
+                self.cluster.die(worker, error)
+                return
         worker.is_busy = False
         if worker.node.has("raising node", self.cluster.now) and self.cluster.random.random() < 0.7:
             worker.has_failed = True
@@ -526,6 +531,8 @@ class Pass:
             if self.cluster.random.random() >= 0.1:
                 place = BETWEEN if self.cluster.random.random() < 0.3 else place
                 worker.exited = Exited(worker.number, 0, "", batch, place)
+        if is_told and error is EXITED:
+            worker.exited = Exited(worker.number, 0, "exited with status 1", *(worker.at or ()))
         worker.owner.worker_lost(worker, error)
         assert worker.number not in self.driver.seats, f"worker {worker.number} is lost, and is kept"
 

@@ -62,6 +62,8 @@ KINDS = {
     "broken node": 0.05,
     "mute node": 0.3,
     "raising node": 0.2,
+    "exiting node": 0.2,
+    "killing node": 0.2,
     "add node": 0.3,
     "remove node": 0.4,
     "want": 0.5,

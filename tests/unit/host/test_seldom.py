@@ -17,12 +17,12 @@ def test_each_cause_is_told_once_per_period(monkeypatch):
     assert not told.is_due("b")
 
 
-def test_details_that_change_are_no_other_cause():
+def test_causes_that_begin_alike_are_told_each():
     told = Seldom()
-    assert told.is_due("node01 is full, 3 of 4 workers are of others; this process has 1")
-    assert not told.is_due("node01 is full, 2 of 4 workers are of others; this process has 2")
-    assert not told.is_due("node01 is full; this process has 4")
-    assert told.is_due("node02 is full, 3 of 4 workers are of others; this process has 1")
+    assert told.is_due("no room for dataset faces, train: [Errno 11]")
+    assert told.is_due("no room for dataset faces, train: [Errno 24]")
+    assert told.is_due("no room for dataset faces, test: [Errno 24]")
+    assert not told.is_due("no room for dataset faces, train: [Errno 11]")
 
 
 def test_any_number_of_causes_takes_no_more_memory(monkeypatch):

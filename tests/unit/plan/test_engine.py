@@ -143,6 +143,106 @@ def test_workers_that_die_when_others_have_begun_are_asked_for_with_pauses_until
     assert engine.failure is KILLED.error
 
 
+EXITED = Loss(ConnectionLostError("it exited with status 1"), node_is_up=True, by_itself=True)
+
+
+def test_workers_that_exit_are_not_waited_for_though_others_have_begun():
+    engine = start(["a", "a"], max_retries=1)
+    engine.table.add_task("task")
+    engine.act(0.0)
+    for number in 1, 2:
+        engine.worker_ready(number, 0.0)
+        engine.worker_at_work(number, 0.0)
+    engine.worker_lost(1, KILLED)
+    engine.worker_lost(2, KILLED)
+    told = told_by(engine, 0.0)
+    for number in 3, 4:
+        engine.worker_ready(number, 0.0)
+        engine.worker_lost(number, EXITED)
+    told += told_by(engine, 0.0)
+    engine.tick(0.0)
+    assert told == [
+        "it was killed; another worker starts there",
+        "it was killed; another worker starts there",
+        "it exited with status 1; no other worker starts in its place: 3 have died before any answer",
+        "it exited with status 1; no other worker starts in its place: 4 have died before any answer",
+    ]
+    assert engine.failure is EXITED.error
+
+
+def test_a_lack_of_room_is_one_cause_whatever_else_its_text_says():
+    engine = start(["a", "a, b"])
+    engine.act(0.0)
+    for number, name in (1, "a"), (2, "a, b"):
+        error = ConnectError(f"{name} is busy: {number} of 2 connections are in use")
+        engine.worker_lost(number, Loss(error, node_is_up=True, came=False, refusal=f"{name} is busy"))
+    assert [action.cause for action in engine.act(0.0) if isinstance(action, Say)] == ["a is busy", "a, b is busy"]
+
+
+def go_on_beside(loss, until):
+    """A pass with a worker at work beside one that is lost before it begins, again and again: lines, and when."""
+    engine = start(["a", "a"])
+    engine.act(0.0)
+    engine.worker_ready(1, 0.0)
+    engine.worker_at_work(1, 0.0)
+    now, told, times, opened = 0.0, [], [], [2]
+    while now < until and len(times) < 20:
+        for number in opened:
+            times.append(now)
+            engine.worker_ready(number, now)
+            engine.worker_lost(number, loss)
+        engine.table.add_task("task")
+        actions = engine.act(now)
+        for action in actions:
+            if isinstance(action, Load):
+                engine.answered(1, action.number, size_bytes=1, task_seconds=0.1, now=now)
+        told += [action.text for action in actions if isinstance(action, Say)]
+        opened = [action.worker for action in actions if isinstance(action, Open)]
+        if not opened:
+            now = min(until, engine.due(now))
+            engine.tick(now)
+            opened = [action.worker for action in engine.act(now) if isinstance(action, Open)]
+    assert engine.failure is None
+    return told, times
+
+
+def test_a_worker_that_is_killed_before_it_begins_is_replaced_with_pauses_while_another_is_at_work():
+    told, times = go_on_beside(KILLED, 100.0)
+    assert times == [0.0, 0.0, 0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0]
+    assert told[1:4] == [
+        "it was killed; another worker starts there",
+        "going on with 1 of 2 workers: it was killed",
+        "going on with 1 of 2 workers: it was killed",
+    ]
+
+
+def test_a_worker_that_exits_before_it_begins_is_replaced_a_few_times_while_another_is_at_work():
+    told, times = go_on_beside(EXITED, 100.0)
+    assert times == [0.0, 0.0, 0.0]
+    assert told == ["it exited with status 1; another worker starts there"] * 2 + [
+        "a is no longer used: it exited with status 1"
+    ]
+
+
+def test_workers_that_have_not_begun_do_not_go_on_while_others_die():
+    engine = start(["a", "a"], max_retries=1)
+    engine.table.add_task("task")
+    engine.act(0.0)
+    engine.worker_ready(1, 0.0)
+    engine.worker_at_work(1, 0.0)
+    told = []
+    for number in 1, 2, 3, 4:
+        engine.worker_ready(number, 0.0)
+        engine.worker_lost(number, KILLED)
+        told += told_by(engine, 0.0)
+    assert told == [
+        "it was killed; another worker starts there",
+        "it was killed; another worker starts there",
+        "waiting for 1 of 2 workers: it was killed",
+        "waiting up to 300 s (reconnect_timeout): it was killed",
+    ]
+
+
 def test_a_worker_that_begins_where_others_have_died_goes_on():
     engine = start(["a"], max_retries=1, reconnect_timeout=10.0)
     engine.table.add_task("task")

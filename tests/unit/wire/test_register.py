@@ -127,6 +127,28 @@ def test_folder_with_thousands_of_other_files_costs_a_few_lines_and_reads_at_eac
     assert register.problems[str(tmp_path)] == f"{500 - MAX_TOLD} more files there are not used"
 
 
+def test_files_that_others_have_put_there_hide_no_server(tmp_path, register):
+    write(tmp_path, known := server("a"))
+    assert found(register) == (known,)
+    for number in range(2 * MAX_UNUSABLE):
+        path = tmp_path / f"{number}.server.json"
+        path.touch()
+        path.chmod(0o666)
+    path.unlink()
+    (tmp_path / "link.server.json").symlink_to("/etc/passwd")
+    age(write(tmp_path, new := server("b", 2.0)), 1)
+    assert found(register) == (known, new)
+
+
+def test_servers_that_only_other_machines_reach_hide_no_server(tmp_path, register):
+    for number in range(2 * MAX_UNUSABLE):
+        address = Address("127.0.0.1", 1024 + number)
+        write(tmp_path, server("elsewhere", address=address, machine="~"), str(number))
+    register.look()  # they are known from now on
+    age(write(tmp_path, new := server("b")), 1)
+    assert found(register) == (new,)
+
+
 LOCAL = [Address(host, 6543) for host in ("127.0.0.1", "127.0.1.1", "::1", "fe80::1", "localhost", "name.of.this.host")]
 
 
