@@ -61,7 +61,7 @@ class StreamState(NamedTuple):
     ended: bool = False  # True if the last batch met the end: it was incomplete
     # Digest of some of the samples taken; None if they cannot be compared, or need not, as ``state`` has the position.
     digest: int | None = None
-    # Number of samples taken when ``state`` was: before the last batch, as the state of a stream's end may be that of its
+    # Number of samples taken when ``state`` was: before the last batch, as that of a stream's end may be that of its
     # next beginning, and nothing tells the end before another sample is asked for.
     at: int = 0
 
