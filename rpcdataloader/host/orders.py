@@ -49,7 +49,7 @@ def orders_in(module: str, namespace: Mapping[str, Any], key: bytes, prefix: str
     """
     found: dict[str, Order] = {}
     for name, value in list(namespace.items()):
-        if isinstance(value, type):
+        if issubclass(type(value), type):  # a proxy would make what it stands for, to tell its class
             if value.__module__ == module and value.__qualname__ == prefix + name:
                 found |= orders_in(module, vars(value), key, f"{prefix}{name}.")
         elif type(value) in _CONTAINERS and not (name.startswith("__") and name.endswith("__")):
@@ -60,7 +60,8 @@ def orders_in(module: str, namespace: Mapping[str, Any], key: bytes, prefix: str
 def _orders_of(name: str, value: Any, key: bytes) -> Iterator[tuple[str, Order]]:
     try:
         order = _order_of(value, key)
-    except (TypeError, OverflowError, RuntimeError):  # it has other parts, or too many, or a thread changes it
+    except (TypeError, OverflowError, RuntimeError, ValueError):
+        # It has other parts, or too many, or too many digits, or a thread changes it.
         return
     if len(value) > 1:
         yield name, order

@@ -534,7 +534,7 @@ def _may_change(kind: Any) -> bool:
     """Whether objects of a class may change, so that it matters which of them is meant."""
     has_name = issubclass(kind, _SAME_EVERYWHERE) or (kind in _CLOUDPICKLE_TABLE and kind is not types.CellType)
     # What has a hash of its content is a value; but in a class of the user, that may be the hash of a name.
-    is_of_user = bool(kind.__dictoffset__) and kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+    is_of_user = bool(kind.__dictoffset__) and str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names
     return not has_name and (is_of_user or kind.__hash__ in (None, object.__hash__))
 
 
