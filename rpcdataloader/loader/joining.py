@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rpcdataloader.fetch.collate import is_named_tuple
 from rpcdataloader.wire.slabs import PinnedAllocator
@@ -29,15 +31,20 @@ def join(parts: Sequence[tuple[Any, Any]], pinned: PinnedAllocator | None, movab
     batches = [batch for _kind, batch in parts]
     columns: list[list[torch.Tensor]] = []
     _join(batches, columns.append)
-    shapes = [(column[0].dtype, (sum(map(len, column)), *column[0].shape[1:])) for column in columns]
-    index, sizes = plan(shapes)
+    index, sizes = plan([(column[0].dtype, (sum(map(len, column)), *column[0].shape[1:])) for column in columns])
     empty = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
     memory = [empty(size) if pinned is None else pinned.allocate(size).tensor for size in sizes]
     tensors = rebuild(index, memory, in_place=pinned is not None) if movable is None else movable.rebuild(index, memory)
     for tensor, column in zip(tensors, columns, strict=True):
-        torch.cat(column, out=tensor)
+        # Not by torch.cat: this thread receives the replies of one worker, and OpenMP would start threads for each of
+        # these, one less than this machine has cores, which stay for as long.
+        np.concatenate([_bytes_of(part) for part in column], out=_bytes_of(tensor))
     following = iter(tensors)
     return _join(batches, lambda _column: next(following))
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _join(batches: list[Any], join_tensors: Callable[[list[torch.Tensor]], Any]) -> Any:

@@ -195,9 +195,8 @@ class Seat(WorkerOwner):
 
     def enqueue(self, load: Load, begun: Pass) -> None:
         """Queue a task; with the pass's condition, so that the order is that of the decisions."""
-        task = load.payload
-        sent = Sent(task, load.number, begun)
-        if (drawn := task.probe) is not None:
+        sent = Sent(load.payload, load.number, begun)
+        if (drawn := sent.task.probe) is not None:
             sent.probe = Probe(drawn.number, drawn.draw, drawn.added, self._driver.now())
         self._queue.append(sent)
 

@@ -11,7 +11,7 @@ nodes that could not be reached within that time are mute, too.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -121,9 +121,8 @@ class Crew(Generic[N]):
         self._ask_at: dict[N, float] = {}  # time at which it is asked again
         self.late_at = math.inf
         self._reasons: dict[N, BaseException] = {}  # why each node is unusable
-        # Workers that did not begin on each node, in a row: by an exception or an exit, or as they were killed.
-        self._num_failed: Counter[N] = Counter()
-        self._num_killed: Counter[N] = Counter()
+        # Workers that did not begin on each node, in a row: those that "failed" by themselves, or were "killed".
+        self._not_begun: defaultdict[N, Counter[str]] = defaultdict(Counter)
         self._has_begun = False  # True once a worker has answered its first request
         self._num_offered = options.num_offered
         # The end
@@ -182,8 +181,7 @@ class Crew(Generic[N]):
     def worker_began(self, worker: Member[N]) -> None:
         """Note that a worker has answered its first request."""
         self._has_begun = True
-        self._num_failed.pop(worker.node, None)
-        self._num_killed.pop(worker.node, None)
+        self._not_begun.pop(worker.node, None)
         if worker.node not in self._ask_at:
             self._full.pop(worker.node, None)
         if self.stuck_since is not None:  # this one counts from now on
@@ -201,22 +199,22 @@ class Crew(Generic[N]):
 
     def _is_deadly(self, node: N) -> bool:
         """Whether workers die there before they begin, though others may answer."""
-        return self._are_dying or self._num_killed[node] >= MAX_FAILED_STARTS
+        return self._are_dying or self._not_begun[node]["killed"] >= MAX_FAILED_STARTS
 
     def start_failed(self, worker: Member[N], error: BaseException) -> bool:
         """Note that a worker's first request raised an exception; returns False if no worker has ever answered."""
         if not self._has_begun:
             return False
         node, reason = worker.node, f"{type(error).__name__}: {error}"
-        if not self._is_given_up(node, error, reason) and self._num_failed[node] < MAX_FAILED_STARTS:
+        if not self._is_given_up(node, error, reason) and self._not_begun[node]["failed"] < MAX_FAILED_STARTS:
             self.say(f"a worker on {node} cannot begin, and is replaced: {reason}")
         return True
 
     def _is_given_up(self, node: N, error: BaseException, reason: str) -> bool:
         """Note that user code has let a worker not begin; returns whether its node is no longer used from now on."""
-        self._num_failed[node] += 1
+        self._not_begun[node]["failed"] += 1
         self.is_changed = True
-        if self._num_failed[node] < MAX_FAILED_STARTS or self.roster.is_hopeless(node):
+        if self._not_begun[node]["failed"] < MAX_FAILED_STARTS or self.roster.is_hopeless(node):
             return False
         self.say(f"{node} is no longer used: {reason}")
         self._reasons[node] = error
@@ -247,7 +245,7 @@ class Crew(Generic[N]):
         if counts:
             self.num_deaths += 1
         if has_failed and not loss.by_itself:
-            self._num_killed[node] += 1
+            self._not_begun[node]["killed"] += 1
         # Workers have begun before, and so may others: what kills them may pass, as a lack of room does.
         must_rest = counts and died and not loss.by_itself and self._has_begun and self._is_deadly(node)
         # One that was sent away while its node was full leaves a place that may be wanted again.
@@ -417,8 +415,7 @@ class Crew(Generic[N]):
                 wanted.append(worker)
                 self._out.append(Open(number, place, node))
         self._ask_at = {node: now + self._full[node] if at == math.inf else at for node, at in self._ask_at.items()}
-        pauses = self.roster.pauses
-        self._sought = {node: self._sought.get(node, now + pause + limit) for node, pause in pauses.items()}
+        self._sought = {node: self._sought.get(node, now + pause + limit) for node, pause in self.roster.pauses.items()}
         times = *self._sought.values(), *self._ask_at.values(), *(worker.late_at for worker in wanted)
         self.late_at = min(times, default=math.inf)
         if not self._is_stuck(wanted):

@@ -207,8 +207,7 @@ class Clients:
         number = client.last_number + 1
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as handed:
             row, descriptors = self._counters.row(0), [sock.fileno()]
-            busy = None if self.is_draining else self._busy(client)
-            reason = "the node server is draining" if self.is_draining else busy
+            reason = "the node server is draining" if self.is_draining else self._busy(client)
             if reason is None:
                 try:
                     output, theirs = os.pipe()
@@ -227,7 +226,8 @@ class Clients:
                 client.workers[number] = row
                 self._add_output(client, output, f"worker {number}")
                 logger.debug("worker %d of %s has come from %s", number, client.name, peer)
-            elif self._seldom.is_due(f"{client.name}: {'busy' if busy else reason}"):  # it asks every second
+            # While it waits, it asks every second; who holds the other connections changes meanwhile.
+            elif self._seldom.is_due(f"{client.name}: {'busy' if self._busy(client) else reason}"):
                 self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
             return True
 

@@ -171,8 +171,11 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "if has_failed and self._is_given_up",
             "if False and self._is_given_up",
         ),
-        ("workers that are killed before they begin are replaced at once", "or self._num_killed[node] >=", "or 1e9 <"),
-        ("workers that were killed count though others begin", "self._num_killed.pop(worker.node, None)", "pass"),
+        (
+            "workers that are killed before they begin are replaced at once",
+            'or self._not_begun[node]["killed"] >=',
+            "or 1e9 <",
+        ),
         (
             "where workers have died, one that begins does not count",
             "if self.stuck_since is not None:  # this",
@@ -190,7 +193,7 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "self._num_opened:\n            return",
         ),
         ("a node whose workers cannot begin is used for ever", "< MAX_FAILED_STARTS or", "< 1e9 or"),
-        ("exceptions of first requests count though others begin", "self._num_failed.pop(worker.node, None)", "pass"),
+        ("exceptions of first requests count though others begin", "self._not_begun.pop(worker.node, None)", "pass"),
         ("workers that the loop does not want stay", "worker.place in spare and", "False and"),
     ],
     "plan.engine": [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -165,6 +167,26 @@ def test_small_tensors_share_slabs_of_a_limited_size():
     assert all(size <= MAX_SLAB_BYTES for size in sizes[40:])
     assert sum(sizes[40:]) >= 40 * (40_000 + 24)
     assert len(sizes) == len(index.large) + len(index.slabs)
+
+
+def test_threads_that_join_parts_start_no_others():
+    """Each would have some of its own, for its life."""
+    parts = make_parts([torch.full((100_000,), number) for number in range(NUM)], (4,))
+    torch.set_num_threads(2 + (before := torch.get_num_threads()))
+    started = []
+
+    def run():
+        threads = set(os.listdir("/proc/self/task"))
+        join(parts, None)
+        started.append(set(os.listdir("/proc/self/task")) - threads)
+
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert started == [set()]
 
 
 def test_parts_that_came_in_another_form_are_not_joined():
