@@ -162,7 +162,8 @@ class Frozen:
         self.definitions = definitions  # of the script, which it needs, as they were then
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return load_whole, (pickle.PickleBuffer(self.pickled),)
+        # In band, whatever its size: no code authenticates the blocks of a reply, and these bytes are unpickled.
+        return load_whole, (self.pickled,)
 
 
 def make_packed_sequence(data: torch.Tensor, batch_sizes: list[int], *order: torch.Tensor | None) -> PackedSequence:

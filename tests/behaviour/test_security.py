@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
-from rpcdataloader import RPCDataset, rpc_async
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
 from tests.conftest import TIMEOUT_SCALE, close_client, wait_until
 from tests.support.clocks import in_server
@@ -102,6 +103,77 @@ def test_altered_message_is_never_loaded(server, trace, direction, connection, t
     server.logged(rf"{r'worker 1]' if connection else 'the session ends:'} .*({NOTICED})")
     if connection:  # what the worker noticed reaches the client on its control connection
         assert re.search(rf"worker 1 .* gave up: .*({NOTICED})", str(raised.value)), raised.value
+
+
+class Large:
+    """An object of 64 KiB and more whose class says nothing of how it is pickled."""
+
+    def __init__(self):
+        self.numbers = list(range(1 << 16))
+
+
+class Shuffled(IterableDataset):
+    """A stream with a large state."""
+
+    def __iter__(self):
+        yield from range(4)
+
+    def state_dict(self):
+        return vars(Large())
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Objects(IterableDataset):
+    def __iter__(self):
+        yield Large()
+
+
+class Boxes(torch.Tensor):
+    pass
+
+
+class WithAttributes(Dataset):
+    """A large tensor with large attributes."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        tensor = torch.zeros(1 << 16).as_subclass(Boxes)
+        tensor.boxes = Large().numbers
+        return tensor
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Shuffled(), {"batch_size": 2}),
+        (Objects(), {"batch_size": 1, "transform": lambda large: len(large.numbers)}),
+        (WithAttributes(), {"batch_size": None}),
+    ],
+    ids=["state", "raw samples", "attributes"],
+)
+def test_altered_blocks_of_replies_are_never_unpickled(server, trace, dataset, options):
+    """No code authenticates them."""
+    bomb = pickle.dumps(Bomb(trace), protocol=4)
+    num_pickles = 0
+
+    def plant(direction, _connection, _number, frame):
+        nonlocal num_pickles
+        at = frame.blocks.find(b"\x80\x05\x95")  # the first bytes of a pickle
+        if direction == "up" or at < 0:
+            return [frame]
+        num_pickles += 1
+        blocks = frame.blocks
+        return [replace(frame, blocks=blocks[:at] + bomb + blocks[at + len(bomb) :])]
+
+    with Proxy(server.address, plant) as proxy:
+        with contextlib.suppress(RPCError, AttributeError):
+            list(RPCDataloader(dataset, workers=proxy.address, num_workers=1, **options))
+        close_client()
+    assert (num_pickles, num_loaded(trace)) == (0, 0)
 
 
 # --- servers that are none
