@@ -146,7 +146,7 @@ class Driver:
         begun.progress.is_midway = True
         with self.condition:
             self.ahead, self.taken, self.is_complete = None, None, False
-            # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
+            # Before the pass, see :meth:`_opening`.
             self.streams = list(begun.progress.streams)
             self.begun = begun
             now = self.now()
@@ -420,8 +420,9 @@ class Driver:
 
     def _opening(self, action: Open) -> Opening:
         """Make the first request to a worker, for the present epoch."""
+        begun = self.begun  # before the streams: if another epoch begins in between, this request is not sent
         stream = self.streams[action.place] if self.streams else None
-        return self.executor.opening(self.begun, action.place, stream, action.node)
+        return self.executor.opening(begun, action.place, stream, action.node)
 
     def _open(self, action: Open) -> None:
         """Request a worker, if its node is still up."""
