@@ -401,8 +401,10 @@ class Driver:
                     if (seat := self.seats.get(action.worker)) is not None:  # otherwise lost, or not requested yet
                         seat.worker.close()
                 case Restart():
-                    # The consumer draws for this epoch when all workers know of it.
-                    if (seat := self.seats.get(action.worker)) is not None:
+                    # The consumer draws for this epoch when all workers know of it. One that another thread has opened
+                    # since it began knows already: told again, its dataset would count another epoch.
+                    seat = self.seats.get(action.worker)
+                    if seat is not None and seat.opened_for is not todo.begun:
                         seat.restart(self.executor.restarting(todo.begun, seat.worker))
                 case End():
                     ends.append(action)
@@ -442,7 +444,7 @@ class Driver:
                     is_wanted = member is not None and not member.is_closed
                     if is_wanted and (session := self.executor.session(action.node)) is not None:
                         # With the condition: the worker is ready only after its first request was sent.
-                        seat = Seat(self, action.worker)
+                        seat = Seat(self, action.worker, opening.begun)
                         try:
                             seat.worker = self.executor.open(session, opening, seat, self.is_alone)
                         except ConnectionLostError as exc:
