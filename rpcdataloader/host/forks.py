@@ -27,6 +27,7 @@ class Part(enum.Enum):
     POOLS = "of memory begin empty in a child (wire/slabs.py)"
     SOURCES = "of the script are noted under a lock: a child gets one of its own (host/sources.py)"
     CONNECTIONS = "are closed in a child (wire/transport.py)"
+    LOCKS = "of passes and their records are free in a child, unless the thread that forks has them (host/locks.py)"
 
 
 _before: dict[Part, Callable[[], object]] = {}

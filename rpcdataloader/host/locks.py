@@ -10,7 +10,10 @@ from __future__ import annotations
 import operator
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
+
+from rpcdataloader.host.forks import Part, at_fork
 
 if TYPE_CHECKING:
     from threading import _RLock as RLock
@@ -26,6 +29,25 @@ class Lock(RLock):  # type: ignore[misc]  # which is final in typeshed alone
 
         def __enter__(self) -> Any:  # type: ignore[override]  # there, typeshed has `acquire` itself
             return self.taken
+
+
+# Of objects that the children of forks may use.
+_inherited: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def inherited(lock: Lock) -> Lock:
+    """Let each child of a fork find a lock free that another thread of its parent has; returns the lock."""
+    _inherited.add(lock)
+    return lock
+
+
+def _free_in_child() -> None:
+    for lock in list(_inherited):
+        if not lock._is_owned():  # type: ignore[attr-defined]  # typeshed lacks both
+            lock._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+at_fork(Part.LOCKS, in_child=_free_in_child)
 
 
 class Condition(threading.Condition):
