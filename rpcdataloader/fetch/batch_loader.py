@@ -6,11 +6,12 @@ Runs in a worker, or in the trainer's own process for ``workers="inline"``.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,7 @@ from rpcdataloader.fetch.samples import (
     whereabouts,
 )
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
-from rpcdataloader.host.forks import Part, at_fork
-from rpcdataloader.host.locks import Condition
+from rpcdataloader.host.locks import Condition, inherited
 from rpcdataloader.host.process import ThreadSettings
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
@@ -362,6 +362,11 @@ class _Load:
 
     thread: int
     restore: Callable[[], None]
+    process: int = field(default_factory=os.getpid)
+
+    def waits_for(self, other: _Load) -> bool:
+        """Whether that is another thread's, and not one that a child of a fork knows of."""
+        return self.thread != other.thread and self.process == other.process
 
 
 class _Loads:
@@ -371,7 +376,7 @@ class _Loads:
     """
 
     def __init__(self) -> None:
-        self._condition = Condition()
+        self._condition = inherited(Condition())
         self._loads: list[_Load] = []  # one inside the other, or of several threads
         self._waits = True  # until it was in vain
 
@@ -379,7 +384,7 @@ class _Loads:
         """Note the state of the process, when no other thread loads, or has for long."""
         is_told, end = False, time.monotonic() + _PATIENCE
         with self._condition:
-            while self._waits and self._loads and load.thread not in [other.thread for other in self._loads]:
+            while self._waits and self._loads and all(map(load.waits_for, self._loads)):
                 if end <= (now := time.monotonic()):
                     self._waits, is_told = False, True
                 else:
@@ -403,14 +408,6 @@ class _Loads:
 
 
 _loads = _Loads()
-
-
-def _forget_in_child() -> None:
-    global _loads
-    _loads = _Loads()
-
-
-at_fork(Part.INLINE, in_child=_forget_in_child)
 
 
 def _present_state() -> Callable[[], None]:

@@ -22,7 +22,6 @@ class Part(enum.Enum):
     DATASETS = "of nodes belong to the parent (client/datasets.py)"
     CLIENT = "of the parent: a child gets one of its own (client/client.py)"
     LOGS = "for a client are sent by the parent (server/logs.py)"
-    INLINE = "loading in this process: a child waits for no thread of the parent (fetch/batch_loader.py)"
     SHARED_MEMORY = "stays as it is while a child may read it (wire/shared.py)"
     POOLS = "of memory begin empty in a child (wire/slabs.py)"
     SOURCES = "of the script are noted under a lock: a child gets one of its own (host/sources.py)"

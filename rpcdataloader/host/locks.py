@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rpcdataloader.host.forks import Part, at_fork
 
@@ -29,25 +29,6 @@ class Lock(RLock):  # type: ignore[misc]  # which is final in typeshed alone
 
         def __enter__(self) -> Any:  # type: ignore[override]  # there, typeshed has `acquire` itself
             return self.taken
-
-
-# Of objects that the children of forks may use.
-_inherited: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def inherited(lock: Lock) -> Lock:
-    """Let each child of a fork find a lock free that another thread of its parent has; returns the lock."""
-    _inherited.add(lock)
-    return lock
-
-
-def _free_in_child() -> None:
-    for lock in list(_inherited):
-        if not lock._is_owned():  # type: ignore[attr-defined]  # typeshed lacks both
-            lock._at_fork_reinit()  # type: ignore[attr-defined]
-
-
-at_fork(Part.LOCKS, in_child=_free_in_child)
 
 
 class Condition(threading.Condition):
@@ -90,3 +71,23 @@ class Event(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self._cond = Condition()
+
+
+# Of objects that the children of forks may use.
+_inherited: weakref.WeakSet[Lock | Condition] = weakref.WeakSet()
+
+_Inherited = TypeVar("_Inherited", Lock, Condition)
+
+
+def inherited(lock: _Inherited) -> _Inherited:
+    """Let each child of a fork find a lock free that another thread of its parent has; returns the lock."""
+    _inherited.add(lock)
+    return lock
+
+
+def _free_in_child() -> None:
+    for lock in [lock for lock in _inherited if not lock._is_owned()]:  # type: ignore[union-attr]  # of all locks
+        lock._at_fork_reinit()  # type: ignore[union-attr]
+
+
+at_fork(Part.LOCKS, in_child=_free_in_child)

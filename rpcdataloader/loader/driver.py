@@ -422,9 +422,9 @@ class Driver:
 
     def _opening(self, action: Open) -> Opening:
         """Make the first request to a worker, for the present epoch."""
-        begun = self.begun  # before the streams: if another epoch begins in between, this request is not sent
-        stream = self.streams[action.place] if self.streams else None
-        return self.executor.opening(begun, action.place, stream, action.node)
+        # In this order: if another epoch begins in between, the request of the last one is not sent.
+        begun, streams = self.begun, self.streams
+        return self.executor.opening(begun, action.place, streams[action.place] if streams else None, action.node)
 
     def _open(self, action: Open) -> None:
         """Request a worker, if its node is still up."""

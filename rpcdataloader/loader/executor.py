@@ -97,8 +97,7 @@ class Executor:
     def __init__(
         self, settings: PassSettings, dataset: RemoteDataset, placement: Placement, here: Here | None = None
     ) -> None:
-        self.condition = Condition()
-        inherited(self.condition.lock)
+        self.condition = inherited(Condition())
         self._client = get_client()
         self.name = dataset.name
         self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)
