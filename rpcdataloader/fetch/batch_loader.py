@@ -6,10 +6,12 @@ Runs in a worker, or in the trainer's own process for ``workers="inline"``.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +35,7 @@ from rpcdataloader.fetch.samples import (
     whereabouts,
 )
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
-from rpcdataloader.host.forks import Part, at_fork
-from rpcdataloader.host.locks import Lock
+from rpcdataloader.host.locks import Condition, inherited
 from rpcdataloader.host.process import ThreadSettings
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
@@ -347,15 +348,85 @@ def _pause(num_retries: int, what: str, error: BaseException) -> None:
     time.sleep(delay)
 
 
-_inline_lock = Lock()
+# Seconds that a thread which loads in this process lets another one finish first. Longer, and that one may be waiting
+# for this one: a thread of its dataset that loops over a loader.
+_PATIENCE = 5.0
+
+TOGETHER = (
+    "two threads load in this process, of which one may wait for the other, so they go on at the same time, and from "
+    "now on share the random generators, as with torch's loader"
+)
 
 
-def _forget_in_child() -> None:
-    global _inline_lock
-    _inline_lock = Lock()
+@dataclass(eq=False)
+class _Load:
+    """A batch that is loaded in this process, and what restores the state that its thread has found."""
+
+    thread: int
+    restore: Callable[[], None]
+    process: int = field(default_factory=os.getpid)
+
+    def waits_for(self, other: _Load) -> bool:
+        """Whether that is another thread's, and not one that a child of a fork knows of."""
+        return self.thread != other.thread and self.process == other.process
 
 
-at_fork(Part.INLINE, in_child=_forget_in_child)
+class _Loads:
+    """The batches that are loaded in this process: by one thread after the other, as loading changes its state.
+
+    What is restored at the end is right in any order: who ends before a later one leaves that to it.
+    """
+
+    def __init__(self) -> None:
+        self._condition = inherited(Condition())
+        self._loads: list[_Load] = []  # one inside the other, or of several threads
+        self._waits = True  # until it was in vain
+
+    def begin(self, load: _Load) -> None:
+        """Note the state of the process, when no other thread loads, or has for long."""
+        is_told, end = False, time.monotonic() + _PATIENCE
+        with self._condition:
+            while self._waits and self._loads and all(map(load.waits_for, self._loads)):
+                if end <= (now := time.monotonic()):
+                    self._waits, is_told = False, True
+                else:
+                    self._condition.wait(end - now)
+            load.restore = _present_state()
+            self._loads.append(load)
+        if is_told:
+            logger.warning(TOGETHER)
+
+    def end(self, load: _Load) -> None:
+        """Restore that state, unless it was not noted."""
+        with self._condition:
+            if load in self._loads:
+                place = self._loads.index(load)
+                del self._loads[place]
+                if place < len(self._loads):
+                    self._loads[place].restore = load.restore
+                else:
+                    load.restore()
+                self._condition.notify_all()
+
+
+_loads = _Loads()
+
+
+def _present_state() -> Callable[[], None]:
+    """Return a function that restores what loading changes in the trainer's process."""
+    restore_generators = seeding.present_state()
+    worker_info = torch_worker._worker_info
+    collate_tensors = default_collate_fn_map[torch.Tensor]
+    # Of a worker whose dataset has a loader.
+    batch, sample, fetched = whereabouts.batch[0], whereabouts.sample[0], whereabouts.fetched
+
+    def restore() -> None:
+        whereabouts.batch[0], whereabouts.sample[0], whereabouts.fetched = batch, sample, fetched
+        torch_worker._worker_info = worker_info
+        default_collate_fn_map[torch.Tensor] = collate_tensors
+        restore_generators()
+
+    return restore
 
 
 @contextmanager
@@ -364,16 +435,10 @@ def _trainer_restored() -> Iterator[None]:
 
     A worker keeps worker info and collate function between batches, also for threads of the dataset.
     """
-    # The process's state is changed: two threads that load at the same time would restore it for each other.
-    with _inline_lock, seeding.generators_restored():
-        worker_info = torch_worker._worker_info
-        collate_tensors = default_collate_fn_map[torch.Tensor]
-        # Of a worker whose dataset has a loader.
-        batch, sample, fetched = whereabouts.batch[0], whereabouts.sample[0], whereabouts.fetched
+    loads, load = _loads, _Load(threading.get_ident(), lambda: None)
+    try:
+        loads.begin(load)
         whereabouts.fetched = None
-        try:
-            yield
-        finally:
-            whereabouts.batch[0], whereabouts.sample[0], whereabouts.fetched = batch, sample, fetched
-            torch_worker._worker_info = worker_info
-            default_collate_fn_map[torch.Tensor] = collate_tensors
+        yield
+    finally:
+        loads.end(load)

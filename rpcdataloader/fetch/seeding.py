@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -114,13 +114,23 @@ def end_sample() -> None:
     _current = None
 
 
+def present_state() -> Callable[[], None]:
+    """Return a function that sets the three global generators, and :func:`get_sample_seed`, to where they are now."""
+    states, outer = get_states(), _current
+
+    def restore() -> None:
+        global _current
+        set_states(states)
+        _current = outer
+
+    return restore
+
+
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """Restore the three global generators, and the result of :func:`get_sample_seed`, at the end of a block."""
-    global _current
-    states, outer = get_states(), _current
+    restore = present_state()
     try:
         yield
     finally:
-        set_states(states)
-        _current = outer
+        restore()

@@ -22,11 +22,11 @@ class Part(enum.Enum):
     DATASETS = "of nodes belong to the parent (client/datasets.py)"
     CLIENT = "of the parent: a child gets one of its own (client/client.py)"
     LOGS = "for a client are sent by the parent (server/logs.py)"
-    INLINE = "loading in this process: a child gets a lock of its own (fetch/batch_loader.py)"
     SHARED_MEMORY = "stays as it is while a child may read it (wire/shared.py)"
     POOLS = "of memory begin empty in a child (wire/slabs.py)"
     SOURCES = "of the script are noted under a lock: a child gets one of its own (host/sources.py)"
     CONNECTIONS = "are closed in a child (wire/transport.py)"
+    LOCKS = "of passes and their records are free in a child, unless the thread that forks has them (host/locks.py)"
 
 
 _before: dict[Part, Callable[[], object]] = {}

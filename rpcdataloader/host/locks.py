@@ -10,7 +10,10 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rpcdataloader.host.forks import Part, at_fork
 
 if TYPE_CHECKING:
     from threading import _RLock as RLock
@@ -68,3 +71,23 @@ class Event(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self._cond = Condition()
+
+
+# Of objects that the children of forks may use.
+_inherited: weakref.WeakSet[Lock | Condition] = weakref.WeakSet()
+
+_Inherited = TypeVar("_Inherited", Lock, Condition)
+
+
+def inherited(lock: _Inherited) -> _Inherited:
+    """Let each child of a fork find a lock free that another thread of its parent has; returns the lock."""
+    _inherited.add(lock)
+    return lock
+
+
+def _free_in_child() -> None:
+    for lock in [lock for lock in _inherited if not lock._is_owned()]:  # type: ignore[union-attr]  # of all locks
+        lock._at_fork_reinit()  # type: ignore[union-attr]
+
+
+at_fork(Part.LOCKS, in_child=_free_in_child)

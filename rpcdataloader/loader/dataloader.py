@@ -35,6 +35,7 @@ _ARGUMENTS_OF_TORCH = tuple(inspect.signature(DataLoader).parameters)
 
 # Arguments that a loader with a transform shares with the loader of its stream, also if they change.
 _ALSO_OF_SOURCE = (
+    "multiprocessing_context",
     "worker_init_fn",
     "timeout",
     "partition",

@@ -146,7 +146,7 @@ class Driver:
         begun.progress.is_midway = True
         with self.condition:
             self.ahead, self.taken, self.is_complete = None, None, False
-            # Before the pass: a thread that opens a worker reads the pass first, and then the stream's state.
+            # Before the pass, see :meth:`_opening`.
             self.streams = list(begun.progress.streams)
             self.begun = begun
             now = self.now()
@@ -401,8 +401,10 @@ class Driver:
                     if (seat := self.seats.get(action.worker)) is not None:  # otherwise lost, or not requested yet
                         seat.worker.close()
                 case Restart():
-                    # The consumer draws for this epoch when all workers know of it.
-                    if (seat := self.seats.get(action.worker)) is not None:
+                    # The consumer draws for this epoch when all workers know of it. One that another thread has opened
+                    # since it began knows already: told again, its dataset would count another epoch.
+                    seat = self.seats.get(action.worker)
+                    if seat is not None and seat.opened_for is not todo.begun:
                         seat.restart(self.executor.restarting(todo.begun, seat.worker))
                 case End():
                     ends.append(action)
@@ -420,8 +422,9 @@ class Driver:
 
     def _opening(self, action: Open) -> Opening:
         """Make the first request to a worker, for the present epoch."""
-        stream = self.streams[action.place] if self.streams else None
-        return self.executor.opening(self.begun, action.place, stream, action.node)
+        # In this order: if another epoch begins in between, the request of the last one is not sent.
+        begun, streams = self.begun, self.streams
+        return self.executor.opening(begun, action.place, streams[action.place] if streams else None, action.node)
 
     def _open(self, action: Open) -> None:
         """Request a worker, if its node is still up."""
@@ -441,7 +444,7 @@ class Driver:
                     is_wanted = member is not None and not member.is_closed
                     if is_wanted and (session := self.executor.session(action.node)) is not None:
                         # With the condition: the worker is ready only after its first request was sent.
-                        seat = Seat(self, action.worker)
+                        seat = Seat(self, action.worker, opening.begun)
                         try:
                             seat.worker = self.executor.open(session, opening, seat, self.is_alone)
                         except ConnectionLostError as exc:

@@ -27,7 +27,7 @@ from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.collate import registered
 from rpcdataloader.host.environment import collect
-from rpcdataloader.host.locks import Condition, Event
+from rpcdataloader.host.locks import Condition, Event, inherited
 from rpcdataloader.host.parts import find_parts
 from rpcdataloader.host.patches import is_patch
 from rpcdataloader.host.process import ThreadSettings
@@ -97,7 +97,7 @@ class Executor:
     def __init__(
         self, settings: PassSettings, dataset: RemoteDataset, placement: Placement, here: Here | None = None
     ) -> None:
-        self.condition = Condition()
+        self.condition = inherited(Condition())
         self._client = get_client()
         self.name = dataset.name
         self.ask_ranks = functools.partial(self._client.ask_ranks, dataset.name)

@@ -21,7 +21,7 @@ from rpcdataloader.client.sharing import of_rank
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import NOTED_WAIT, Probe, Recorder
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
-from rpcdataloader.host.locks import Lock
+from rpcdataloader.host.locks import Lock, inherited
 from rpcdataloader.loader.copying import DeviceCopies
 from rpcdataloader.loader.driver import Driver, shown
 from rpcdataloader.loader.executor import Executor, Here, describe_wait
@@ -77,7 +77,7 @@ class PassIterator(ABC):
         self._name = name
         self._reported_length = reported_length
         # Held during ``next``: threads that share an iterator each get batches of their own.
-        self._turn = Lock()
+        self._turn = inherited(Lock())
 
     def __iter__(self) -> PassIterator:
         return self

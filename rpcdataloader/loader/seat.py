@@ -175,13 +175,14 @@ class Seat(WorkerOwner):
     """A worker of a pass. The worker's receiver thread reports events to it.
 
     Attributes:
+        opened_for: The epoch of its very first request.
         sent: Unanswered copies, by the number of the task.
     """
 
     sends_now = True
 
-    def __init__(self, driver: Driver, number: int) -> None:
-        self.number = number
+    def __init__(self, driver: Driver, number: int, opened_for: Pass) -> None:
+        self.number, self.opened_for = number, opened_for
         self.worker: RemoteWorker  # set once it was requested
         self.sent: dict[float, Sent] = {}
         # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks keep their order.

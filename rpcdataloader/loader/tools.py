@@ -26,7 +26,7 @@ from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.host.locks import Lock
+from rpcdataloader.host.locks import Lock, inherited
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.sampler import Source
 from rpcdataloader.loader.settings import PassSettings
@@ -74,7 +74,7 @@ class LoaderTools(DataLoader[_T_co]):
     def _make_recorder(self) -> Recorder:
         """A recorder for a new pass, with the records of the last one."""
         before = self._recorder.snapshot() if self._recorder is not None and self._recorder.batches else None
-        return Recorder(Lock(), time.monotonic(), before, self._trace)
+        return Recorder(inherited(Lock()), time.monotonic(), before, self._trace)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -442,6 +442,33 @@ def test_iterator_belongs_to_its_process(workers):
     assert [int(number) for number in iterator] == list(range(1, 8))
 
 
+def test_child_of_a_fork_waits_for_no_thread_of_its_parent(workers):
+    loader = RPCDataloader(Numbers(8), workers=workers)
+    iterator = iter(loader)
+    next(iterator)
+    taken, over = threading.Event(), threading.Event()
+
+    def hold():
+        with iterator._turn, iterator.driver.condition, loader._recorder._lock:
+            taken.set()
+            over.wait()
+
+    def begin_anew():
+        with pytest.raises(LocalProtocolError, match="this iterator belongs to process"):
+            next(iterator)
+        loader.diagnosis()
+        assert flat(loader) == list(range(8))
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    try:
+        assert status_of_fork(begin_anew) == 0
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(workers):
     dataset = RPCDataset(workers, Numbers)
     iterator = iter(DataLoader(dataset, sampler=[0], num_workers=1))

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.client.client import Client
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, SerializationError
 from rpcdataloader.fetch.raw import RawBatch, RawIndices
 from rpcdataloader.loader import sampler
@@ -550,3 +551,16 @@ def test_state_from_before_the_first_pass_begins_the_stream_anew_with_persistent
     expected = as_lists(loader)
     loader.load_state_dict(state)
     assert as_lists(loader) == expected
+
+
+def test_stream_is_read_by_processes_of_the_loaders_context(monkeypatch):
+    contexts, local_node = [], Client.local_node
+
+    def noted(self, context, inherited):
+        contexts.append(context)
+        return local_node(self, context, inherited)
+
+    monkeypatch.setattr(Client, "local_node", noted)
+    loader = RPCDataloader(Stream(2), num_workers=1, transform=str, multiprocessing_context="fork")
+    assert len(list(loader)) == 2
+    assert contexts == [loader.multiprocessing_context] * 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import queue
 import random
 import time
 import weakref
@@ -23,7 +24,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
-from rpcdataloader.fetch import seeding
+from rpcdataloader.fetch import batch_loader, seeding
 from rpcdataloader.fetch.batch_loader import BatchLoader, LoaderSpec
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.wire.slabs import Block
@@ -400,3 +401,30 @@ def test_loaders_inside_of_two_threads_do_not_disturb_each_other():
     with ThreadPoolExecutor(2) as executor:
         assert list(executor.map(run, [0, 1])) == expected
     assert get_worker_info() is None
+
+
+def test_thread_of_a_dataset_that_loads_here_keeps_nobody_waiting(monkeypatch, caplog):
+    monkeypatch.setattr(batch_loader, "_PATIENCE", 0.05)
+    monkeypatch.setattr(batch_loader, "_loads", batch_loader._Loads())
+
+    class Ahead(IterableDataset):
+        def __iter__(self):
+            numbers = queue.Queue(1)
+
+            def fill():
+                inner = make_loader([10, 11, 12, 13], inline=True, collate_fn=list)
+                for number in range(4):
+                    numbers.put(inner.load([number], number, number)[1])
+
+            with ThreadPoolExecutor(1) as executor:
+                filled = executor.submit(fill)
+                for _ in range(4):
+                    yield numbers.get(timeout=20)
+                filled.result()
+
+    state = random.getstate()
+    loader = StreamLoader(Ahead(), replace(SPEC, iterable=True, collate_fn=list), inline=True)
+    loaded = [loader.load([number], number, number)[1] for number in range(5)]
+    assert loaded == [[[number]] for number in range(10, 14)] + [None]
+    assert (random.getstate(), get_worker_info()) == (state, None)
+    assert caplog.messages == [batch_loader.TOGETHER]

@@ -9,8 +9,9 @@ import pytest
 
 from rpcdataloader.client.worker import PendingReply
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
-from rpcdataloader.host.locks import Condition, Event, Lock
+from rpcdataloader.host.locks import Condition, Event, Lock, inherited
 from tests.conftest import TIMEOUT_SCALE
+from tests.support.forks import status_of_fork
 from tests.unit.wire.test_transport import in_thread
 
 
@@ -70,3 +71,15 @@ def test_reply_comes_whose_wait_a_signal_handler_has_ended(interrupt_soon):
         in_thread(reply.complete, ConnectError("not there")).result(30 * TIMEOUT_SCALE)
         with pytest.raises(ConnectError):
             reply.wait()
+
+
+def test_thread_that_forks_keeps_its_locks_in_the_child():
+    lock = inherited(Lock())
+
+    def leave():
+        lock.release()
+        with pytest.raises(RuntimeError):
+            lock.release()
+
+    with lock:
+        assert status_of_fork(leave) == 0
