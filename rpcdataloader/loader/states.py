@@ -105,6 +105,11 @@ def is_early(states: Mapping[str, Any]) -> bool:
     return bool(states.get("is_early"))
 
 
+def ended_streams(saved: Mapping[str, Any]) -> list[StreamState]:
+    """The states of streams that were all read to their ends."""
+    return [stream._replace(ended=True) for stream in streams_of(saved["streams"])]
+
+
 def _plain_states(states: Mapping[str, Any] | None, *, at_end: bool) -> dict[str, Any] | None:
     """States of a sampler and its iterator, of which some were captured only."""
     if states is None:

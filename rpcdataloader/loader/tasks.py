@@ -336,8 +336,8 @@ class Progress:
     digest: int | None = 0
     # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
-    before: list[StreamState] = field(default_factory=list)  # those at the end of the pass before, if it is known
-    is_elsewhere: bool = False  # True if the only stream has ended in another process, and is not read in this one
+    before: list[StreamState] = field(default_factory=list)  # those of the pass before, see :meth:`last_streams`
+    is_elsewhere: bool = False  # True while the dataset of this process is not yet where the only stream is
     turn: int = 0  # stream whose batch comes next
     num_settled: int = 0  # number of batches delivered in this process, without empty ones and ``returned``
     # Delivered batches that are not in these numbers yet. The consumer adds one in one step, as the last thing before
@@ -366,6 +366,16 @@ class Progress:
         while (first := next(iter(upcoming), number)) < self.num_batches:
             upcoming.pop(first, None)
         upcoming[number] = batch_digest
+
+    def last_streams(self) -> list[StreamState]:
+        """The last state known of each stream: ``ended`` where it was read to its end, and not left before."""
+        if not self.streams:
+            return []
+        streams = self.copy().settle().streams
+        if self.finished:
+            return [stream._replace(ended=True) for stream in streams]
+        before = self.before or streams
+        return [each if each.num_samples or each.ended else last for each, last in zip(streams, before, strict=True)]
 
     @property
     def num_yielded(self) -> int:
