@@ -78,6 +78,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         # Nothing is left, though the consumer has not reached the end.
         "whole": progress.in_step and progress.num_batches == progress.end,
         "end": progress.end,
+        "last": progress.last if settings.in_order else None,
         "generators": _generator_states(settings),
         "start": {**progress.start, "order": order},
     }
@@ -320,6 +321,7 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
         streams=[stream._replace(digest=next(digests)) for stream in streams_of(saved["streams"])],
         before=streams_of(saved["before"]),
         in_step=saved["in_step"],
+        last=saved["last"],
         start=start,
         upcoming={} if following is None else {saved["num_batches"]: following},
     )

@@ -354,6 +354,7 @@ class Progress:
     start: dict[str, Any] = field(default_factory=dict)
     end: int | None = None  # number of batches of the sampler, once it is at its end
     sampler: dict[str, Any] | None = None  # state of a sampler that has one, after the batches without a gap
+    last: int | None = None  # digest of the batch that was returned last, if it is known
     # The first batch of such a sampler, once it is drawn, and the state after it: some samplers do not know before it
     # which epoch they are in.
     first: tuple[Any, dict[str, Any]] | None = None
@@ -447,7 +448,7 @@ class Progress:
         self.returned = self.returned[1:]
         self.num_settled, self.num_skipped, self.in_step = num_settled, num_skipped, in_step
         self.num_batches, self.num_samples, self.digest = num_batches, total, found
-        self.sampler, self.ahead, self.turn = sampler, ahead, turn
+        self.sampler, self.ahead, self.turn, self.last = sampler, ahead, turn, first.digest
 
     def report_skipped(self, skipped: Skipped, where: str, max_skipped: int) -> BadSamplesError | None:
         """Report what the next batch lacks.
