@@ -303,7 +303,7 @@ class StreamLoader(BatchLoader):
         self._begin_sample(-1)
         before, self._before = self._before, None
         # Where the script tells the epoch, it has done so by now.
-        counts = has_state(self._dataset) and not hasattr(self._dataset, "set_epoch")
+        counts = not hasattr(self._dataset, "set_epoch")
         if before is not None and before.owner and not saved.owner and counts:
             self._end_before(before)
             self._begin_sample(-1)
@@ -386,10 +386,20 @@ class StreamLoader(BatchLoader):
     def _end_before(self, before: StreamState) -> None:
         """Bring the dataset to the end of the pass before, as its own process has: it may count its epochs, or samples.
 
-        The samples after the state were delivered, or left out by ``drop_last``, in that pass.
+        The samples after the state were delivered, or left out by ``drop_last``, in that pass. One that was left early
+        has only its counts: the next one does not begin at its place.
         """
         try:
+            if not before.ended and before.owner == "dataset":
+                left = LoadedState(
+                    self._dataset, before.state, lambda: _load_state("dataset", self._dataset, before.state)
+                )
+                left.cancel(self._dataset)
+                left.keep_later_epochs()
+                return
             iterator = self._iterate_from(before)
+            if not before.ended:
+                return
             num_samples = before.num_samples
             if self._spec.drop_last and before.num_batches:
                 num_samples += before.num_samples // before.num_batches - 1

@@ -64,7 +64,7 @@ class InlineIterator(PassIterator):
         spec = dataclasses.replace(loader_spec(settings, self._pass, 0, 1, stream), **functions_of(settings))
         if saved is None and not is_elsewhere:
             spec = dataclasses.replace(spec, before=None)
-        self.progress.is_elsewhere = saved is not None and stream is not None and stream.ended
+        self.progress.is_elsewhere = is_elsewhere or saved is not None
         self._loader = kind(dataset, spec, None, inline=True)
         self._loads = self._pass  # that the loader knows of
 
@@ -107,6 +107,8 @@ class InlineIterator(PassIterator):
             self._loader.start_epoch(self.progress.epoch, self._pass.first)
             self._loads = self._pass
         answer = Answer()
+        if (streams := self.progress.streams) and not streams[0].ended:
+            self.progress.is_elsewhere = False  # which loads what was saved
         try:
             _seconds, answer.result, answer.lacks, answer.stream = self._loader.load(
                 task.indices, task.position, task.number
@@ -134,9 +136,9 @@ class InlineIterator(PassIterator):
         return self._pass.progress
 
     def reset(self, reported_length: int | None) -> bool:
-        streams = self.progress.streams if self.progress.finished else ()
-        before = self.progress.base_seed, self.progress.epoch
-        begun = begin_pass(self._settings, before=before, streams_before=streams)
+        before, is_elsewhere = (self.progress.base_seed, self.progress.epoch), self.progress.is_elsewhere
+        begun = begin_pass(self._settings, before=before, streams_before=self.progress.last_streams())
+        begun.progress.is_elsewhere = is_elsewhere
         # In one step, see ``tasks``.
         self._reported_length, self._pass, self._failure = reported_length, begun, None
         if self._pass.source.knows_states:

@@ -36,7 +36,7 @@ from rpcdataloader.loader.iterator import NO_OTHER_PASS, CannotGoOnError, PassIt
 from rpcdataloader.loader.passes import functions_of
 from rpcdataloader.loader.placement import Placement, choose_nodes, has_local, warn_once
 from rpcdataloader.loader.settings import PassSettings, check_num_workers, check_transform, make_partition, name_of
-from rpcdataloader.loader.states import has_begun, streams_of
+from rpcdataloader.loader.states import ended_streams, has_begun
 from rpcdataloader.loader.tools import LoaderTools, TimedBatches, keep_out_of_graphs
 from rpcdataloader.loader.waits import WantedWorkers
 from rpcdataloader.server.local import Inherited
@@ -171,10 +171,10 @@ class LoaderIteration(LoaderTools[_T_co]):
         if isinstance(self._where, Inline):
             set_variables(settings.env)
             local = access_of(settings.dataset) if isinstance(settings.dataset, RPCDataset) else settings.dataset
-            streams: Sequence[StreamState] = () if ended is None else streams_of(ended["streams"])
+            streams: Sequence[StreamState] = () if ended is None else ended_streams(ended)
             is_elsewhere = ended is not None
-            if saved is ended is None and self._progress is not None and (last := self._progress[1]).finished:
-                streams, is_elsewhere = last.streams, last.is_elsewhere
+            if saved is ended is None and self._progress is not None:
+                streams, is_elsewhere = self._progress[1].last_streams(), self._progress[1].is_elsewhere
             length, num_left_out = self._IterableDataset_len_called, self._speechbrain_recovery_skip_to or 0
             return InlineIterator(
                 settings, local, saved, length, streams, is_elsewhere=is_elsewhere, num_left_out=num_left_out

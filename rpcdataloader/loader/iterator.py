@@ -439,7 +439,7 @@ class RemoteIterator(PassIterator):
         driver.tell()
         before = self.progress.base_seed, self.progress.epoch
         num_streams = len(driver.streams)
-        streams = self.progress.streams if self.progress.finished else ()
+        streams = self.progress.last_streams()
         begun = begin_pass(
             self._settings, None, num_streams, before=before, streams_before=streams, makes_requests=True
         )

@@ -16,11 +16,11 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
+    ended_streams,
     has_as_many_ranks,
     is_at_end,
     place_of,
     progress_of,
-    streams_of,
 )
 from rpcdataloader.loader.tasks import Progress, TaskSource, skip
 from rpcdataloader.loader.ways import end_pass, way_of
@@ -73,7 +73,7 @@ def begin_pass(
         ValueError: The state does not fit this loader; or the sampler has fewer batches than are left out.
     """
     if saved is not None and saved["finished"]:  # to which loading it has brought the sampler
-        before, streams_before, saved = (saved["base_seed"], saved["epoch"]), streams_of(saved["streams"]), None
+        before, streams_before, saved = (saved["base_seed"], saved["epoch"]), ended_streams(saved), None
     way = way_of(settings)
     start = way.start(saved)
     first, *ranks = way.origin

@@ -78,6 +78,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         # Nothing is left, though the consumer has not reached the end.
         "whole": progress.in_step and progress.num_batches == progress.end,
         "end": progress.end,
+        "last": progress.last if settings.in_order else None,
         "generators": _generator_states(settings),
         "start": {**progress.start, "order": order},
     }
@@ -103,6 +104,11 @@ def with_earlier(states: dict[str, Any], earlier: dict[str, Any] | None) -> dict
 def is_early(states: Mapping[str, Any]) -> bool:
     """Whether saved states of a sampler and its iterator are from before the last batch of their pass."""
     return bool(states.get("is_early"))
+
+
+def ended_streams(saved: Mapping[str, Any]) -> list[StreamState]:
+    """The states of streams that were all read to their ends."""
+    return [stream._replace(ended=True) for stream in streams_of(saved["streams"])]
 
 
 def _plain_states(states: Mapping[str, Any] | None, *, at_end: bool) -> dict[str, Any] | None:
@@ -315,6 +321,7 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
         streams=[stream._replace(digest=next(digests)) for stream in streams_of(saved["streams"])],
         before=streams_of(saved["before"]),
         in_step=saved["in_step"],
+        last=saved["last"],
         start=start,
         upcoming={} if following is None else {saved["num_batches"]: following},
     )

@@ -335,8 +335,8 @@ class Progress:
     digest: int | None = 0
     # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
-    before: list[StreamState] = field(default_factory=list)  # those at the end of the pass before, if it is known
-    is_elsewhere: bool = False  # True if the only stream has ended in another process, and is not read in this one
+    before: list[StreamState] = field(default_factory=list)  # those of the pass before, see :meth:`last_streams`
+    is_elsewhere: bool = False  # True while the dataset of this process is not yet where the only stream is
     turn: int = 0  # stream whose batch comes next
     num_settled: int = 0  # number of batches delivered in this process, without empty ones and ``returned``
     # Delivered batches that are not in these numbers yet. The consumer adds one in one step, as the last thing before
@@ -353,6 +353,7 @@ class Progress:
     start: dict[str, Any] = field(default_factory=dict)
     end: int | None = None  # number of batches of the sampler, once it is at its end
     sampler: dict[str, Any] | None = None  # state of a sampler that has one, after the batches without a gap
+    last: int | None = None  # digest of the batch that was returned last, if it is known
     # The first batch of such a sampler, once it is drawn, and the state after it: some samplers do not know before it
     # which epoch they are in.
     first: tuple[Any, dict[str, Any]] | None = None
@@ -365,6 +366,16 @@ class Progress:
         while (first := next(iter(upcoming), number)) < self.num_batches:
             upcoming.pop(first, None)
         upcoming[number] = batch_digest
+
+    def last_streams(self) -> list[StreamState]:
+        """The last state known of each stream: ``ended`` where it was read to its end, and not left before."""
+        if not self.streams:
+            return []
+        streams = self.copy().settle().streams
+        if self.finished:
+            return [stream._replace(ended=True) for stream in streams]
+        before = self.before or streams
+        return [each if each.num_samples or each.ended else last for each, last in zip(streams, before, strict=True)]
 
     @property
     def num_yielded(self) -> int:
@@ -436,7 +447,7 @@ class Progress:
         self.returned = self.returned[1:]
         self.num_settled, self.num_skipped, self.in_step = num_settled, num_skipped, in_step
         self.num_batches, self.num_samples, self.digest = num_batches, total, found
-        self.sampler, self.ahead, self.turn = sampler, ahead, turn
+        self.sampler, self.ahead, self.turn, self.last = sampler, ahead, turn, first.digest
 
     def report_skipped(self, skipped: Skipped, where: str, max_skipped: int) -> BadSamplesError | None:
         """Report what the next batch lacks.

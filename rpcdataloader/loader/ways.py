@@ -254,13 +254,22 @@ class Stateful(Replay):
             return is_end
         # All of the pass, if the state has no place in it. A sampler that goes on then is another one.
         most: int = max(saved["num_batches"], 1)
-        number = 0
-        for number, _indices in enumerate(itertools.islice(samples, most + 1), 1):
+        number, found = 0, None
+        for number, indices in enumerate(itertools.islice(samples, most + 1), 1):
+            found = _digest_of([indices])
             if number == 1 and loaded is not None:
                 loaded.gave_first(self._sampler, ended=False)
                 loaded.is_told |= most == 1  # the next pass may leave the sampler there, too, with its only batch
         if number == 0 and loaded is not None:
             loaded.gave_first(self._sampler, ended=True)
+        # Of an only batch, all but the first sample is drawn again.
+        is_known = most > 1 and saved["last"] is not None and self._is_same_order(saved)
+        if is_known and found not in (saved["last"], _UNKNOWN):
+            logger.warning(
+                "the sampler does not come to the last batch of the saved epoch again, and the next ones may differ, "
+                "too: the state_dict() of %s must tell all that decides, also of samplers inside",
+                type(next(iter(self._owners.values()))).__name__,
+            )
         return number <= most
 
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:  # noqa: ARG002

@@ -1023,6 +1023,37 @@ def test_batch_sampler_over_a_sampler_with_a_state_goes_on_also_after_an_epoch_l
     check_each_moment(make, caplog, num_taken)
 
 
+class Outer(BatchSampler):
+    """Has a state, its number of batches, without that of the sampler inside."""
+
+    first = number = 0
+
+    def __iter__(self):
+        first, self.first = self.first, 0
+        for self.number, batch in enumerate(super().__iter__(), 1):
+            if self.number > first:
+                yield batch
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.first = state["number"]
+
+
+def test_state_without_that_of_the_sampler_inside_is_told(caplog):
+    def make():
+        batch_sampler = Outer(Unplaced(6), 2, False)
+        return RPCDataloader(range(6), batch_sampler=batch_sampler, workers="inline", collate_fn=as_is)
+
+    loader = make()
+    assert len([*loader, *loader]) == 6
+    saved = through_json(loader.state_dict())
+    make().load_state_dict(saved)
+    (record,) = caplog.records
+    assert "the state_dict() of Outer must tell all that decides, also of samplers inside" in record.getMessage()
+
+
 def test_batch_sampler_of_torchdata_goes_on_from_each_moment(caplog):
     samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
 

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from rpcdataloader import RPCDataloader
 from tests.support.streams import (
     Buffered,
+    Entered,
     Lasting,
     Own,
     Paired,
@@ -25,6 +26,7 @@ from tests.support.streams import (
     Seekable,
     Sharded,
     Tallied,
+    Telling,
     Told,
     Unloadable,
     Wrapped,
@@ -160,6 +162,31 @@ def test_epoch_after_an_ended_one_is_the_next_one_for_another_process(place, kin
     expected = train(None)
     for stop in "last", "told", "begun":
         assert train(stop) == expected, stop
+
+
+@pytest.mark.parametrize("num_taken", [None, 1])
+@pytest.mark.parametrize("place", ["inline", "inline, persistent", "worker, persistent"])
+@pytest.mark.parametrize("kind", [Entered, Telling, Placed, Tallied])
+def test_epoch_after_two_whole_ones_or_two_left_early_is_the_next_one_for_another_process(kind, place, num_taken):
+    options = {"num_workers": 1} if "worker" in place else {"workers": "inline"}
+    options["persistent_workers"] = "persistent" in place
+
+    def begin():
+        loader = RPCDataloader(kind([25]), 2, collate_fn=list, **options)
+        for _epoch in range(2):
+            list(itertools.islice(loader, num_taken))
+        return loader
+
+    loader = begin()
+    expected = [list(loader), list(loader)]
+    for is_begun in [True] if num_taken else [False, True]:
+        loader = begin()
+        batches = iter(loader) if is_begun else None
+        state = json.loads(json.dumps(loader.state_dict()))
+        del batches
+        loader = RPCDataloader(kind([25]), 2, collate_fn=list, **options)
+        loader.load_state_dict(state)
+        assert [list(loader), list(loader)] == expected, is_begun
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1])

@@ -282,6 +282,55 @@ class _Pair(Cursor):
         return self.parts.make(self.order[super().__next__() % 100])
 
 
+class Entered(Parts):
+    """Has a state: its epoch, which it counts as an iteration begins, and its place in that."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.epoch, self.place, self.goes_on = -1, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.goes_on:
+            self.epoch, self.place = self.epoch + 1, 0
+        self.goes_on = False
+        size = self.sizes[stream_number()]
+        for number in random.Random(self.epoch).sample(range(size), size)[self.place :]:
+            self.place += 1
+            yield self.make(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.place, self.goes_on = state["epoch"], state["place"], True
+
+
+class Telling(Parts):
+    """Its iterator has the state: the epoch, which it tells the dataset when it is loaded, and the place in that."""
+
+    def __init__(self, sizes: Sequence[int], log: str | None = None) -> None:
+        super().__init__(sizes, log)
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return _Teller(self)
+
+
+class _Teller(Cursor):
+    def __next__(self) -> Any:
+        size = self.parts.sizes[stream_number()]
+        order = random.Random(self.parts.epoch).sample(range(size), size)  # type: ignore[attr-defined]
+        return self.parts.make(order[super().__next__() % 100])
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"epoch": self.parts.epoch}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.parts.epoch = state["epoch"]  # type: ignore[attr-defined]
+
+
 class Told(Parts):
     """Its methods are of another protocol: its own loader tells it how many samples were taken."""
 
