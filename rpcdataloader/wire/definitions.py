@@ -234,7 +234,7 @@ class _Script:
         number = self._number(name, view.namespace[name])
         if file is None and is_compared(name):
             file = Limited(_MAX_CONTENT_BYTES if is_content(name) else _MAX_VALUE_BYTES)
-        pickled, pickler = view.pickle([name], file)
+        pickled, pickler = view.pickle([name], file or io.BytesIO())
         token = adopted.tokens.get(name) or digest_of(pickled + number.to_bytes(8, "little"))
         # What is in memory that another global may have, too, by its address.
         pickler.objects.update((each.untyped_storage().data_ptr(), each) for each in pickler.dense)
@@ -256,7 +256,7 @@ class _Script:
         tokens = tuple((name, _token_with_content(name, parts, view.namespace)) for name in group)
         if (last := self._last.get(group[0])) is not None and last.tokens == tokens:
             return last
-        pickled = parts[group[0]].pickled if len(group) == 1 else view.pickle(group)[0]
+        pickled = parts[group[0]].pickled if len(group) == 1 else view.pickle(group, io.BytesIO())[0]
         modules = frozenset[str]().union(*(parts[name].pickler.modules for name in group))
         return Definition(tokens, pickled, modules, tuple(parts[name].number for name in group), next(self._order))
 
@@ -269,9 +269,8 @@ class _View(NamedTuple):
     reference_of: PersistentId | None
     have: Have | None
 
-    def pickle(self, names: Sequence[str], file: io.BytesIO | None = None) -> tuple[bytes, DefinitionPickler]:
+    def pickle(self, names: Sequence[str], file: io.BytesIO) -> tuple[bytes, DefinitionPickler]:
         """Pickle some of them together."""
-        file = file or io.BytesIO()
         pickler = DefinitionPickler(file, names, self.owners, self.reference_of)
         pickler.dump({name: self.namespace[name] for name in names})
         pickler.clear_memo()  # which has copies of tensors

@@ -522,6 +522,8 @@ class RequestPickler(Pickler):
         return super()._reduce_by_value(obj)
 
 
+_ATOMS = frozenset((types.NoneType, bool, int, float, complex, str, bytes))
+
 # Found by a name, or by their content alone. The variables of a function are objects of their own.
 _SAME_EVERYWHERE: tuple[type, ...] = (
     *(types.NoneType, types.EllipsisType, types.NotImplementedType, enum.Enum, np.ufunc),
@@ -583,7 +585,9 @@ class DefinitionPickler(RequestPickler):
 
     def _refer(self, obj: Any) -> Any:
         """What stands for an object that belongs to another global, or is held elsewhere."""
-        name, kind = self._owners.get(id(obj)), type(obj)
+        if (kind := type(obj)) in _ATOMS:  # of which there may be millions, and none is owned or held elsewhere
+            return None
+        name = self._owners.get(id(obj))
         if name is not None and kind is not types.CellType and self._may_name(name):
             return name
         if name is not None and kind in (types.CellType, types.FunctionType):
