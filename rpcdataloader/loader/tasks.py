@@ -176,7 +176,7 @@ class TaskSource:
         try:
             # In one step.
             self.drawn.extend(map(next, (self.samples,)))
-            if watched is not None and (again := watched(not self.drawn)) is not None:
+            while watched is not None and (again := watched(not self.drawn)) is not None:
                 (self.samples, self.get_state), self.drawn = again, []
                 self.drawn.extend(map(next, (self.samples,)))
             self.watch = None
