@@ -126,11 +126,7 @@ class TaskSource:
             if self.auto_collation:
                 if not is_batch(indices) and isinstance(indices, Iterable):
                     # torch only iterates over others, such as generators.
-                    try:
-                        indices = list(indices)
-                    except Exception:
-                        self.drawn = []
-                        raise
+                    indices = self._read(indices)
                 # Other types become an error where the batch is loaded.
                 num_samples = len(indices) if is_batch(indices) else 1
             task = Task(indices, self.number, self.position, num_samples)
@@ -157,6 +153,20 @@ class TaskSource:
                 self.task = task
             elif self.leave_out[task.number] not in (None, task.digest):
                 raise ValueError(OTHER_ORDER)
+
+    def _read(self, indices: Iterable[Any]) -> list[Any]:
+        """The indices of a batch that can only be iterated over, often once."""
+        try:
+            self.drawn[:] = map(list, (indices,))  # in one step
+        except Exception:
+            self.drawn = []
+            raise
+        except BaseException as exc:
+            # Ctrl-C within the batch: what was read of it is lost, and perhaps the sample after that.
+            if isinstance(indices, Iterator) and indices is self.drawn[0]:
+                self._error, self._is_over, self.drawn = type(exc).__name__, True, []
+            raise
+        return self.drawn[0]  # type: ignore[no-any-return]
 
     def _is_compared(self, task: Task) -> bool:
         """Whether a resumed pass compares the indices: not those of a stream, or if a state of the sampler suffices."""
