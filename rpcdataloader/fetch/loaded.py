@@ -63,6 +63,7 @@ class LoadedState:
         # The attributes at that time.
         self._values: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._generators: list[Callable[[], object]] = []  # functions that set generators to where they were then
+        self._is_anew = False  # True while an iteration is to begin anew that has begun at the loaded position
         self.is_told = False  # True to warn no more of a state that still holds
 
     def begins(self, dataset: Any) -> None:
@@ -87,8 +88,15 @@ class LoadedState:
         """Note that an iteration has given its first sample, or that it has none.
 
         Returns:
-            True if a later iteration has begun at the loaded position; the next one begins at the beginning.
+            True if a later iteration has begun at the loaded position, and is to begin anew, which is tried once.
         """
+        is_undone = self._compare_first(dataset, ended=ended)
+        # They refer to the dataset, which would live as long as this.
+        self._values, self._generators = {}, []
+        return is_undone
+
+    def _compare_first(self, dataset: Any, *, ended: bool) -> bool:
+        was_anew, self._is_anew = self._is_anew, False
         # At the end, a dataset may have counted an epoch.
         now = {"ended": True} if ended else {**_parts_of(dataset), "ended": False}
         if self._first is None:
@@ -106,7 +114,9 @@ class LoadedState:
             return False
         if elsewhere.keys() & self._first.keys() or self._first.keys() - now.keys():
             return False
-        is_undone = self.cancel(dataset) or self.undo(only_if_unchanged=True)
+        # What has not helped leaves the state somewhere else than in attributes.
+        is_undone = not was_anew and (self.cancel(dataset) or self.undo(only_if_unchanged=True))
+        self._is_anew = is_undone
         if is_undone:
             self._forget_first(ended=ended)
         if not is_undone and not self.is_told:

@@ -140,6 +140,12 @@ class RPCDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self._access.length()
 
+    def __bool__(self) -> bool:
+        try:
+            return len(self) > 0
+        except TypeError:  # without a length, as of any object
+            return True
+
     def __getitem__(self, index: Any) -> Any:
         return self._access.query(operator.getitem, index)
 

@@ -38,6 +38,8 @@ def to_plain(value: Any) -> Any:
         form = _form_of(value)
         if form == {_KIND: "dict"} and all(type(key) is str for key in value) and _KIND not in value:
             return {key: to_plain(each) for key, each in value.items()} if kind is dict else copy.deepcopy(value)
+        if form == {_KIND: "dict"} and kind is not dict:
+            form["empty"] = _emptied(value)  # of which JSON makes a dictionary
         return {**form, "items": [[to_plain(key), to_plain(each)] for key, each in value.items()]}
     if _is_plain_array(value) and value.nbytes <= _MAX_BYTES:
         shape = None if isinstance(value, np.generic) else list(value.shape)
@@ -50,7 +52,17 @@ def to_plain(value: Any) -> Any:
     return value if kind in ATOMS else copy.deepcopy(value)
 
 
-def _form_of(value: dict[Any, Any]) -> dict[str, str]:
+def _emptied(value: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of a mapping, of its own kind and with its attributes, without items; a dictionary if that fails."""
+    try:
+        empty = copy.copy(value)
+        empty.clear()
+        return copy.deepcopy(empty)
+    except Exception:  # of the user's class
+        return {}
+
+
+def _form_of(value: dict[Any, Any]) -> dict[str, Any]:
     """What tells the kind of a mapping; a dictionary for kinds that are not known here."""
     if type(value) is collections.defaultdict:
         for factory, makes in _FACTORIES.items():
@@ -80,6 +92,10 @@ def from_plain(value: Any) -> Any:
         return tuple(map(from_plain, value["items"]))
     if "items" in value:
         mapping = {from_plain(key): from_plain(each) for key, each in value["items"]}
+        if "empty" in value:
+            empty = copy.deepcopy(value["empty"])
+            empty.update(mapping)
+            return empty
         if name == "defaultdict":
             return collections.defaultdict(_FACTORIES[value["factory"]], mapping)
         return _MAPPINGS[name](mapping)

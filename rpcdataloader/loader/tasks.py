@@ -127,11 +127,7 @@ class TaskSource:
                     indices = copy.deepcopy(indices)
             if self.auto_collation and not has_numbers and isinstance(indices, Iterable):
                 # torch only iterates over others, such as generators.
-                try:
-                    indices, has_numbers = list(indices), True
-                except Exception:
-                    self.drawn = []
-                    raise
+                indices, has_numbers = self._read(indices), True
             # Other types become an error where the batch is loaded.
             num_samples = len(indices) if has_numbers else 1
             task = Task(indices, self.number, self.position, num_samples)
@@ -159,6 +155,20 @@ class TaskSource:
             elif self.leave_out[task.number] not in (None, task.digest):
                 raise ValueError(OTHER_ORDER)
 
+    def _read(self, indices: Iterable[Any]) -> list[Any]:
+        """The indices of a batch that can only be iterated over, often once."""
+        try:
+            self.drawn[:] = map(list, (indices,))  # in one step
+        except Exception:
+            self.drawn = []
+            raise
+        except BaseException as exc:
+            # Ctrl-C within the batch: what was read of it is lost, and perhaps the sample after that.
+            if isinstance(indices, Iterator) and indices is self.drawn[0]:
+                self._error, self._is_over, self.drawn = type(exc).__name__, True, []
+            raise
+        return self.drawn[0]  # type: ignore[no-any-return]
+
     def _is_compared(self, task: Task) -> bool:
         """Whether a resumed pass compares the indices: not those of a stream, or if a state of the sampler suffices."""
         progress = self.progress
@@ -177,7 +187,7 @@ class TaskSource:
         try:
             # In one step.
             self.drawn.extend(map(next, (self.samples,)))
-            if watched is not None and (again := watched(self.drawn)) is not None:
+            while watched is not None and (again := watched(self.drawn)) is not None:
                 (self.samples, self.get_state), self.drawn = again, []
                 self.drawn.extend(map(next, (self.samples,)))
             self.watch = None

@@ -97,10 +97,12 @@ class LoaderTools(DataLoader[_T_co]):
         from rpcdataloader.diagnosis.trace import Trace
 
         partition, trace, before = current_partition(), Trace(time.monotonic()), self._trace
+        file = None
         try:
             file = _of_rank(os.fspath(path), partition).open("w")
         except (OSError, ValueError) as error:
             logger.warning("cannot write the trace %s, and the training goes on without it: %s", path, error)
+        if file is None:  # not in the handler: this error would be the context of those of the block
             yield
             return
         around = self._recorder  # of a pass that goes on after the block, also if another one is the last by then

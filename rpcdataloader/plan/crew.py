@@ -222,11 +222,12 @@ class Crew(Generic[N]):
         return True
 
     def open_failed(self, number: int, error: BaseException) -> None:
-        """Note that a node was gone before it could be asked for a worker."""
+        """Note that a worker was not asked for: its node was gone, or it was no longer wanted."""
         worker = self.remove(number)
         if worker is not None:
-            self._reasons[worker.node] = error
-            self.roster.node_down(worker.node)
+            if not worker.is_closed:
+                self._reasons[worker.node] = error
+                self.roster.node_down(worker.node)
             self.roster.vacated(worker.place, worker.node, self._stand_in(worker.place))
 
     def lost(self, worker: Member[N], loss: Loss, *, is_needed: bool, is_blamed: bool, died: bool) -> None:

@@ -557,3 +557,15 @@ def test_dataset_whose_nodes_have_gone_says_so(serve):
     for use in (lambda: dataset[0], lambda: setattr(dataset, "epoch", 1)):
         with pytest.raises(ConnectionLostError, match=f"State is lost with its nodes: {server.address}: .*refused"):
             use()
+
+
+class Unmeasured:
+    def __getitem__(self, index):
+        return index
+
+
+def test_dataset_without_a_length_is_true_as_torchs():
+    dataset = RPCDataset("local:1", Unmeasured)
+    assert dataset
+    with pytest.raises(TypeError, match="has no len"):
+        len(dataset)

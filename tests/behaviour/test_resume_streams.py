@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -355,11 +356,13 @@ def test_state_in_a_dataset_of_this_process_holds_for_no_other_loader(persistent
         assert sorted(numbers(make())) == whole(1)
 
 
-def test_dataset_into_which_a_state_was_loaded_is_freed():
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_dataset_into_which_a_state_was_loaded_is_freed(num_passes):
     loader = loader_of("for all iterations", "inline", 1)
     list(itertools.islice(loader, 2))
     loader.load_state_dict(loader.state_dict())
-    numbers(loader)
+    for _ in range(num_passes):
+        numbers(loader)
     gone = weakref.ref(loader.dataset)
     del loader
     gc.collect()
@@ -433,6 +436,45 @@ def test_loaded_state_that_holds_and_cannot_be_set_back_is_told(caplog):
     list(loader)
     assert not caplog.records
     list(loader)
+    (record,) = caplog.records
+    assert "begin where an earlier one was resumed" in record.getMessage()
+
+
+class Within:
+    """A stream, or a sampler, whose position is that of an object inside, and one of its own that is set again."""
+
+    def __init__(self):
+        self.inside, self.start, self.place = SimpleNamespace(place=0), 0, 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        self.start = self.inside.place
+        for number in range(self.start, 8):
+            self.place = number + 1
+            yield number
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.inside.place = self.start = state["place"]
+
+
+class WithinStream(Within, IterableDataset):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["stream", "sampler"])
+def test_loaded_state_that_holds_inside_is_told_once(kind, caplog):
+    dataset, sampler = (WithinStream(), None) if kind == "stream" else (range(8), Within())
+    loader = RPCDataloader(dataset, 4, sampler=sampler, workers="inline", persistent_workers=True, collate_fn=list)
+    list(itertools.islice(loader, 1))
+    loader.load_state_dict(loader.state_dict())
+    assert list(loader) == [[4, 5, 6, 7]]
+    assert not caplog.records
+    assert [list(loader) for _ in range(2)] == [[[4, 5, 6, 7]]] * 2
     (record,) = caplog.records
     assert "begin where an earlier one was resumed" in record.getMessage()
 

@@ -138,8 +138,15 @@ def warnings_of(caplog):
 @pytest.mark.parametrize("name", ["missing/trace.json", "."])
 def test_file_that_cannot_be_written_is_one_warning_and_the_pass_goes_on(make, tmp_path, caplog, name):
     loader = make()
-    with loader.trace(tmp_path / name):
-        assert len(list(loader)) == 20
+
+    def run():
+        with loader.trace(tmp_path / name):
+            assert len(list(loader)) == 20
+            raise LookupError
+
+    with pytest.raises(LookupError) as raised:
+        run()
+    assert raised.value.__context__ is None
     (warning,) = warnings_of(caplog)
     assert warning.startswith(f"cannot write the trace {tmp_path / name}, and the training goes on without it: [Errno ")
 

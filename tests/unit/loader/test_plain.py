@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import pickle
 import random
 
 import numpy as np
@@ -110,3 +111,24 @@ def test_copies_of_a_state_stay_as_they_were_and_share_a_long_list():
     state["order"][8] = np.zeros(3)  # cannot be compared
     assert copier.copy(state)["order"][:8] == copies[0]["order"][:8]
     assert copies[0]["order"] == list(range(9))
+
+
+class Counts(dict):
+    """A mapping of the user, with an attribute."""
+
+    unit = "samples"
+
+
+def three():
+    return 3
+
+
+@pytest.mark.parametrize("value", [Counts({0: 1, (1, 2): [3]}), collections.defaultdict(three, {0: 1})], ids=repr)
+def test_mappings_of_the_user_keep_their_type_in_memory_and_their_keys_in_json(value):
+    value = {"value": value}
+    found = pickle.loads(pickle.dumps(to_plain(value)))
+    for each in to_plain(value), found, to_plain(from_plain(found)):
+        back = from_plain(each)["value"]
+        assert (type(back), back) == (type(value["value"]), value["value"])
+        assert getattr(back, "default_factory", None) is getattr(value["value"], "default_factory", None)
+    assert from_plain(json.loads(json.dumps(found)))["value"] == dict(value["value"])

@@ -86,3 +86,27 @@ def test_batch_past_a_missing_one_costs_the_same_after_thousands():
     deliver(progress, [0])
     assert progress.num_batches == 10_010
     assert not progress.ahead
+
+
+@pytest.mark.parametrize("kind", [map, lambda function, numbers: (function(number) for number in numbers)])
+@pytest.mark.parametrize("moment", ["in the batch", "after it"])
+def test_batch_that_can_be_read_once_is_never_shortened_by_an_interruption(kind, moment):
+    interrupted = []
+
+    def interrupt_at(number, wanted):
+        if number == wanted and not interrupted:
+            interrupted.append(number)
+            raise KeyboardInterrupt
+        return number
+
+    wanted = 2 if moment == "in the batch" else "state"
+    batches = iter([kind(lambda number: interrupt_at(number, wanted), range(4)), [4, 5]])
+    source = TaskSource(batches, True, get_state=lambda: interrupt_at("state", wanted), makes_requests=True)
+    with pytest.raises(KeyboardInterrupt):
+        source.draw()
+    if moment == "after it":
+        assert [task.indices for task in source] == [[0, 1, 2, 3], [4, 5]]
+        return
+    assert list(source) == []
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt has ended the sampler before its end"):
+        source.check_end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rpcdataloader.errors import ConnectError, ConnectionLostError
-from rpcdataloader.plan.actions import End, Load, Open, PlanOptions, Say, Seek
+from rpcdataloader.plan.actions import Close, End, Load, Open, PlanOptions, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 
@@ -261,3 +261,15 @@ def test_a_worker_that_begins_where_others_have_died_goes_on():
     engine.worker_at_work(3, 3.0)
     engine.act(3.0)
     assert engine.crew.stuck_until == math.inf
+
+
+def test_a_node_is_not_down_because_a_worker_was_no_longer_wanted():
+    engine = start(["a", "a"], reconnect_timeout=0.0)
+    engine.act(0.0)
+    engine.worker_ready(1, 0.1)
+    engine.crew.use(1)
+    assert engine.act(0.2) == [Close(2)]
+    engine.crew.open_failed(2, ConnectionLostError("it is gone"))
+    engine.crew.use(2)
+    assert [action.node for action in engine.act(0.3) if isinstance(action, (Open, Seek))] == ["a"]
+    assert "1 up" in engine.summary(0.3)
