@@ -248,7 +248,8 @@ class Outbox:
         """Send until nothing is left that may be sent."""
         assert self._channel is not None
         with self._lock:
-            has_rest = self._is_busy  # of what a caller has begun
+            # Of what a caller has begun. From here on, no caller begins anything.
+            has_rest, self._is_busy = self._is_busy, True
         if has_rest:
             self._channel.transport.send(())
         while True:

@@ -18,7 +18,7 @@ from rpcdataloader.wire.channel import Channel, Outgoing, Receiver
 from rpcdataloader.wire.frames import Decoder, MessageType, heap_blocks
 from rpcdataloader.wire.messages import pack_handles, unpack_handles
 from rpcdataloader.wire.outbox import Outbox
-from rpcdataloader.wire.transport import Transport
+from rpcdataloader.wire.transport import Deadline, Transport
 from tests.conftest import wait_until
 
 CALL, LOAD, CANCEL, RELEASE, LOG = (MessageType[name] for name in ("CALL", "LOAD", "CANCEL", "RELEASE", "LOG"))
@@ -199,6 +199,28 @@ def test_it_is_not_idle_while_a_message_is_taken_out(pair, monkeypatch):
     pair.outbox.put(request(1))
     assert pair.receive() == (CALL, 1)
     assert seen == [False, False]
+
+
+def test_rest_of_what_a_caller_sends_as_the_thread_looks_is_sent(pair, monkeypatch):
+    pair.outbox.put(Outgoing(LOG))
+    assert pair.outbox.join(10)
+    lock, looks = pair.outbox._lock, iter([True])
+
+    class Watched:
+        """Lets a caller send something that the kernel has no room for, after the first look."""
+
+        def __enter__(self):
+            return lock.__enter__()
+
+        def __exit__(self, *exc_info):
+            lock.__exit__(*exc_info)
+            if next(looks, False):
+                pair.outbox.put(request(1, LARGE), now=True)
+
+    monkeypatch.setattr(pair.outbox, "_lock", Watched())
+    pair.outbox._bell.put(True)
+    pair.peer.limit(Deadline(10))
+    assert [pair.receive(), pair.receive()] == [(LOG, 0), (CALL, 1)]
 
 
 # The window
