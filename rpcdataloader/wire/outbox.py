@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rpcdataloader.host.locks import Condition
+from rpcdataloader.host.signals import signals_held
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.frames import MessageType, as_bytes
 
@@ -176,8 +177,9 @@ class Outbox:
         """Start the thread, once it can send."""
         if self._thread is None and self._channel is not None:
             thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            thread.start()
-            self._thread = thread
+            with signals_held():  # of two threads, each would send parts of messages
+                thread.start()
+                self._thread = thread
 
     def _begin(self, *messages: Outgoing) -> None:
         """Send what the kernel takes of the messages now."""

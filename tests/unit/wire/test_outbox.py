@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import socket
 import sys
 import threading
@@ -347,6 +348,22 @@ def test_a_lost_connection_is_told_once(pair):
     pair.outbox.put(request(2))
     pair.outbox.close()
     assert [type(error) for error in pair.failures] == [ConnectionLostError]
+
+
+def test_ctrl_c_as_the_thread_starts_does_not_make_two(pair, monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.outbox.put(Outgoing(LOG))
+    pair.outbox.put(request(1))
+    assert pair.receive() == (CALL, 1)
+    assert [thread.name for thread in threading.enumerate()].count("outbox of a test") == 1
 
 
 def test_messages_are_sent_though_the_thread_could_not_be_started_for_the_first_one(pair, monkeypatch):
