@@ -137,7 +137,7 @@ class _Script:
             with_patches: Also give what the script has changed in libraries; what cannot be sent is left out.
         """
         namespace, parts = main_globals(), dict[str, _Part]()
-        for name in [name for name in self._objects if name not in namespace and not is_patch(name)]:
+        for name in [name for name in list(self._objects) if name not in namespace and not is_patch(name)]:
             self._objects.pop(name, None)
         view, waiting = _View(namespace, _owners(namespace), reference_of, have), dict(names)
         if waiting and namespace.get("__package__"):  # for imports of ``python -m package.train``
@@ -286,7 +286,7 @@ def _tell_of_left_out(name: str, value: Any, reason: BaseException) -> None:
 
 
 def _may_be_rest(name: str, value: Any) -> bool:
-    if isinstance(value, (types.FunctionType, type, CachedFunction)):
+    if issubclass(type(value), (types.FunctionType, type, CachedFunction)):
         return is_of_main(value)
     return not name.startswith("_") and (value is None or type(value) in (bool, int, float, str))
 
@@ -295,10 +295,12 @@ def _owners(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Names of the objects that only one global should own, by their ids: globals, and variables of closures."""
     owners: dict[int, str] = {}
     for name, value in list(namespace.items()):
-        if isinstance(value, (types.ModuleType, str, bytes, int, float, complex, bool, type(None), tuple, type)):
+        # Its type, not by ``isinstance``: a lazy proxy makes what it stands for when it is asked for its class.
+        kind = type(value)
+        if issubclass(kind, (types.ModuleType, str, bytes, int, float, complex, bool, type(None), tuple, type)):
             continue
         owners.setdefault(id(value), name)
-        if isinstance(value, types.FunctionType):
+        if kind is types.FunctionType:
             for number, cell in enumerate(value.__closure__ or ()):
                 owners.setdefault(id(cell), f"{name}.{number}")
     return owners
