@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpcdataloader.host.locks import Condition, Lock
-from rpcdataloader.host.signals import signals_let_through
+from rpcdataloader.host.signals import signals_held, signals_let_through
 from rpcdataloader.wire.messages import MAX_CHARS, printable
 from rpcdataloader.wire.picklers import is_interrupt
 from rpcdataloader.wire.transport import Deadline
@@ -123,7 +123,7 @@ class Alarm:
 
     def _start(self) -> None:
         if self._thread is None:
-            with contextlib.suppress(RuntimeError):  # the next call tries again
+            with contextlib.suppress(RuntimeError), signals_held():  # the next call tries again
                 self._thread = _started("rpcdl-alarm", self._run)
 
     def close(self) -> None:
@@ -245,7 +245,8 @@ class Callers:
         self._waiting.append(function)
         with self._lock, contextlib.suppress(RuntimeError):
             if len(self._threads) < MAX_CALLERS:  # each of them may be waiting
-                self._threads.add(_started("rpcdl-call", self._run))
+                with signals_held():
+                    self._threads.add(_started("rpcdl-call", self._run))
 
     def close(self, timeout: float) -> None:
         """Wait for the threads; a callback that still runs after ``timeout`` seconds is left alone."""

@@ -142,7 +142,8 @@ class LocalSession(RemoteSession):
     def __init__(self, settings: ClientSettings, context: BaseContext, inherited: Inherited) -> None:
         self._is_fork = context.get_start_method() == "fork"
         has_script = self._is_fork or runs_script_again()
-        self._globals = {name: _teller(value) for name, value in main_globals().items()} if has_script else {}
+        present = list(main_globals().items())  # at once: other threads may make globals
+        self._globals = {name: _teller(value) for name, value in present} if has_script else {}
         self._born_with, self._recipes = frozenset(inherited.objects), frozenset(inherited.recipes)
         self.numbers = itertools.count(1)
         self._process, self._transport, self._link, self._life = _start_when_there_is_room(

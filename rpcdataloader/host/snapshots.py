@@ -165,7 +165,7 @@ def _stamp(namespace: Mapping[str, Any], facts: Mapping[str, _Fact]) -> int:
     """What tells the objects that a module and its classes have; one number, as there are thousands of names."""
     owned = [(namespace.get(name), fact.parts) for name, fact in facts.items() if fact.parts]
     stamps = [_stamp(vars(value), parts) for value, parts in owned if isinstance(value, type)]
-    return hash((*map(id, namespace.values()), *stamps))
+    return hash((*map(id, list(namespace.values())), *stamps))
 
 
 def _has_other_content(namespace: Mapping[str, Any], facts: Mapping[str, _Fact]) -> bool:

@@ -69,8 +69,8 @@ def _spawned_globals(main: types.ModuleType) -> dict[str, Any]:
     The child runs the script as ``__mp_main__``, and gives its module a copy of what it has defined.
     """
     for value in list(vars(main).values()):
-        for function in vars(value).values() if isinstance(value, type) else (value,):
-            if isinstance(function, types.FunctionType) and function.__globals__.get("__name__") == main.__name__:
+        for function in list(vars(value).values()) if issubclass(type(value), type) else (value,):
+            if type(function) is types.FunctionType and function.__globals__.get("__name__") == main.__name__:
                 return function.__globals__
     return vars(main)
 
@@ -147,7 +147,8 @@ def globals_of_script(code: types.CodeType) -> set[str]:
     """The same, for code of the script: with its classes, if the code asks for subclasses, which nothing may name."""
     names = set(names_in(code))
     if _SUBCLASSES in names:
-        names |= {name for name, value in list(main_globals().items()) if isinstance(value, type) and is_of_main(value)}
+        present = list(main_globals().items())
+        names |= {name for name, value in present if issubclass(type(value), type) and is_of_main(value)}
     return names
 
 
@@ -199,7 +200,9 @@ def _parts_of_packages(code: types.CodeType, used: Iterable[Any]) -> list[types.
     a few thousand of them.
     """
     found = dict[str, types.ModuleType]()
-    packages = [value.__name__ for value in used if isinstance(value, types.ModuleType) and hasattr(value, "__path__")]
+    packages = [
+        value.__name__ for value in used if issubclass(type(value), types.ModuleType) and hasattr(value, "__path__")
+    ]
     while packages:
         package = packages.pop()
         for name in code.co_names:

@@ -158,7 +158,7 @@ class _Script:
 
     def _with_deleted(self, namespace: Mapping[str, Any]) -> Mapping[str, Any]:
         """The globals, with :class:`Deleted` for those that were there before: a receiver may have them."""
-        self._known |= {name for name in self._objects if not is_patch(name)}
+        self._known |= {name for name in list(self._objects) if not is_patch(name)}
         for name in self._known.difference(namespace):
             self._objects.pop(name, None)
         return {**dict.fromkeys(self._known, Deleted), **namespace}
@@ -294,7 +294,7 @@ def _tell_of_left_out(name: str, value: Any, reason: BaseException) -> None:
 
 
 def _may_be_rest(name: str, value: Any) -> bool:
-    if isinstance(value, (types.FunctionType, type, CachedFunction)):
+    if issubclass(type(value), (types.FunctionType, type, CachedFunction)):
         return is_of_main(value)
     return not name.startswith("_") and (value is None or type(value) in (bool, int, float, str))
 
@@ -303,10 +303,12 @@ def _owners(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Names of the objects that only one global should own, by their ids: globals, and variables of closures."""
     owners: dict[int, str] = {}
     for name, value in list(namespace.items()):
-        if isinstance(value, (types.ModuleType, str, bytes, int, float, complex, bool, type(None), tuple, type)):
+        # Its type, not by ``isinstance``: a lazy proxy makes what it stands for when it is asked for its class.
+        kind = type(value)
+        if issubclass(kind, (types.ModuleType, str, bytes, int, float, complex, bool, type(None), tuple, type)):
             continue
         owners.setdefault(id(value), name)
-        if isinstance(value, types.FunctionType):
+        if kind is types.FunctionType:
             for number, cell in enumerate(value.__closure__ or ()):
                 owners.setdefault(id(cell), f"{name}.{number}")
     return owners

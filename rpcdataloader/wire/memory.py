@@ -19,8 +19,8 @@ _ALIGNMENT = 64
 
 # Numbers of Linux: the Pythons of conda and uv are built against headers without these (memfd_create(2), fcntl(2)).
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
-_F_ADD_SEALS, F_GET_SEALS = 1033, 1034
-F_SEAL_SHRINK = 2
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+F_SEAL_SHRINK, F_SEAL_WRITE = 2, 8
 
 # Python's mmap would keep a descriptor for each mapping.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,7 +47,7 @@ def create_memory(size_bytes: int) -> int:
     descriptor = memory_file("rpcdataloader")
     try:
         os.ftruncate(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, F_SEAL_SHRINK)
+        fcntl.fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK)
     except OSError:
         os.close(descriptor)
         raise

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rpcdataloader.host.locks import Condition
+from rpcdataloader.host.signals import signals_held
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.frames import MessageType, as_bytes
 
@@ -176,8 +177,9 @@ class Outbox:
         """Start the thread, once it can send."""
         if self._thread is None and self._channel is not None:
             thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            thread.start()
-            self._thread = thread
+            with signals_held():  # of two threads, each would send parts of messages
+                thread.start()
+                self._thread = thread
 
     def _begin(self, *messages: Outgoing) -> None:
         """Send what the kernel takes of the messages now."""
@@ -248,7 +250,8 @@ class Outbox:
         """Send until nothing is left that may be sent."""
         assert self._channel is not None
         with self._lock:
-            has_rest = self._is_busy  # of what a caller has begun
+            # Of what a caller has begun. From here on, no caller begins anything.
+            has_rest, self._is_busy = self._is_busy, True
         if has_rest:
             self._channel.transport.send(())
         while True:

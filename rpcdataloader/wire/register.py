@@ -32,6 +32,7 @@ from typing import Any
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.host.locks import Condition
 from rpcdataloader.host.resources import machine_id
+from rpcdataloader.host.signals import signals_held, signals_let_through
 from rpcdataloader.host.trust import UnsafeFileError, check_file, read_safely
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.connecting import is_local, leads_here
@@ -224,8 +225,9 @@ class Lookup(ABC):
             if began is None:
                 if now < self._looked + max_age:
                     return self._found
-                began = self._begun = now
-                self._start()
+                with signals_held():  # which would leave a look that never ends
+                    began = self._begun = now
+                    self._start()
             left = None if timeout is None else began + timeout - now
             if not self._changed.wait_for(lambda: self._begun is None, left):
                 self.problems = {self._name: f"no answer for {time.monotonic() - began:.0f} s"}
@@ -240,7 +242,11 @@ class Lookup(ABC):
         try:
             threading.Thread(target=self._run, name="rpcdl-lookup", daemon=True).start()
         except RuntimeError:  # there are too many threads, or the interpreter ends
-            self._run()
+            try:
+                with signals_let_through():  # it may hang
+                    self._run()
+            finally:
+                self._begun = None
 
     def _run(self) -> None:
         found, problems = self._found, dict[str, str]()

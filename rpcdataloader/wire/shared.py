@@ -19,7 +19,6 @@ import functools
 import logging
 import mmap
 import os
-import select
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -34,7 +33,15 @@ from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.frames import SharedBlock
-from rpcdataloader.wire.memory import F_GET_SEALS, F_SEAL_SHRINK, before_unmapping, create_memory, map_memory
+from rpcdataloader.wire.memory import (
+    F_ADD_SEALS,
+    F_GET_SEALS,
+    F_SEAL_SHRINK,
+    F_SEAL_WRITE,
+    before_unmapping,
+    create_memory,
+    map_memory,
+)
 from rpcdataloader.wire.shelf import Shelf, round_up
 from rpcdataloader.wire.slabs import Block, PageablePool, PageLock
 
@@ -270,18 +277,33 @@ class Lender:
 
 
 class _Children:
-    """Processes forked at one moment, which hold the writing end of a pipe."""
+    """Processes forked at one moment. They map a page that this process then unmaps.
 
-    def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
-        weakref.finalize(self, os.close, pipe).atexit = False
+    The writing end of a pipe would end with the descriptors that a child closes, as daemons close all.
+    """
+
+    def __init__(self) -> None:
+        self._page: memoryview | None = None
+        self._descriptor: int | None = None  # if there was none left, they count as alive for ever
+        with contextlib.suppress(OSError):
+            descriptor = create_memory(mmap.PAGESIZE)
+            weakref.finalize(self, os.close, descriptor).atexit = False
+            self._page = map_memory(descriptor, mmap.PAGESIZE)
+            self._descriptor = descriptor
+
+    def unmap(self) -> None:
+        """Leave the page to the children; for the parent."""
+        self._page = None
 
     def have_ended(self) -> bool:
         """Whether the children, and theirs, have ended or run other programs."""
-        # Made anew: a poll object is for one thread at a time, and each worker has one.
-        ended = select.poll()
-        ended.register(self._pipe, 0)
-        return bool(ended.poll(0))
+        if self._descriptor is None:
+            return False
+        try:
+            fcntl.fcntl(self._descriptor, F_ADD_SEALS, F_SEAL_WRITE)
+        except OSError:  # EBUSY: it is mapped
+            return False
+        return True
 
 
 @dataclass(slots=True)
@@ -404,7 +426,8 @@ class Borrower:
     @property
     def has_blocks(self) -> bool:
         """Whether there are blocks that were not returned."""
-        return any(mapping.used for mapping in self._mappings.values())
+        with self._lock:  # receivers add mappings
+            return any(mapping.used for mapping in self._mappings.values())
 
 
 @functools.cache
@@ -422,6 +445,7 @@ _borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
 
 # A child sees its parent's memory, which the worker must not overwrite while the child lives.
 _forking = threading.local()  # several threads may fork at once
+_inherited: list[_Children | None] = []  # that this process is one of, whose pages it keeps
 
 
 @contextlib.contextmanager
@@ -441,23 +465,21 @@ def _living_borrowers() -> list[Borrower]:
 
 
 def _before_fork() -> None:
-    _forking.pipe = None  # also if there are no descriptors for another
-    if not getattr(_forking, "reads_nothing", False) and any(borrower.has_blocks for borrower in _living_borrowers()):
-        _forking.pipe = os.pipe()
-
-
-def _after_fork_in_parent() -> None:
-    if _forking.pipe is not None:
-        reader, writer = _forking.pipe
-        os.close(writer)
-        children = _Children(reader)
-        for borrower in _living_borrowers():
+    _forking.children = None
+    borrowers = [] if getattr(_forking, "reads_nothing", False) else _living_borrowers()
+    if holders := [borrower for borrower in borrowers if borrower.has_blocks]:
+        _forking.children = children = _Children()
+        for borrower in holders:  # now: other threads may drop batches while this one forks
             borrower.keep_for(children)
 
 
+def _after_fork_in_parent() -> None:
+    if _forking.children is not None:
+        _forking.children.unmap()
+
+
 def _after_fork_in_child() -> None:
-    if _forking.pipe is not None:
-        os.close(_forking.pipe[0])
+    _inherited.append(_forking.children)
     for lender in list(_lenders):
         lender.forget()
     _borrowers.clear()

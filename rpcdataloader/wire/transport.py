@@ -151,15 +151,15 @@ class Transport:
         return pieces
 
     def send_now(self, pieces: Views) -> bool:
-        """Send what the kernel takes of ``pieces`` without a wait.
+        """As :meth:`send`, what the kernel takes without a wait.
 
         Returns:
-            True if that is all; False if a rest is kept, with which :meth:`send` begins.
+            True if that is all; False if a rest is kept, with which the next send begins.
 
         Raises:
             ConnectionLostError: The peer is gone.
         """
-        self._rest = self._transmit(pieces, socket.MSG_DONTWAIT)
+        self._rest = self._transmit([*self._rest, *pieces] if self._rest else pieces, socket.MSG_DONTWAIT)
         return not self._rest
 
     def send_descriptor(self, piece: bytes | memoryview, descriptor: int) -> None:

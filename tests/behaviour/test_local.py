@@ -1048,3 +1048,15 @@ def test_tensor_that_a_worker_shares_is_not_set_back_beside_workers_of_a_node(sh
     open(fifo, "w").close()
     assert sorted(map(int, batches)) == list(range(8))
     assert int(epoch) == 2
+
+
+def test_other_threads_may_make_globals_as_a_pass_begins(monkeypatch):
+    tell, script = local._teller, local.main_globals()
+
+    def meanwhile(value):
+        monkeypatch.setitem(script, f"made meanwhile {len(script)}", 1)
+        return tell(value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "_teller", meanwhile)
+        assert [batch.tolist() for batch in RPCDataloader([1, 2], batch_size=2, num_workers=1)] == [[1, 2]]

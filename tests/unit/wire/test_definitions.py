@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from rpcdataloader.wire import by_value, definitions
 from rpcdataloader.wire.definitions import Definition, Known
 
 
@@ -40,3 +43,44 @@ def test_what_the_parent_is_sent_before_the_fork_counts_as_inherited_by_chance()
     child.begun()
     sent(parent, other="b")
     assert lacking(child, one="a", other="a", third="a") == ["one", "third"]
+
+
+def refuse(name, user, value, error):
+    raise AssertionError(name, user, value) from error
+
+
+def test_other_threads_may_collect_meanwhile(monkeypatch):
+    script = definitions._Script()
+    script._objects = {name: (lambda: None, 0) for name in ("gone", "another")}
+
+    def meanwhile(name):
+        script._objects[f"new beside {name}"] = (lambda: None, 0)
+        return False
+
+    monkeypatch.setattr(definitions, "is_patch", meanwhile)
+    assert script.collect({}, refuse) == {}
+
+
+class Lazy:
+    """Makes what it stands for when it is asked for its class, as proxies of libraries do."""
+
+    @property
+    def __class__(self):
+        raise AssertionError("it is made")
+
+
+@pytest.mark.parametrize("with_rest", [False, True])
+def test_lazy_globals_that_nobody_uses_stay_so(monkeypatch, with_rest):
+    namespace = {"__name__": "__main__", "lazy": Lazy(), "number": 1}
+    monkeypatch.setattr(definitions, "main_globals", lambda: namespace)
+    found = definitions._Script().collect({"number": ""}, refuse, with_rest=with_rest)
+    assert list(found) == ["number"]
+
+
+def test_code_that_asks_for_subclasses_leaves_lazy_globals_so(monkeypatch):
+    class Own:
+        pass
+
+    Own.__module__ = "__main__"
+    monkeypatch.setattr(by_value, "main_globals", lambda: {"lazy": Lazy(), "Own": Own})
+    assert "Own" in by_value.globals_of_script((lambda kind: kind.__subclasses__()).__code__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import socket
 import sys
 import threading
@@ -18,7 +19,7 @@ from rpcdataloader.wire.channel import Channel, Outgoing, Receiver
 from rpcdataloader.wire.frames import Decoder, MessageType, heap_blocks
 from rpcdataloader.wire.messages import pack_handles, unpack_handles
 from rpcdataloader.wire.outbox import Outbox
-from rpcdataloader.wire.transport import Transport
+from rpcdataloader.wire.transport import Deadline, Transport
 from tests.conftest import wait_until
 
 CALL, LOAD, CANCEL, RELEASE, LOG = (MessageType[name] for name in ("CALL", "LOAD", "CANCEL", "RELEASE", "LOG"))
@@ -201,6 +202,28 @@ def test_it_is_not_idle_while_a_message_is_taken_out(pair, monkeypatch):
     assert seen == [False, False]
 
 
+def test_rest_of_what_a_caller_sends_as_the_thread_looks_is_sent(pair, monkeypatch):
+    pair.outbox.put(Outgoing(LOG))
+    assert pair.outbox.join(10)
+    lock, looks = pair.outbox._lock, iter([True])
+
+    class Watched:
+        """Lets a caller send something that the kernel has no room for, after the first look."""
+
+        def __enter__(self):
+            return lock.__enter__()
+
+        def __exit__(self, *exc_info):
+            lock.__exit__(*exc_info)
+            if next(looks, False):
+                pair.outbox.put(request(1, LARGE), now=True)
+
+    monkeypatch.setattr(pair.outbox, "_lock", Watched())
+    pair.outbox._bell.put(True)
+    pair.peer.limit(Deadline(10))
+    assert [pair.receive(), pair.receive()] == [(LOG, 0), (CALL, 1)]
+
+
 # The window
 
 
@@ -325,6 +348,22 @@ def test_a_lost_connection_is_told_once(pair):
     pair.outbox.put(request(2))
     pair.outbox.close()
     assert [type(error) for error in pair.failures] == [ConnectionLostError]
+
+
+def test_ctrl_c_as_the_thread_starts_does_not_make_two(pair, monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.outbox.put(Outgoing(LOG))
+    pair.outbox.put(request(1))
+    assert pair.receive() == (CALL, 1)
+    assert [thread.name for thread in threading.enumerate()].count("outbox of a test") == 1
 
 
 def test_messages_are_sent_though_the_thread_could_not_be_started_for_the_first_one(pair, monkeypatch):

@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import re
+import signal
+import threading
 import time
 import types
 from pathlib import Path
@@ -332,6 +334,21 @@ def test_passes_share_looks_until_it_is_time_for_another_one():
     assert list(lookup.follow()[0]) == [Address("node", 2)]
     lookup.pause = 0.0
     assert lookup.follow() == ({Address("node", 3): ""}, 0.0)
+
+
+def test_look_ends_after_ctrl_c_as_one_begins(monkeypatch):
+    class Interrupted(threading.Thread):
+        def start(self):
+            signal.raise_signal(signal.SIGINT)
+            super().start()
+
+    lookup = Counting()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lookup.look()
+    assert lookup.look(10)
+    assert not lookup.problems
 
 
 def test_pass_that_comes_as_another_one_has_looked_does_not_look_again():

@@ -5,8 +5,10 @@ import fcntl
 import multiprocessing
 import os
 import resource
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.host import forks
 from rpcdataloader.wire import shelf
 from rpcdataloader.wire.frames import SharedBlock
 from rpcdataloader.wire.memory import create_memory
@@ -213,6 +216,95 @@ def test_workers_of_two_threads_wait_for_the_same_child(machine):
     child.join()
     child.close()
     assert [len(each.give_back()) for each in (machine, other)] == [1, 1]
+
+
+class Child:
+    """A forked child that calls a function with the descriptor that it needs, and then stays until it is killed."""
+
+    def __init__(self, function):
+        ours, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                ours.close()
+                function(theirs.fileno())
+                theirs.send(b"!")
+                theirs.recv(1)
+            finally:
+                os._exit(1)
+        theirs.close()
+        self._ours = ours
+
+    def __enter__(self):
+        assert self._ours.recv(1)
+
+    def __exit__(self, *_):
+        self._ours.close()
+        os.waitpid(self._pid, 0)
+
+
+def close_all_but(descriptor):
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, 1 << 12)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_block_stays_for_a_child_that_closes_its_descriptors(machine):
+    """As daemons do."""
+    lent = machine.trainer.borrow(machine.lend())
+    with Child(close_all_but):
+        del lent
+        assert machine.give_back() == []
+    assert len(machine.give_back()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_block_stays_for_a_child_whose_end_cannot_be_seen(machine):
+    """As there are no descriptors as it is forked."""
+    lent = machine.trainer.borrow(machine.lend())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    del lent
+    assert machine.give_back() == []
+    os.waitpid(child, 0)
+    assert machine.give_back() == []
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_block_stays_that_another_thread_drops_during_the_fork(machine, monkeypatch):
+    lent, returned = [machine.trainer.borrow(machine.lend())], []
+    after = forks._in_parent[forks.Part.SHARED_MEMORY]
+
+    def drop():
+        lent.clear()
+        returned.extend(machine.give_back())
+        after()
+
+    monkeypatch.setitem(forks._in_parent, forks.Part.SHARED_MEMORY, drop)
+    with Child(lambda _descriptor: None):
+        assert lent == returned == machine.give_back() == []
+    assert len(machine.give_back()) == 1
+
+
+def test_mapping_may_come_while_a_fork_looks_for_blocks(machine):
+    thread = Thread(target=lambda: machine.trainer.map(2, create_memory(LARGE)))
+
+    class Meanwhile(list):
+        def __bool__(self):
+            thread.start()
+            thread.join(0.1)  # in vain, if it has to wait
+            return False
+
+    machine.trainer._mappings[1].used = Meanwhile()
+    assert not machine.trainer.has_blocks
+    thread.join()
+    assert set(machine.trainer._mappings) == {1, 2}
 
 
 # Hostile workers
