@@ -123,7 +123,11 @@ def three():
     return 3
 
 
-@pytest.mark.parametrize("value", [Counts({0: 1, (1, 2): [3]}), collections.defaultdict(three, {0: 1})], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [Counts({0: 1, (1, 2): [3]}), collections.defaultdict(three, {0: 1})],
+    ids=["of a subclass", "with a factory"],
+)
 def test_mappings_of_the_user_keep_their_type_in_memory_and_their_keys_in_json(value):
     value = {"value": value}
     found = pickle.loads(pickle.dumps(to_plain(value)))
