@@ -363,7 +363,8 @@ class Progress:
     start: dict[str, Any] = field(default_factory=dict)
     end: int | None = None  # number of batches of the sampler, once it is at its end
     sampler: dict[str, Any] | None = None  # state of a sampler that has one, after the batches without a gap
-    last: int | None = None  # digest of the batch that was returned last, if it is known
+    # Digest of the last batch delivered without a gap; None if others were returned before it that come after it.
+    last: int | None = field(default=None, compare=False)
     # The first batch of such a sampler, once it is drawn, and the state after it: some samplers do not know before it
     # which epoch they are in.
     first: tuple[Any, dict[str, Any]] | None = None
@@ -426,7 +427,7 @@ class Progress:
             num_settled -= lacks.is_whole
             in_step &= not lacks.is_whole
         num_batches, total, found = self.num_batches, self.num_samples, self.digest
-        sampler, ahead, turn = self.sampler, self.ahead, self.turn
+        sampler, ahead, turn, last = self.sampler, self.ahead, self.turn, self.last
         # A sampler with a state of its own need not be compared, once there is one to go on from.
         is_ahead = stream is None and number != num_batches
         is_compared = sampler_state is None or (is_ahead and sampler is None)
@@ -449,6 +450,7 @@ class Progress:
                     found = None if batch_digest is None else join_digests(found, batch_digest)
                 sampler = sampler_state
                 if num_batches not in ahead:
+                    last = first.digest if num_batches == number + 1 else None
                     break
                 batch = ahead[num_batches]
             if ahead:
@@ -457,7 +459,7 @@ class Progress:
         self.returned = self.returned[1:]
         self.num_settled, self.num_skipped, self.in_step = num_settled, num_skipped, in_step
         self.num_batches, self.num_samples, self.digest = num_batches, total, found
-        self.sampler, self.ahead, self.turn, self.last = sampler, ahead, turn, first.digest
+        self.sampler, self.ahead, self.turn, self.last = sampler, ahead, turn, last
 
     def report_skipped(self, skipped: Skipped, where: str, max_skipped: int) -> BadSamplesError | None:
         """Report what the next batch lacks.

@@ -82,7 +82,11 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("parts of a batch that is made as a whole go on", "self.superfluous += [(holder", "_ = [(holder"),
         ("what is left of a batch is sent again as a whole", "if 0 < task.num_cut < task.num_samples:", "if False:"),
         ("a death at a part does not count", "task.killed += killed", "pass"),
-        ("a batch that has killed is made in parts", "num_samples < 2 or task.killed:", "num_samples < 2:"),
+        (
+            "a batch that has killed is made in parts",
+            "if task.killed:\n            return num_samples",
+            "if False:\n            return num_samples",
+        ),
         (
             "the steady state has parts",
             "if task.number >= self._ramp_end and not",

@@ -64,8 +64,8 @@ def test_other_threads_may_collect_meanwhile(monkeypatch):
 class Lazy:
     """Makes what it stands for when it is asked for its class, as proxies of libraries do."""
 
-    @property
-    def __class__(self):  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self):
         raise AssertionError("it is made")
 
 
