@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import itertools
 import logging
 import math
@@ -27,10 +28,12 @@ from rpcdataloader.fetch.samples import MAX_SHOWN, whereabouts
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.loader.dataset import RPCDataset, access_of
+from rpcdataloader.wire.by_value import main_globals
+from rpcdataloader.wire.definitions import Table
 from rpcdataloader.wire.digests import digest_memory
 from rpcdataloader.wire.exceptions import add_note
 from rpcdataloader.wire.frames import as_bytes
-from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.pickling import Encoded, dumps
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -273,8 +276,8 @@ def measure_costs(
     Args:
         dataset: A map-style dataset, or an :class:`~rpcdataloader.RPCDataset`.
         cost: Function of a sample, such as ``len``; called where the sample is loaded.
-        cache: Folder for the result. It is read again for the same dataset and function: one process measures, before
-            the ranks of a job begin, and these read.
+        cache: Folder for the result. It is read again for the same dataset and function, what the script itself defines
+            for them included: one process measures, before the ranks of a job begin, and these read.
         **options: Options of :class:`~rpcdataloader.RPCDataloader`, such as ``workers`` and ``num_workers``; none of
             those that choose, order or leave out samples.
 
@@ -332,6 +335,23 @@ def _measure(cost: Callable[[Any], float], samples: list[Any]) -> NDArray[np.flo
 def _fingerprint(dataset: Any, cost: Callable[[Any], float]) -> str:
     access = access_of(dataset) if isinstance(dataset, RPCDataset) else dataset
     is_remote = isinstance(access, MutableDataset)
-    blocks = [*(access if is_remote else dumps(access, name="dataset")).blocks, *dumps(cost, name="cost").blocks]
-    blocks += [memoryview(change.call.pickled) for change in (access.changes if is_remote else ())]
+    contents = [
+        Encoded(b"", access.blocks, definitions=access.definitions) if is_remote else dumps(access, name="dataset"),
+        dumps(cost, name="cost"),
+        *(
+            Encoded(each.call.pickled, [], definitions=each.call.definitions)
+            for each in (access.changes if is_remote else ())
+        ),
+    ]
+    blocks = [block for content in contents for block in [*content.blocks, *_meanings(content.definitions)]]
     return digest_memory(map(as_bytes, blocks)).hex()[:16]
+
+
+def _meanings(definitions: Table) -> Iterator[memoryview]:
+    """What the script means by names, the same in each process, as the pickle of a class is not."""
+    for name, definition in sorted(definitions.items(), key=operator.itemgetter(0)):
+        value, meaning = main_globals().get(name), definition.pickled
+        if isinstance(value, type) or (len(definition.tokens) > 1 and callable(value)):
+            with contextlib.suppress(OSError, TypeError):  # without a source, costs are measured again
+                meaning = inspect.getsource(value).encode()
+        yield memoryview(name.encode() + b"\0" + meaning)

@@ -6,7 +6,10 @@ import collections
 import copy
 import itertools
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from hypothesis import example, given, settings
 from torch.utils.data import IterableDataset
 
+import rpcdataloader
 from rpcdataloader import CostBatchSampler, RPCDataloader, RPCDataset, measure_costs
 
 MAX_COST = 16_384
@@ -255,6 +259,36 @@ def test_costs_are_measured_again_after_a_change_of_the_dataset(tmp_path):
         assert measure_costs(dataset, len, cache=tmp_path / "costs").tolist() == list(range(1, length + 1))
     assert (tmp_path / "log").read_text() == "loaded\nloaded\n"
     assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+EDITED = """
+from rpcdataloader import RPCDataset, measure_costs
+
+class Numbers:
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return index + SAMPLE
+
+def cost(sample):
+    return sample * COST
+
+for dataset in Numbers(), RPCDataset("inline", Numbers):
+    workers = "inline" if isinstance(dataset, Numbers) else None
+    print(measure_costs(dataset, cost, cache="costs", workers=workers).tolist())
+"""
+
+
+def test_costs_are_measured_again_after_an_edit_of_the_script(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(rpcdataloader.__file__).parent.parent)}
+    for sample, cost in (1, 1), (1, 2), (3, 2), (1, 1):
+        (tmp_path / "script.py").write_text(EDITED.replace("SAMPLE", str(sample)).replace("COST", str(cost)))
+        found = subprocess.run(
+            [sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True, text=True, env=environment
+        )
+        expected = [float(cost * (index + sample)) for index in range(3)]
+        assert found.stdout.splitlines() == [str(expected)] * 2
+    assert len(list((tmp_path / "costs").iterdir())) == 3
 
 
 @pytest.mark.parametrize(
