@@ -249,13 +249,13 @@ class Callers:
                     self._threads.add(_started("rpcdl-call", self._run))
 
     def close(self, timeout: float) -> None:
-        """Wait for the threads; a callback that still runs after ``timeout`` seconds is left alone."""
+        """Wait for the threads; callbacks that run after ``timeout`` seconds, or wait for these, are left alone."""
         with self._lock:
             threads = self._threads - {threading.current_thread()}
         end = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        if self._waiting:
+        if not any(thread.is_alive() for thread in threads):
             self._run_waiting()
 
     def _run(self) -> None:

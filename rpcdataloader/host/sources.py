@@ -94,7 +94,7 @@ class Recorder:
             for name, module in list(sys.modules.items()):
                 if others.get(name) is module:
                     continue
-                spec = getattr(module, "__spec__", None)
+                spec = spec_of(module)
                 if spec is None:
                     continue
                 before, source = self._own.get(name, (None, None))
@@ -116,6 +116,13 @@ class Recorder:
     def forget_lock(self) -> None:
         """In a forked child: another thread of the parent may have held it."""
         self._lock = Lock()
+
+
+def spec_of(module: Any) -> Any:
+    """The spec of what ``sys.modules`` has; None without one."""
+    if issubclass(type(module), types.ModuleType):  # not as an attribute, at which a lazy module would be loaded
+        return object.__getattribute__(module, "__dict__").get("__spec__")
+    return getattr(module, "__spec__", None)
 
 
 def path_of_own(name: str, spec: Any, prefixes: tuple[str, ...]) -> str | None:
@@ -176,9 +183,7 @@ def watch(listener: str) -> None:
     importlib.machinery.SourceFileLoader.exec_module = _watched_exec_module  # type: ignore[assignment,method-assign]
     early: list[str] = []
     for name, module in list(sys.modules.items()):
-        # Not an attribute, at which a lazy module would be loaded.
-        has = object.__getattribute__(module, "__dict__") if isinstance(module, types.ModuleType) else {}
-        spec = has.get("__spec__")
+        spec = spec_of(module)
         if type(spec) is importlib.machinery.ModuleSpec and _may_be_own(spec.loader):
             if getattr(spec, "_initializing", False):
                 spec.__class__ = _RunningSpec
@@ -202,7 +207,7 @@ def _watched_exec_module(loader: importlib.machinery.SourceFileLoader, module: t
         listener.take([loader.name])
         _finder.check(loader.name, module)
     finally:
-        del loader.get_code
+        vars(loader).pop("get_code", None)  # another thread may have run the same loader
         listener.end(loader.name)
 
 

@@ -236,13 +236,10 @@ class Clients:
         limit, own = self._context.max_connections, len(client.workers)
         young = time.monotonic_ns() - YOUTH * 1e9
         # While a session builds, its client may give up connections and make others: all of them wait there.
-        held = Counter(
-            {
-                each.name: sum(row.pid[0] > 0 or row.begun[0] > young for row in each.workers.values())
-                for each in self
-                if each is not client
-            }
-        )
+        held: Counter[str] = Counter()
+        for each in self:
+            if each is not client:  # which may have other sessions, of the same name, by other addresses of the server
+                held[each.name] += sum(row.pid[0] > 0 or row.begun[0] > young for row in each.workers.values())
         others = held.total()
         if own + others < limit:
             return None

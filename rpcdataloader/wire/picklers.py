@@ -203,7 +203,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce special objects; the C pickler calls this for everything but the basic types."""
         kind = type(obj)
         if issubclass(kind, torch.Tensor):
-            is_sought = self._opens_maps and kind is torch.Tensor and obj.nbytes >= MIN_SOUGHT_BYTES
+            is_sought = self._opens_maps and kind is torch.Tensor and _size_of(obj) >= MIN_SOUGHT_BYTES
             if is_sought and is_dense(obj) and obj.is_cpu and (reduced := reduce_tensor(obj)) is not None:
                 return reduced
             if self._is_in_band:
@@ -360,7 +360,7 @@ class Limited(io.BytesIO):
         """Refuse a tensor or an array before it is copied."""
         if isinstance(obj, (torch.Tensor, np.ndarray)):
             is_elsewhere = isinstance(obj, torch.Tensor) and not obj.is_cpu
-            if is_elsewhere or obj.nbytes > self.max_bytes:
+            if is_elsewhere or _size_of(obj) > self.max_bytes:
                 raise OverflowError(f"more than {self.max_bytes} bytes")
 
 
@@ -392,6 +392,12 @@ class Digester(Pickler):
 def _digest(value: Any, file: io.BytesIO) -> bytes:
     Digester(file).dump(value)
     return digest_of(file.getvalue())
+
+
+def _size_of(whole: torch.Tensor | np.ndarray[Any, Any]) -> int:
+    """Bytes of a tensor or an array; 0 of a sparse tensor, whose parts have them."""
+    is_sparse = isinstance(whole, torch.Tensor) and whole.layout is torch.sparse_coo
+    return 0 if is_sparse else whole.nbytes
 
 
 def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -279,6 +279,23 @@ def test_error_of_a_full_server_tells_what_this_process_holds(serve, monkeypatch
     assert all(len(list(iterator)) == 29 for iterator in under_way)
 
 
+def test_sessions_of_a_client_by_several_addresses_count_as_several(serve, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "3")
+    server = serve("--host", "0.0.0.0", "--advertise", "127.0.0.1", "--num-workers", "1", "--max-connections", "2")
+    port = server.address.rpartition(":")[2]
+    *served, refused = [
+        RPCDataloader(Numbers(30), workers=f"127.0.0.{number}:{port}", num_workers=1, reconnect_timeout=0)
+        for number in (1, 2, 3)
+    ]
+    under_way = [iter(loader) for loader in served]
+    for iterator in under_way:
+        next(iterator)
+    with pytest.raises(ConnectError, match=r"busy: all 2 connections are in use \(--max-connections\)"):
+        next(iter(refused))
+    for iterator in under_way:
+        list(iterator)
+
+
 # --- output
 
 

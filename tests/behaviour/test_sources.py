@@ -8,6 +8,8 @@ import itertools
 import os
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -426,3 +428,15 @@ def test_wrapped_local_functions_of_a_module_arrive(shared_server, edited, kind)
 
     loader = RPCDataloader(Wrapped(), None, workers=shared_server.address, collate_fn=collate)
     assert list(loader) == [(index, each, each, each) for index, each in enumerate(expected)]
+
+
+def test_threads_may_run_one_loader(edited):
+    edited.path.write_text("import sys\nsys.meet()")
+    spec = importlib.util.spec_from_file_location(edited.name, edited.path)
+    barrier = threading.Barrier(2)
+    sys.meet = lambda: barrier.wait(10)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(spec.loader.exec_module, [importlib.util.module_from_spec(spec) for _ in range(2)]))
+    finally:
+        del sys.meet

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -354,7 +355,9 @@ sys.modules[__name__].__class__ = Own
     spec.loader = importlib.util.LazyLoader(spec.loader)
     module = sys.modules["lazy_module"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.level = 2
+    assert found("lazy_module") == {}
+    assert type(module) is not types.ModuleType
+    module.level += 1
     assert found("lazy_module") == {"level[=]": 2}
     del sys.modules["lazy_module"]
     snapshots.forget("lazy_module")
@@ -384,6 +387,7 @@ def test_table_that_a_thread_changes_meanwhile_breaks_nothing(own):
 
 EARLY = """
 import sys
+import types
 sys.path.insert(0, sys.argv[1])
 import early
 early.level = 2

@@ -14,6 +14,7 @@ import torch
 from rpcdataloader.errors import SerializationError
 from rpcdataloader.fetch.raw import pack
 from rpcdataloader.wire import pickling
+from rpcdataloader.wire.picklers import DefinitionPickler, Limited
 from rpcdataloader.wire.pickling import dumps, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import leased_bytes
@@ -98,6 +99,20 @@ def test_views_of_the_same_memory_travel_without_the_rest_and_arrive_as_they_wer
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of others of the kinds
+@pytest.mark.parametrize("encode", [dumps, dumps_reply], ids=["request", "reply"])
+@pytest.mark.parametrize("size", [3, 1000])
+def test_sparse_tensor_travels(size, encode):
+    sparse = torch.eye(size).to_sparse()
+    assert_same(transfer(sparse, encode)[0].to_dense(), sparse.to_dense())
+
+
+def test_sparse_tensor_is_refused_by_a_limit_on_its_parts():
+    sparse = torch.eye(1000).to_sparse()
+    DefinitionPickler(Limited(1 << 15), [], {}).dump({"sparse": sparse})
+    with pytest.raises(OverflowError):
+        DefinitionPickler(Limited(1 << 13), [], {}).dump({"sparse": sparse})
+
+
 @pytest.mark.parametrize("name", ["subclass, large and permuted", "boxes, large", "attribute, large"])
 def test_large_tensor_of_a_subclass_is_a_block_of_memory_that_is_used_again(name):
     tensor = make_tensors()[name]
