@@ -314,52 +314,31 @@ class StreamLoader(BatchLoader):
         self._owner = self._owner_of_state(iterator)
         self._kept = (self._frozen(saved.state), saved.at) if saved.owner else None
         self._digest = None if self._owner else 0
-        self._take_again(saved, iterator)
-        if saved.owner and saved.at < saved.num_samples and not self._ended:
-            self._kept = self._frozen(self._present_state(iterator)), saved.num_samples
-        if None not in (saved.digest, self._digest) and saved.digest != self._digest:
-            self._differs()
-        self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
-        return iterator
-
-    def _take_again(self, saved: StreamState, iterator: Iterator[Any]) -> None:
-        """Take samples again that were delivered: those after the saved state, or all."""
-        for number in range(saved.at if saved.owner else 0, saved.num_samples):
-            if number == saved.at:
-                self._check_failed_state(saved, iterator)
+        for number in range(0 if saved.owner else saved.num_samples):
             self._begin_step()
             self._begin_sample(number)
             try:
                 self._note(number, next(iterator))
             except StopIteration:
-                if saved.owner:  # the state has no exact position, such as that of a shuffled buffer
-                    self._ended = True
-                    return
                 raise ValueError(
                     "the saved pass had delivered more samples than this iterable-style dataset has now"
                 ) from None
             except BaseException as error:  # as before, when it was delivered
                 if self._inline and not isinstance(error, Exception):  # Ctrl-C, which ends the pass
                     raise
-                if self._can_replay and number == saved.at:  # some states fail only now
-                    raise
                 logger.debug("a skipped sample has failed again", exc_info=True)
                 if self._spec.skips:
                     self._failed_at = number + 1
             finally:
                 self._end_step()
-            if saved.owner and self._loaded is not None:
-                self._loaded.gave_first(self._dataset, ended=False)
-                self._loaded = None
-        if saved.at == saved.num_samples:
-            self._check_failed_state(saved, iterator)
-
-    def _check_failed_state(self, saved: StreamState, iterator: Iterator[Any]) -> None:
-        """Raise the error of a state that could not be loaded, unless the stream has it now."""
         if self._failed_state is not None and not (
             self._owner and is_same_state(saved.state, self._present_state(iterator))
         ):
             raise self._failed_state
+        if None not in (saved.digest, self._digest) and saved.digest != self._digest:
+            self._differs()
+        self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
+        return iterator
 
     def _iterate_from(self, saved: StreamState) -> Iterator[Any]:
         """Load a state of the dataset before, and one of its iterator after, the dataset is iterated over."""
@@ -465,9 +444,9 @@ class StreamLoader(BatchLoader):
                 return StreamState(num_samples, num_batches, ended=True)
             state, at = self._kept
             return StreamState(num_samples, num_batches, name, state, ended=True, at=at)
-        earlier, self._kept = self._kept, (self._frozen(self._present_state(self._iterator)), num_samples)
-        state, at = earlier or self._kept
-        return StreamState(num_samples, num_batches, name, state, at=at)
+        state = self._frozen(self._present_state(self._iterator))
+        self._kept = state, num_samples
+        return StreamState(num_samples, num_batches, name, state, at=num_samples)
 
     def _frozen(self, state: Any) -> Any:
         """A copy of a state: the dataset may go on changing the same object."""

@@ -21,7 +21,6 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rpcdataloader.errors import SerializationError
 from rpcdataloader.host.forks import Part, at_fork
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.host.orders import Order, orders_in
@@ -205,7 +204,7 @@ def _watched_exec_module(loader: importlib.machinery.SourceFileLoader, module: t
     try:
         _exec_module(loader, module)
         listener.take([loader.name])
-        _finder.check(loader.name, module)
+        _finder.compare(loader.name, module)
     finally:
         vars(loader).pop("get_code", None)  # another thread may have run the same loader
         listener.end(loader.name)
@@ -263,25 +262,20 @@ class _Finder:
         self.orders: dict[str, Mapping[str, Order]] = {}
         self.key = b""  # of the orders
 
-    def find_moved(self, name: str, module: types.ModuleType) -> list[str]:
-        """The lists of a module that are in another order than in the script."""
-        if not (expected := self.orders.get(name)):
-            return []
-        found = orders_in(name, vars(module), self.key)
-        return [each for each, order in expected.items() if each in found and order.differs(found[each])]
+    def compare(self, name: str, module: types.ModuleType) -> None:
+        """Warn if some lists of a module are in another order than in the script.
 
-    def check(self, name: str, module: types.ModuleType) -> None:
-        """Refuse a module that has just run here if some of its lists are in another order than in the script.
-
-        Raises:
-            SerializationError: They are.
+        The order may not matter, as of a tuple of file extensions: so that is no error.
         """
-        if moved := self.find_moved(name, module):
-            raise SerializationError(
-                f"{', '.join(moved)} of module {name} has the same values on {socket.gethostname()} as in the script, "
-                "but in another order, so an index would stand for something else on each node: write sorted(...) "
-                "around the set or folder that it is made of, or give the script and all node servers the same "
-                "PYTHONHASHSEED"
+        if not (expected := self.orders.get(name)):
+            return
+        found = orders_in(name, vars(module), self.key)
+        if moved := [each for each, order in expected.items() if each in found and order.differs(found[each])]:
+            logger.warning(
+                "%s of module %s has the same values on %s as in the script, but in another order: an index stands for "
+                "something else there. Write sorted(...) around the set or folder that it is made of, or seed what "
+                "shuffles it",
+                *(", ".join(moved), name, socket.gethostname()),
             )
 
     def find_spec(self, name: str, path: Sequence[str] | None, _target: Any = None) -> Any:
@@ -328,16 +322,16 @@ def take_over(sources: Mapping[str, Source], orders: Mapping[str, Mapping[str, O
     own = recorder.look()
     before = {**own, **_finder.sources}
     changed = [name for name, each in sources.items() if name in own and before[name].content != each.content]
-    if not _finder.sources and (changed or any(_finder.find_moved(name, sys.modules[name]) for name in own)):
-        # The node server has imported them, and others that have parts of them.
+    if changed and not _finder.sources:  # the node server has imported them, and others that have parts of them
         for name in own:
             sys.modules.pop(name, None)
     else:
         for name in changed:
             path, module = sources[name].path, sys.modules[name]
             exec(compile(sources[name].content, path, "exec", dont_inherit=True), vars(module))
-            if _finder.find_moved(name, module):
-                del sys.modules[name]  # so that the next import says so
+    for name in orders:  # the others, as they are imported
+        if (own_module := sys.modules.get(name)) is not None:
+            _finder.compare(name, own_module)
     if changed:
         logger.info("imported again, as the script has other sources: %s", ", ".join(changed))
     _finder.sources.update(sources)
