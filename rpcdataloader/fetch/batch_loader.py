@@ -59,12 +59,10 @@ class StreamState(NamedTuple):
     # Owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``, or ``"both"``; empty without one.
     owner: str = ""
     state: Any = None  # result of that ``state_dict()``; for ``"both"``, of each by its name
-    ended: bool = False  # True if the last batch met the end: it was incomplete
+    ended: bool = False  # True if the last batch met the end, and was incomplete, or another one was asked for
     # Digest of some of the samples taken; None if they cannot be compared, or need not, as ``state`` has the position.
     digest: int | None = None
-    # Number of samples taken when ``state`` was: before the last batch, as that of a stream's end may be that of its
-    # next beginning, and nothing tells the end before another sample is asked for.
-    at: int = 0
+    at: int = 0  # number of samples taken when ``state`` was; fewer where that was before the end, or before a failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,6 +294,8 @@ class Seat(WorkerOwner):
                 note_answer(sent.probe, timings, answer.size_bytes, now)
                 answer.probe = sent.probe
         if answer.error is None and settings.iterable and answer.stream is None:
+            if (ended := engine.table.find(number)) is not None and ended.stream is not None:
+                driver.begun.progress.ends[ended.stream] = driver.streams[ended.stream].num_batches
             engine.stream_ended(worker, number, now)
             return None
         num_missing = 0 if answer.lacks is None else answer.lacks.num_samples

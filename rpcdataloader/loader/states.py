@@ -70,7 +70,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
             str(number): [*batch, _plain_states(state, at_end=number + 1 == progress.end)]
             for number, (*batch, state) in progress.ahead.items()
         },
-        "streams": list(map(_plain_stream, progress.streams)),
+        "streams": list(map(_plain_stream, progress.known_streams())),
         "before": list(map(_plain_stream, progress.before)),
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
         "next": progress.upcoming.get(progress.num_batches),

@@ -345,6 +345,8 @@ class Progress:
     digest: int | None = 0
     # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
+    # Number of batches of each stream whose end was answered, which may be before its last one is delivered.
+    ends: dict[int, int] = field(default_factory=dict)
     before: list[StreamState] = field(default_factory=list)  # those of the pass before, see :meth:`last_streams`
     is_elsewhere: bool = False  # True while the dataset of this process is not yet where the only stream is
     turn: int = 0  # stream whose batch comes next
@@ -382,11 +384,22 @@ class Progress:
         """The last state known of each stream: ``ended`` where it was read to its end, and not left before."""
         if not self.streams:
             return []
-        streams = self.copy().settle().streams
+        streams = self.copy().settle().known_streams()
         if self.finished:
             return [stream._replace(ended=True) for stream in streams]
         before = self.before or streams
         return [each if each.num_samples or each.ended else last for each, last in zip(streams, before, strict=True)]
+
+    def known_streams(self) -> list[StreamState]:
+        """The states of the streams, where it is known that one has ended with a full batch: nothing else tells that.
+
+        The state of its end may be that of its next beginning, as of a loader of torchdata's nodes.
+        """
+        ends = self.ends
+        return [
+            stream if stream.ended or ends.get(number) != stream.num_batches else stream._replace(ended=True)
+            for number, stream in enumerate(self.streams)
+        ]
 
     @property
     def num_yielded(self) -> int:

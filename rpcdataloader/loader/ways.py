@@ -193,9 +193,11 @@ class Stateful(Replay):
 
     def _batches(self, batches: BatchSampler) -> Iterator[list[Any]]:
         """Iterate as torch's batch sampler does."""
-        samples = iter(batches.sampler)
-        self._owners |= {"iterator": samples} if is_stateful(samples) else {}
-        self._load_iterator(samples)
+        iterator = iter(batches.sampler)
+        self._owners |= {"iterator": iterator} if is_stateful(iterator) else {}
+        # Begins here, and no more: a sampler that is its own iterator would begin anew.
+        samples = (sample for sample in iterator)
+        self._load_iterator(iterator)
         for first in samples:
             if is_first := self._last is None:
                 with contextlib.suppress(Exception):  # which comes after the batch
@@ -252,25 +254,36 @@ class Stateful(Replay):
             if loaded is not None:
                 loaded.gave_first(self._sampler, ended=is_end)
             return is_end
-        # All of the pass, if the state has no place in it. A sampler that goes on then is another one.
-        most: int = max(saved["num_batches"], 1)
+        # All of the pass, if the state has no place in it, and what drop_last has left out. A sampler that goes on then
+        # is another one. Batches may have another size here.
+        num_batches = max(saved["num_batches"], 1)
+        num_delivered = saved["num_samples"] or self._num_samples(from_plain(saved["first"]))
+        num_left = num_delivered + num_delivered // num_batches
         number, found = 0, None
-        for number, indices in enumerate(itertools.islice(samples, most + 1), 1):
+        for number, indices in enumerate(samples, 1):
+            num_left -= self._num_samples(indices)
+            if num_left < 0:
+                return False
             found = _digest_of([indices])
             if number == 1 and loaded is not None:
                 loaded.gave_first(self._sampler, ended=False)
-                loaded.is_told |= most == 1  # the next pass may leave the sampler there, too, with its only batch
+                loaded.is_told |= (
+                    num_batches == 1
+                )  # the next pass may leave the sampler there, too, with its only batch
         if number == 0 and loaded is not None:
             loaded.gave_first(self._sampler, ended=True)
         # Of an only batch, all but the first sample is drawn again.
-        is_known = most > 1 and saved["last"] is not None and self._is_same_order(saved)
+        is_known = num_batches > 1 and saved["last"] is not None and self._is_same_order(saved)
         if is_known and found not in (saved["last"], _UNKNOWN):
             logger.warning(
                 "the sampler does not come to the last batch of the saved epoch again, and the next ones may differ, "
                 "too: the state_dict() of %s must tell all that decides, also of samplers inside",
                 type(next(iter(self._owners.values()))).__name__,
             )
-        return number <= most
+        return True
+
+    def _num_samples(self, indices: Any) -> int:
+        return len(indices) if self.settings.auto_collation and is_batch(indices) else 1
 
     def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:  # noqa: ARG002
         return self._capture if self._owners else None
