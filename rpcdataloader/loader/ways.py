@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from rpcdataloader.fetch.loaded import LoadedState, loaded_state, note_loaded
+from rpcdataloader.fetch.loaded import LoadedState, loaded_state, note_loaded, tell_not_implemented
 from rpcdataloader.fetch.samples import is_batch, stopped
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.state import get_states, set_states
@@ -91,8 +91,11 @@ class Replay:
     def end(self, saved: Mapping[str, Any]) -> None:
         """Bring the sampler to its state after a saved pass of which nothing is left."""
 
-    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:  # noqa: ARG002
-        """Return a function that gives the sampler's state after the batch that it has just given; None without one."""
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any] | None] | None:  # noqa: ARG002
+        """Return a function that gives the sampler's state after the batch that it has just given; None without one.
+
+        It gives None if it turns out that there is none.
+        """
         return None
 
     def watch(self) -> Callable[[bool], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
@@ -183,17 +186,20 @@ class Stateful(Replay):
                     self._load(saved["sampler"])
                     note_loaded(self._sampler, None)  # each pass may begin so
 
-    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any] | None] | None:
         owners: dict[str, Any] = {"sampler": self._sampler, "iterator": samples if is_stateful(samples) else None}
         stateful = {name: owner for name, owner in owners.items() if owner is not None}
         if not stateful:
             return None
         copier = StateCopier()
 
-        def get_state() -> dict[str, Any]:
+        def get_state() -> dict[str, Any] | None:
             # The sampler may go on changing the same object.
             try:
                 return {name: copier.copy(owner.state_dict(), (name,)) for name, owner in stateful.items()}
+            except NotImplementedError as error:  # of a base class
+                tell_not_implemented(self._sampler, error)
+                return None
             except StopIteration as stop:
                 raise stopped("state_dict() of the sampler") from stop
 
@@ -299,7 +305,7 @@ class Inside(Stateful):
             for _batch in self._begin_inside(saved):
                 pass
 
-    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any] | None] | None:
         return super().capture(samples) if is_stateful(samples) else None
 
 
