@@ -366,7 +366,8 @@ class Judge:
 
     def open_failed(self, number: int, error: BaseException) -> None:
         member = self.members.pop(number)
-        self.up.discard(member.node)
+        if not member.closed:
+            self.up.discard(member.node)
         self._vacate(number, member)
 
     def worker_lost(self, number: int, loss: Loss) -> None:
