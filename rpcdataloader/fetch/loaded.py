@@ -293,3 +293,13 @@ def note_loaded(dataset: Any, loaded: LoadedState | None) -> None:
             found.pop(key, None)
 
         _loaded[key] = weakref.ref(dataset, forget), loaded
+
+
+_told: set[str] = set()  # names of classes
+
+
+def tell_not_implemented(owner: Any, error: NotImplementedError) -> None:
+    """Say, once per class and process, that a dataset or sampler has no state after all."""
+    if (name := type(owner).__qualname__) not in _told:
+        _told.add(name)
+        logger.info("%s is used without a state, as its state_dict() is not implemented: %s", name, error)

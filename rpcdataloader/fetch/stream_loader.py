@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, StreamState
-from rpcdataloader.fetch.loaded import LoadedState, is_same_state, loaded_state, note_loaded
+from rpcdataloader.fetch.loaded import LoadedState, is_same_state, loaded_state, note_loaded, tell_not_implemented
 from rpcdataloader.fetch.raw import Keeper, pack
 from rpcdataloader.fetch.samples import WHOLE, Skipped, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE, end_sample
@@ -444,7 +444,13 @@ class StreamLoader(BatchLoader):
                 return StreamState(num_samples, num_batches, ended=True)
             state, at = self._kept
             return StreamState(num_samples, num_batches, name, state, ended=True, at=at)
-        state = self._frozen(self._present_state(self._iterator))
+        try:
+            present = self._present_state(self._iterator)
+        except NotImplementedError as error:  # of a base class: the stream has no state
+            self._owner = ""
+            tell_not_implemented(self._dataset, error)
+            return StreamState(num_samples, num_batches)
+        state = self._frozen(present)
         self._kept = state, num_samples
         return StreamState(num_samples, num_batches, name, state, at=num_samples)
 

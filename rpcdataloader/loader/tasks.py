@@ -202,10 +202,14 @@ class TaskSource:
         if not self.drawn and not self._error:
             progress.end = self.number
         if self.number == 0 and self.get_state is not None and progress.sampler is None:
-            if self.drawn:
-                progress.first = kept(self.drawn[0]), self.get_state()
-            elif not self._error:
-                progress.sampler = self.get_state()  # which may count an epoch that has no batch
+            if self._error and not self.drawn:
+                return
+            if (state := self.get_state()) is None:
+                self.get_state = None  # there is none after all
+            elif self.drawn:
+                progress.first = kept(self.drawn[0]), state
+            else:
+                progress.sampler = state  # which may count an epoch that has no batch
 
     def check_next(self, expected: int) -> None:
         """Check the digest of the next batch, which is drawn.

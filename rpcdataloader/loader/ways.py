@@ -25,7 +25,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from rpcdataloader.fetch.loaded import LoadedState, loaded_state, note_loaded
+from rpcdataloader.fetch.loaded import LoadedState, loaded_state, note_loaded, tell_not_implemented
 from rpcdataloader.fetch.samples import is_batch, stopped
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.state import get_states, set_states
@@ -106,8 +106,11 @@ class Replay:
     def end(self, saved: Mapping[str, Any]) -> None:
         """Bring the sampler to its state after a saved pass of which nothing is left."""
 
-    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:  # noqa: ARG002
-        """Return a function that gives the sampler's state after the batch that it has just given; None without one."""
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any] | None] | None:  # noqa: ARG002
+        """Return a function that gives the sampler's state after the batch that it has just given; None without one.
+
+        It gives None if it turns out that there is none.
+        """
         return None
 
     def watch(self) -> Callable[[list[Any]], tuple[Iterator[Any], Callable[[], Any] | None] | None] | None:
@@ -267,9 +270,8 @@ class Stateful(Replay):
             found = _digest_of([indices])
             if number == 1 and loaded is not None:
                 loaded.gave_first(self._sampler, ended=False)
-                loaded.is_told |= (
-                    num_batches == 1
-                )  # the next pass may leave the sampler there, too, with its only batch
+                # The next pass may leave the sampler there, too, with its only batch.
+                loaded.is_told |= num_batches == 1
         if number == 0 and loaded is not None:
             loaded.gave_first(self._sampler, ended=True)
         # Of an only batch, all but the first sample is drawn again.
@@ -285,15 +287,20 @@ class Stateful(Replay):
     def _num_samples(self, indices: Any) -> int:
         return len(indices) if self.settings.auto_collation and is_batch(indices) else 1
 
-    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:  # noqa: ARG002
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any] | None] | None:  # noqa: ARG002
         return self._capture if self._owners else None
 
     @functools.cached_property
     def _copier(self) -> StateCopier:
         return StateCopier()
 
-    def _capture(self) -> dict[str, Any]:
-        before, self._last = self._last, self._states()
+    def _capture(self) -> dict[str, Any] | None:
+        before = self._last
+        try:
+            self._last = self._states()
+        except NotImplementedError as error:  # of a base class
+            tell_not_implemented(next(iter(self._owners.values())), error)
+            return None
         return with_earlier(self._last, before)
 
     def _states(self) -> dict[str, Any]:
@@ -440,7 +447,7 @@ class Inside(Stateful):
             for _batch in self._begin_inside(saved):
                 pass
 
-    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any]] | None:
+    def capture(self, samples: Iterator[Any]) -> Callable[[], dict[str, Any] | None] | None:
         return super().capture(samples) if "iterator" in self._owners else None
 
 

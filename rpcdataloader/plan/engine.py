@@ -101,6 +101,8 @@ class Engine(Generic[N]):
 
     def begin_epoch(self, now: float, turn: int = 0) -> None:
         """Begin another epoch with the same workers; undelivered tasks of the last one are dropped."""
+        busy = self.table.in_flight
+        idle = {each for each in self.crew if each.has_joined and each.is_at_work and not busy(each.number)}
         self._begin(self.table.batch_size_bytes, self.table.batch_seconds, turn)
         self._waiting_since = None
         self.crew.reopen()
@@ -113,7 +115,7 @@ class Engine(Generic[N]):
                 continue
             self._out.append(Restart(worker.number))
             if worker.has_joined:
-                self._join(worker, now)
+                self._join(worker, now, was_idle=worker in idle)
 
     # Answers
 
@@ -168,9 +170,10 @@ class Engine(Generic[N]):
         worker.has_joined = True
         self._join(worker, now)
 
-    def _join(self, worker: Member[N], now: float) -> None:
+    def _join(self, worker: Member[N], now: float, *, was_idle: bool = False) -> None:
         self.table.worker_joined(worker.number, now, worker.node, worker.place)
-        if worker.has_begun:  # in an earlier epoch, and it may hang there
+        # It may hang in a task of an earlier epoch; if not, a change to the dataset comes first, of any length.
+        if worker.has_begun and not was_idle:
             self.table.worker_began(worker.number, now)
 
     def worker_at_work(self, number: int, now: float) -> None:

@@ -463,6 +463,34 @@ def test_loaded_state_that_holds_inside_is_told_once(kind, caplog):
     assert "begin where an earlier one was resumed" in record.getMessage()
 
 
+class Abstract(Within):
+    """Its base class has methods that it does not implement."""
+
+    def state_dict(self):
+        raise NotImplementedError
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+class AbstractStream(Abstract, IterableDataset):
+    pass
+
+
+@pytest.mark.parametrize("where", ["inline", "local:1"])
+@pytest.mark.parametrize("kind", ["stream", "sampler"])
+def test_state_that_is_not_implemented_is_none(kind, where):
+    def make():
+        dataset, sampler = (AbstractStream(), None) if kind == "stream" else (range(8), Abstract())
+        return RPCDataloader(dataset, 2, sampler=sampler, workers=where, num_workers=1, collate_fn=list)
+
+    loader = make()
+    assert list(itertools.islice(loader, 2)) == [[0, 1], [2, 3]]
+    state, loader = json.loads(json.dumps(loader.state_dict())), make()
+    loader.load_state_dict(state)
+    assert [list(loader) for _ in range(2)] == [[[4, 5], [6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]
+
+
 def test_methods_of_another_protocol_are_not_called():
     loader = RPCDataloader(Told(SIZES), 4, workers="inline")
     list(itertools.islice(loader, 2))

@@ -63,6 +63,7 @@ class Member:
     joined: bool = False
     at_work: bool = False
     began: float = math.inf  # when it answered the first request; -inf in later epochs, until it does again
+    was_idle: bool = False  # True if it was idle as this epoch began, until it has answered its first request
     draining: bool = False
     sent_away: bool = False
     closed: bool = False
@@ -74,6 +75,11 @@ class Member:
     in_flight: dict[float, float] = field(default_factory=dict)
     since: float = 0.0  # when the first of them began
     ended: float | None = None  # the task for which its end was asked for
+
+    @property
+    def timed_from(self) -> float:
+        """When its time for tasks begins."""
+        return math.inf if self.was_idle else self.began
 
     @property
     def is_usable(self) -> bool:
@@ -224,6 +230,8 @@ class Judge:
         self.full.clear()
         self.short.clear()
         for number, member in self.members.items():
+            # It may hang in no task of the last epoch, so that what comes before the first task has no limit.
+            member.was_idle = member.at_work and not member.in_flight
             member.at_work = False
             member.began = math.inf if member.began == math.inf else -math.inf
             member.joined = member.joined and not member.draining
@@ -336,7 +344,7 @@ class Judge:
 
     def worker_at_work(self, number: int, now: float) -> None:
         member = self.members[number]
-        member.began = now
+        member.began, member.was_idle = now, False
         member.at_work = self.has_begun = True
         self.num_raised[member.node] = self.num_killed[member.node] = 0
         if member.node not in self.full:
@@ -370,7 +378,8 @@ class Judge:
 
     def open_failed(self, number: int, error: BaseException) -> None:
         member = self.members.pop(number)
-        self.up.discard(member.node)
+        if not member.closed:
+            self.up.discard(member.node)
         self._vacate(number, member)
 
     def worker_lost(self, number: int, loss: Loss) -> None:
@@ -780,7 +789,7 @@ class Judge:
         limit = self.options.task_timeout
         assert member is not None and limit is not None, f"{action}: it is gone, or there is no limit"
         assert action.number == next(iter(member.in_flight), None), f"{action}: it is at another one"
-        taken = now - max(member.since, member.began)
+        taken = now - max(member.since, member.timed_from)
         assert taken >= limit - _TINY, f"{action}: after {taken} s of {limit} s"
         assert member.ended != action.number, f"{action}: it was ended already"
         member.ended = action.number
@@ -931,7 +940,7 @@ class Judge:
         limit = math.inf if self.options.task_timeout is None else self.options.task_timeout + _TINY
         for number, member in self.members.items():
             running = next(iter(member.in_flight), None)
-            in_time = running is None or member.ended == running or due <= max(member.since, member.began) + limit
+            in_time = running is None or member.ended == running or due <= max(member.since, member.timed_from) + limit
             assert in_time, f"worker {number} is late, and the engine waits until {due}"
         self._check_report(due)
         self._check_stuck(now)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.plan.actions import Close, End, Load, Open, PlanOptions, Say, Seek
 from rpcdataloader.plan.crew import Loss
@@ -51,6 +53,29 @@ def test_time_of_a_task_begins_after_the_worker_has():
     assert End(1, 0) not in engine.act(6.9)
     engine.tick(7.0)
     assert End(1, 0) in engine.act(7.0)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_time_of_a_later_epoch_begins_after_what_comes_before_it_unless_a_worker_may_hang_in_the_last(is_left):
+    engine = start(["a"], task_timeout=1.0)
+    engine.table.add_task("task")
+    engine.act(0.0)
+    engine.worker_ready(1, 0.0)
+    engine.worker_at_work(1, 0.0)
+    engine.act(0.0)
+    if not is_left:
+        engine.answered(1, 0, size_bytes=1)
+    engine.begin_epoch(0.5)
+    engine.table.add_task("task")
+    engine.act(0.5)
+    engine.tick(5.0)
+    assert (End(1, 0) in engine.act(5.0)) == is_left
+    if not is_left:
+        engine.worker_at_work(1, 6.0)
+        engine.tick(6.9)
+        assert End(1, 0) not in engine.act(6.9)
+        engine.tick(7.0)
+        assert End(1, 0) in engine.act(7.0)
 
 
 def test_each_worker_gets_a_first_task_before_any_gets_a_second():
