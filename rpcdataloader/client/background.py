@@ -123,7 +123,7 @@ class Alarm:
 
     def _start(self) -> None:
         if self._thread is None:
-            with contextlib.suppress(RuntimeError), signals_held():  # the next call tries again
+            with contextlib.suppress(RuntimeError):  # the next call tries again
                 self._thread = _started("rpcdl-alarm", self._run)
 
     def close(self) -> None:

@@ -57,7 +57,8 @@ def signals_held() -> Iterator[None]:
         _holding.depth = 0
         with contextlib.ExitStack() as stack:  # the last ones first, and the others even if one raises
             for number in [number for number, each in held.items() if each.has_come]:
-                stack.callback(signal.raise_signal, number)
+                # Not by another signal, of which the loop of asyncio would hear too.
+                stack.callback(held[number].handler, number, None)
             for number, each in held.items():
                 stack.callback(signal.signal, number, each.handler)
 

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 
 from rpcdataloader.host.locks import Condition
-from rpcdataloader.host.signals import signals_held
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.frames import MessageType, as_bytes
 
@@ -168,18 +167,17 @@ class Outbox:
             self._cancelled.clear()
             thread = self._thread
         self._bell.put(True)
-        if thread is not None:
+        if thread is not None and thread.ident is not None:
             thread.join()
 
     # With the lock
 
     def _start(self) -> None:
         """Start the thread, once it can send."""
-        if self._thread is None and self._channel is not None:
-            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            with signals_held():  # of two threads, each would send parts of messages
-                thread.start()
-                self._thread = thread
+        # Noted before its start, which Ctrl-C may interrupt: of two threads, each would send parts of messages.
+        if (self._thread is None or self._thread.ident is None) and self._channel is not None:
+            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            self._thread.start()
 
     def _begin(self, *messages: Outgoing) -> None:
         """Send what the kernel takes of the messages now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import pytest
 
@@ -51,3 +52,18 @@ def test_handlers_act_at_once_in_a_wait(heard):
         with pytest.raises(Raised), signals_let_through():
             signal.raise_signal(signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
+
+
+def test_loop_of_events_hears_of_a_signal_once(heard):
+    """As of asyncio, by a byte for each."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        before = signal.set_wakeup_fd(theirs.fileno())
+        try:
+            with pytest.raises(Raised), signals_held():
+                signal.raise_signal(signal.SIGUSR1)
+        finally:
+            signal.set_wakeup_fd(before)
+        assert ours.recv(10) == bytes([signal.SIGUSR1])
+    assert heard == [signal.SIGUSR1]

@@ -98,7 +98,6 @@ def test_views_of_the_same_memory_travel_without_the_rest_and_arrive_as_they_wer
     assert torch.equal(apart, wide[9])
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of others of the kinds
 @pytest.mark.parametrize("encode", [dumps, dumps_reply], ids=["request", "reply"])
 @pytest.mark.parametrize("size", [3, 1000])
 def test_sparse_tensor_travels(size, encode):
@@ -113,6 +112,7 @@ def test_sparse_tensor_is_refused_by_a_limit_on_its_parts():
         DefinitionPickler(Limited(1 << 13), [], {}).dump({"sparse": sparse})
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of others of the kinds
 @pytest.mark.parametrize("name", ["subclass, large and permuted", "boxes, large", "attribute, large"])
 def test_large_tensor_of_a_subclass_is_a_block_of_memory_that_is_used_again(name):
     tensor = make_tensors()[name]
