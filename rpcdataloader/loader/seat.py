@@ -295,7 +295,7 @@ class Seat(WorkerOwner):
                 answer.probe = sent.probe
         if answer.error is None and settings.iterable and answer.stream is None:
             if (ended := engine.table.find(number)) is not None and ended.stream is not None:
-                driver.begun.progress.ends[ended.stream] = driver.streams[ended.stream].num_batches
+                driver.begun.progress.ends[ended.stream] = driver.streams[ended.stream]
             engine.stream_ended(worker, number, now)
             return None
         num_missing = 0 if answer.lacks is None else answer.lacks.num_samples

@@ -349,8 +349,8 @@ class Progress:
     digest: int | None = 0
     # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
-    # Number of batches of each stream whose end was answered, which may be before its last one is delivered.
-    ends: dict[int, int] = field(default_factory=dict)
+    # The last state of each stream whose end was answered, which may be before its last batch is delivered.
+    ends: dict[int, StreamState] = field(default_factory=dict)
     before: list[StreamState] = field(default_factory=list)  # those of the pass before, see :meth:`last_streams`
     is_elsewhere: bool = False  # True while the dataset of this process is not yet where the only stream is
     turn: int = 0  # stream whose batch comes next
@@ -401,7 +401,7 @@ class Progress:
         """
         ends = self.ends
         return [
-            stream if stream.ended or ends.get(number) != stream.num_batches else stream._replace(ended=True)
+            stream._replace(ended=True) if number in ends and ends[number].num_batches == stream.num_batches else stream
             for number, stream in enumerate(self.streams)
         ]
 

@@ -82,7 +82,7 @@ class Epoch:
     """What the driver knows of an epoch."""
 
     def __init__(self, positions: list[int], turn: int) -> None:
-        self.progress = SimpleNamespace(streams=positions, turn=turn, finished=False)
+        self.progress = SimpleNamespace(streams=positions, ends={}, turn=turn, finished=False)
         self.source = SimpleNamespace(is_ready=None, task=None)
 
 
