@@ -348,7 +348,7 @@ def _pause(num_retries: int, what: str, error: BaseException) -> None:
 
 # Seconds that a thread which loads in this process lets another one finish first. Longer, and that one may be waiting
 # for this one: a thread of its dataset that loops over a loader.
-_PATIENCE = 5.0
+_PATIENCE = 30.0
 
 TOGETHER = (
     "two threads load in this process, of which one may wait for the other, so they go on at the same time, and from "
@@ -364,9 +364,10 @@ class _Load:
     restore: Callable[[], None]
     process: int = field(default_factory=os.getpid)
 
-    def waits_for(self, other: _Load) -> bool:
-        """Whether that is another thread's, and not one that a child of a fork knows of."""
-        return self.thread != other.thread and self.process == other.process
+    def waits_for(self, loads: list[_Load]) -> bool:
+        """Whether others load, and this thread does not; of those that a child of a fork knows of, none does."""
+        threads = {other.thread for other in loads if other.process == self.process}
+        return bool(threads) and self.thread not in threads
 
 
 class _Loads:
@@ -384,7 +385,7 @@ class _Loads:
         """Note the state of the process, when no other thread loads, or has for long."""
         is_told, end = False, time.monotonic() + _PATIENCE
         with self._condition:
-            while self._waits and self._loads and all(map(load.waits_for, self._loads)):
+            while self._waits and load.waits_for(self._loads):
                 if end <= (now := time.monotonic()):
                     self._waits, is_told = False, True
                 else:

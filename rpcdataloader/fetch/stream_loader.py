@@ -378,6 +378,8 @@ class StreamLoader(BatchLoader):
                 return
             iterator = self._iterate_from(before)
             if not before.ended:
+                self._loaded = None
+                note_loaded(self._dataset, None)
                 return
             num_samples = before.num_samples
             if self._spec.drop_last and before.num_batches:

@@ -7,6 +7,7 @@ so to block signals in one thread would put off nothing.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import threading
@@ -58,7 +59,7 @@ def signals_held() -> Iterator[None]:
         with contextlib.ExitStack() as stack:  # the last ones first, and the others even if one raises
             for number in [number for number, each in held.items() if each.has_come]:
                 # Not by another signal, of which the loop of asyncio would hear too.
-                stack.callback(held[number].handler, number, None)
+                stack.callback(held[number].handler, number, inspect.currentframe())
             for number, each in held.items():
                 stack.callback(signal.signal, number, each.handler)
 

@@ -294,7 +294,9 @@ class Seat(WorkerOwner):
                 note_answer(sent.probe, timings, answer.size_bytes, now)
                 answer.probe = sent.probe
         if answer.error is None and settings.iterable and answer.stream is None:
-            if (ended := engine.table.find(number)) is not None and ended.stream is not None:
+            # With drop_last, samples may be left that another loader would give.
+            ended = None if settings.drop_last else engine.table.find(number)
+            if ended is not None and ended.stream is not None:
                 driver.begun.progress.ends[ended.stream] = driver.streams[ended.stream]
             engine.stream_ended(worker, number, now)
             return None

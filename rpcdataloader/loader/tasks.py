@@ -401,7 +401,9 @@ class Progress:
         """
         ends = self.ends
         return [
-            stream._replace(ended=True) if number in ends and ends[number].num_batches == stream.num_batches else stream
+            stream._replace(ended=True)
+            if stream.owner and number in ends and ends[number].num_batches == stream.num_batches
+            else stream
             for number, stream in enumerate(self.streams)
         ]
 

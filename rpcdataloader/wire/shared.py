@@ -476,10 +476,12 @@ def _before_fork() -> None:
 def _after_fork_in_parent() -> None:
     if _forking.children is not None:
         _forking.children.unmap()
+        _forking.children = None  # its descriptor is open as long as the children of this fork are waited for
 
 
 def _after_fork_in_child() -> None:
     _inherited.append(_forking.children)
+    _forking.children = None
     for lender in list(_lenders):
         lender.forget()
     _borrowers.clear()

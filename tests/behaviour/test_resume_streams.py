@@ -305,6 +305,36 @@ def test_stream_whose_end_is_its_beginning_gives_nothing_again_after_its_last_fu
     assert begun + list(loader) == expected
 
 
+class Again(Parts):
+    """Counts its epochs as they begin, without a state."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        yield from (1000 * self.epoch + number for number in super().__iter__())
+
+
+@pytest.mark.parametrize(("kind", "drop_last"), [(Again, False), (Placed, True)])
+def test_stream_that_has_ended_is_begun_again_where_that_may_matter(shared_server, kind, drop_last):
+    """It counts its epochs as it begins; or ``drop_last`` has left samples out, which this loader gives."""
+    options = {"collate_fn": list, "persistent_workers": True, "workers": shared_server.address, "num_workers": 2}
+    sizes = [4, 13] if drop_last else [4, 12]
+    loader = RPCDataloader(kind(sizes), 2, drop_last=drop_last, **options)
+    batches = iter(loader)
+    begun = list(itertools.islice(batches, 6))
+    wait_until(lambda: not batches.driver.engine.table.needs(0))  # the end of stream 0 was answered
+    state, rest = loader.state_dict(), list(batches)
+    following = list(loader)
+    loader = RPCDataloader(kind(sizes), 2, **options)
+    loader.load_state_dict(state)
+    if drop_last:
+        found = [number for batch in [*begun, *loader] for number in batch]
+        assert sorted(found) == [*range(4), *range(100, 113)]
+    else:
+        assert [list(loader), list(loader)] == [rest, following]
+
+
 @pytest.mark.parametrize("kind", [Placed, Lasting])
 @pytest.mark.parametrize("where", ["inline", "workers"])
 @pytest.mark.parametrize("transform", [None, float])

@@ -179,6 +179,7 @@ class Pass:
             prefetch_factor=options.prefetch_factor,
             max_in_flight_bytes=options.max_in_flight_bytes,
             persistent_workers=False,
+            drop_last=False,
             sampler=None,
             partition=SimpleNamespace(rank=1, label=""),  # which logs no diagnosis
         )

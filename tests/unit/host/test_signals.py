@@ -21,7 +21,8 @@ def heard():
     """The signals whose handlers have acted, each of which raises."""
     found = []
 
-    def handle(number, _frame):
+    def handle(number, frame):
+        assert frame.f_code
         found.append(number)
         raise Raised
 
