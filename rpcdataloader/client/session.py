@@ -103,7 +103,8 @@ class RemoteSession:
         self.welcome: Welcome | None = None
         self._welcome: Welcome | None = None  # until the session is ready
         self._tickets: Tickets | None = None  # from then on
-        self._settings, self._condition = settings, settings.changed  # one for all: a thread can wait for any session
+        self._settings = settings
+        self._condition = settings.changed  # one for all, so that a thread can wait for any session
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._present: dict[int, RemoteWorker] = {}  # admitted, and not reported as exited

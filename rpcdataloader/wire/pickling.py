@@ -215,7 +215,9 @@ def _dumps(
     if len(blocks) == 1 and blocks[0].nbytes <= _MAX_INLINE_BYTES:
         inline = blocks.pop()
     encoded_index = pickle.dumps(tuple(index), protocol=5)
-    file.write(b"".join((inline, encoded_index, _LENGTHS.pack(len(inline), len(encoded_index)))))
+    file.write(inline)
+    file.write(encoded_index)
+    file.write(_LENGTHS.pack(len(inline), len(encoded_index)))
     return Encoded(file.getvalue(), buffers + blocks, pickler.modules), pickler
 
 

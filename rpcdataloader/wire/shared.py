@@ -284,7 +284,7 @@ class _Children:
 
     def __init__(self) -> None:
         self._page: memoryview | None = None
-        self._descriptor: int | None = None  # if there was none left, they count as alive for ever
+        self._descriptor: int | None = None  # without one, they count as alive to the end
         with contextlib.suppress(OSError):
             descriptor = create_memory(mmap.PAGESIZE)
             weakref.finalize(self, os.close, descriptor).atexit = False
