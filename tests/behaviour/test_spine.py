@@ -20,6 +20,10 @@ PACKAGE = Path(rpcdataloader.__file__).parent
 MOST_FILES = 92
 MOST_LINES = 5410
 
+# Timers that fire on a busy machine, in both runs, and waits that are none on an idle one: the counts of one commit
+# were up to this far apart.
+NOISE = 25
+
 # What the diagnosis says of a run, in 78 to 124 lines, depends on its times: these are not counted.
 OF_TIMES = {"diagnosis/verdict.py", "diagnosis/words.py"}
 
@@ -54,7 +58,7 @@ def test_two_plain_epochs_run_through_no_more_than_they_did(tmp_path):
     found = "\n".join(f"{lines:5} {name}" for name, lines in sorted(spine.items(), key=lambda item: -item[1]))
     assert len(spine) <= MOST_FILES, f"more files: {len(spine)}\n{found}"
     num_lines = sum(lines for name, lines in spine.items() if name not in OF_TIMES)
-    assert num_lines <= MOST_LINES, f"more lines: {num_lines}\n{found}"
+    assert num_lines <= MOST_LINES + NOISE, f"more lines: {num_lines}\n{found}"
 
 
 def lines_run(folder: Path, notes: Path) -> dict[str, bytes]:
