@@ -26,8 +26,15 @@ from tests.support.zygote import Zygote
 # Seconds without a batch of any rank: nothing that the adversary does takes so long to get over. After a minute, the
 # ranks have logged what they wait for.
 HANG_TIMEOUT = 70.0
-# A network is mended at the latest then: with a cut, there may be no batch for a while, and so no next event.
-CUT_SECONDS = 3.0
+# What is undone at the latest after so many seconds, and how: there may be no batch until then, and so no next event. A
+# worker that is stopped before its first batch has no limit of time, as it might build a dataset.
+UNDONE_AFTER = {
+    Kind.CUT: (3.0, Kind.HEAL),
+    Kind.SLOW: (3.0, Kind.HEAL),
+    Kind.STOP_WORKER: (10.0, Kind.CONTINUE),
+    Kind.STOP_SESSION: (10.0, Kind.CONTINUE),
+    Kind.STOP_SERVER: (10.0, Kind.CONTINUE),
+}
 _USAGE_PERIOD = 2.0  # seconds between samples of memory and descriptors
 
 
@@ -183,19 +190,19 @@ def _disturb(
 ) -> None:
     """One event after so many batches each, until the plan or the time is over."""
     end = time.monotonic() + 60 * scenario.minutes if scenario.minutes else float("inf")
-    cuts: dict[int, float] = {}  # place, and when it is to be mended at the latest
+    pending: dict[Event, float] = {}  # what undoes an event, and at what time at the latest
     next_at = 0
     usage_at = 0.0
 
-    def heal(now: float) -> None:
-        for place in [place for place, until in cuts.items() if until <= now]:
-            del cuts[place]
-            note(pool.do(Event(Kind.HEAL, place)))
+    def undo(now: float) -> None:
+        for event in [event for event, until in pending.items() if until <= now]:
+            del pending[event]
+            note(pool.do(event))
 
     def go_on() -> bool:
         nonlocal usage_at
         now = time.monotonic()
-        heal(now)
+        undo(now)
         if scenario.soak and now >= usage_at:
             usage_at = now + _USAGE_PERIOD
             for rank, script in enumerate(ranks.scripts):
@@ -211,15 +218,16 @@ def _disturb(
             assert ranks.are_running, "a rank has ended by itself"
         if time.monotonic() >= end:
             break
-        if event.kind is Kind.HEAL:
-            if event.place in cuts:
-                heal(cuts[event.place])
+        if event.kind in (Kind.HEAL, Kind.CONTINUE):
+            if pending.pop(event, None) is not None:
+                note(pool.do(event))
             continue
-        if event.kind in (Kind.CUT, Kind.SLOW):
-            cuts[event.place] = time.monotonic() + CUT_SECONDS
+        if event.kind in UNDONE_AFTER:
+            seconds, kind = UNDONE_AFTER[event.kind]
+            pending[Event(kind, event.place)] = time.monotonic() + seconds
         done[event.kind] += 1
         note(f"batch {ranks.num_batches}: {pool.do(event)}")
-    heal(float("inf"))
+    undo(float("inf"))
 
 
 def _follow(ranks: Ranks, go_on: Callable[[], bool]) -> None:
