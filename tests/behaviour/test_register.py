@@ -181,7 +181,11 @@ def test_node_that_restarts_while_the_resolver_hangs_joins_at_its_last_address(s
 
 def test_node_that_moves_is_found_where_its_name_leads_now(serve, monkeypatch):
     resolve, host = socket.getaddrinfo, "127.0.0.1"
-    monkeypatch.setattr(socket, "getaddrinfo", lambda _name, *args, **options: resolve(host, *args, **options))
+
+    def look_up(name, *args, **how):
+        return resolve(host if name == "localhost" else name, *args, **how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     server = serve("--num-workers", "1", "--host", host, "--advertise", "localhost")
     loader = RPCDataloader(RPCDataset(server.address, Servers))
     assert servers_of(loader) == {server.pid}
