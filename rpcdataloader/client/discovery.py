@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
-from rpcdataloader.wire.connecting import first_that_listens
+from rpcdataloader.wire.connecting import first_that_listens, look_up
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.handshake import STATUS_TICKET
@@ -81,6 +81,25 @@ class Names(Lookup):
             self._family = first_that_listens(addresses, PROBE_TIMEOUT)
         hosts = families[self._family if self._family in families else infos[0][0]]
         return {Address(each, port): "" for each in sorted({*hosts}, key=ipaddress.ip_address)}, {}
+
+
+class Resolver(Lookup):
+    """Whether a resolver says where one node server is, or that there is no such name; otherwise that is a problem."""
+
+    advice = ""
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(address.host, address)
+        self._address = address
+        self.condition = f"behind the name {address.host}"
+
+    def _look(self) -> tuple[dict[Address, str], dict[str, str]]:
+        try:
+            look_up(self._address.host, self._address.port)
+        except socket.gaierror as exc:
+            if exc.errno not in _NOTHING:
+                raise
+        return {}, {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,11 +346,10 @@ class RemoteSession:
     def open(self) -> Channel:
         pause, num_broken = FIRST_PAUSE, 0
         tell: Callable[[str], None] = self._note
+        how = {"retry": self._settings.waits_for_servers, "find_host": lambda: self._settings.find_host(self.address)}
         while True:
             try:
-                channel, self._welcome = self._settings.open(
-                    self.address, _no_ticket, self._deadline, retry=self._settings.waits_for_servers, tell=tell
-                )
+                channel, self._welcome = self._settings.open(self.address, _no_ticket, self._deadline, **how, tell=tell)
                 break
             except (UnavailableError, ConnectionLostError) as exc:
                 # The latter when what serves a connection is killed or has no time for it, or the network breaks it;
@@ -363,7 +362,7 @@ class RemoteSession:
                 pause = min(2 * pause, MAX_PAUSE)
         self._key, self._tickets = channel.ticket_key, Tickets(channel.ticket_key, self._welcome.pid)
         with contextlib.suppress(OSError):  # it has gone already
-            self.host = channel.transport.peer_host
+            self.host = self._settings.hosts[self.address] = channel.transport.peer_host
         if channel.differences:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel

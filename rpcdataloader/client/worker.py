@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.background import Alarm, Printer
 from rpcdataloader.client.connection import Connection, Request
+from rpcdataloader.client.discovery import Resolver
 from rpcdataloader.client.modules import SharedAdditions
 from rpcdataloader.errors import (
     AuthenticationError,
@@ -37,6 +38,7 @@ from rpcdataloader.wire.handshake import UnavailableError, UnknownSessionError, 
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Reference, Welcome
 from rpcdataloader.wire.picklers import Frozen, PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps_named, result_of
+from rpcdataloader.wire.register import LOOK_TIMEOUT
 from rpcdataloader.wire.slabs import Allocator
 from rpcdataloader.wire.tls import TlsFiles
 from rpcdataloader.wire.transport import Deadline
@@ -65,6 +67,8 @@ class ClientSettings:
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
     proven: dict[Address, Credentials] = field(default_factory=dict)  # those of the last handshake with each server
+    hosts: dict[Address, str] = field(default_factory=dict)  # the IP addresses of the same
+    resolvers: dict[Address, Resolver] = field(default_factory=dict)
     seldom: Seldom = field(default_factory=Seldom)  # for warnings of waits
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: Condition = field(default_factory=Condition)
@@ -89,6 +93,14 @@ class ClientSettings:
         welcome = read_welcome(channel, deadline)
         self.proven[address] = credentials
         return channel, welcome
+
+    def find_host(self, address: Address) -> str:
+        """The IP address of the last session there, while no resolver tells it anew; otherwise empty."""
+        if not (host := self.hosts.get(address, "")):
+            return ""
+        resolver = self.resolvers.setdefault(address, Resolver(address))
+        resolver.look(LOOK_TIMEOUT)
+        return host if resolver.problems else ""
 
 
 class BusyError(UnavailableError):
@@ -348,8 +360,8 @@ class RemoteWorker:
             if self.connection.has_ended:
                 limit.cancel()
             try:
-                address, host = self.session.address, self.session.host
-                channel, answer = self._settings.open(address, self.session.make_ticket, limit, host=host)
+                address, ticket = self.session.address, self.session.make_ticket
+                channel, answer = self._settings.open(address, ticket, limit, find_host=lambda: self.session.host)
             except UnavailableError as exc:
                 is_wanted = not self.connection.has_ended
                 is_coming = is_wanted and self.session.has_room_soon(num_exited)

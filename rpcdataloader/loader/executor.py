@@ -331,8 +331,7 @@ class Executor:
 
 
 def describe_wait(report: ReportWait, worker: RemoteWorker | None) -> str:
-    """A wait for a batch, in words, with the stack of its worker; waits for that, at most 2 s."""
-    where, stack = "which is not assigned", ""
-    if worker is not None:
-        where, stack = f"which is at {worker.name}", "\n" + worker.session.stack_of(worker.number)
+    """A wait for a batch, in words, perhaps with the stack of its worker; waits for that, at most 2 s."""
+    where = "which is not assigned" if worker is None else f"which is at {worker.name}"
+    stack = "" if worker is None or not report.has_stack else "\n" + worker.session.stack_of(worker.number)
     return f"for {describe(report.payload)}, {where} ({report.summary}){stack}"

@@ -65,6 +65,7 @@ class ReportWait(NamedTuple):
     payload: Any
     seconds: float
     summary: str  # state of the pass
+    has_stack: bool = True  # whether to tell the worker's stack, too
 
 
 class Say(NamedTuple):

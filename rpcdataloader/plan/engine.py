@@ -24,10 +24,15 @@ from rpcdataloader.plan.table import Entry, Split, Table
 
 N = TypeVar("N", bound=Hashable)
 
-# Seconds of waiting for one batch after which the user is told, first and again. Shorter waits are ordinary where
-# storage is slow; a silent hang looks like a running training.
-REPORT_AFTER = 60.0
-REPORT_AGAIN = 300.0
+# Seconds of waiting for one batch after which the user is told, first and again: a silent hang looks like a running
+# training. Where storage is slow, long waits are ordinary: the next batch may take twice as long as was told before, up
+# to the second number.
+REPORT_AFTER, MOST_UNTOLD = 3.0, 60.0
+REPORT_AGAIN = 10.0
+
+# Seconds of waiting after which that includes the worker's stack, and seconds between two of these.
+STACK_AFTER = 10.0
+STACK_AGAIN = 300.0
 
 # Seconds of waiting for one batch after which the report to the node servers says so.
 SHOW_AFTER = 10.0
@@ -67,10 +72,12 @@ class Engine(Generic[N]):
         self._interrupted = ""  # task of the last lost worker
         self._waiting_since: float | None = None  # start of the consumer's wait for the next delivery
         self._report_at = math.inf
+        self._stack_at = -math.inf  # time from which on a report has a stack
         self._begin(0.0, None, turn)
 
     def _begin(self, batch_size_bytes: float, batch_seconds: float | None, turn: int) -> None:
         options = self._options
+        self._untold_seconds = REPORT_AFTER  # that a batch may take
         if not options.is_iterable:
             options = replace(options, num_workers=max(1, self.crew.num_wanted))
         self.table = Table(options, batch_size_bytes, turn, batch_seconds=batch_seconds, split=self._split)
@@ -87,7 +94,7 @@ class Engine(Generic[N]):
     def consumer_waits(self, now: float) -> None:
         """Note that the consumer found nothing to deliver; may be repeated."""
         if self._waiting_since is None:
-            self._waiting_since, self._report_at = now, now + REPORT_AFTER
+            self._waiting_since, self._report_at = now, now + self._untold_seconds
 
     @property
     def num_workers(self) -> int:
@@ -294,13 +301,13 @@ class Engine(Generic[N]):
             if self._interrupted and isinstance(error, ConnectionLostError):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
             self.failure = error
-        if (
-            self._waiting_since is not None
-            and self._report_at <= now
-            and (report := self.present_wait(now)) is not None
-        ):
+        if self._report_at <= now and (report := self.present_wait(now)) is not None:
             self._report_at = now + REPORT_AGAIN
-            self._out.append(report)
+            self._untold_seconds = max(REPORT_AFTER, min(2 * report.seconds, MOST_UNTOLD))
+            has_stack = report.seconds >= STACK_AFTER and self._stack_at <= now
+            if has_stack:
+                self._stack_at = now + STACK_AGAIN
+            self._out.append(report._replace(has_stack=has_stack))
 
     def present_wait(self, now: float) -> ReportWait | None:
         """The task that the consumer waits for, and its worker; None if it waits for no task."""

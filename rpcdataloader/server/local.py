@@ -97,12 +97,15 @@ def run_local_session(
     be_child(None)
     # Code of the user, and programs that it starts, must not see the secret of node servers.
     os.environ.pop(TOKEN_VARIABLE, None)
-    end_with(life.fileno())
+    end_with(life)
+    if life.poll():  # it has died meanwhile
+        os._exit(1)
     forget_inherited_exits()
     name_process("rpcdl-session")
     status = 1
     try:
-        _serve(pair_channel(Transport(control, "the training process"), "the training process"), Link(link), inherited)
+        channel = pair_channel(Transport(control, "the training process"), "the training process")
+        _serve(channel, Link(link), life, inherited)
         status = 0
     except ConnectionLostError:  # the training process has gone, which is an end like any other
         status = 0
@@ -112,7 +115,7 @@ def run_local_session(
         leave(status)
 
 
-def _serve(channel: Channel, link: Link, inherited: Inherited | bytes) -> None:
+def _serve(channel: Channel, link: Link, life: Connection, inherited: Inherited | bytes) -> None:
     is_shared = True
     try:
         if isinstance(inherited, bytes):
@@ -125,7 +128,7 @@ def _serve(channel: Channel, link: Link, inherited: Inherited | bytes) -> None:
         else:
             adopted.own_main()
         folder = _apply(inherited.additions)
-        context = ServerContext(ServerSettings(), INSECURE, inherited.num_workers, is_local=True)
+        context = ServerContext(ServerSettings(), INSECURE, inherited.num_workers, life, is_local=True)
         # No fork's collector visits what lives now, so its pages stay shared.
         gc.freeze()
         session = LocalSession(channel, link, context, inherited, is_shared=is_shared)

@@ -18,6 +18,7 @@ import socket
 import time
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 from rpcdataloader.errors import ConnectError, RemoteProtocolError
 from rpcdataloader.host.seldom import Seldom
@@ -108,6 +109,7 @@ class NodeServer:
 
     Args:
         listener: Listening socket; closed when the server ends or drains.
+        held: Writing end of the context's pipe ``life``, which no other process has; closed when the server ends.
         lifeline: Descriptor that the server's owner holds open; None without an owner. End of file means that the owner
             has gone; so does silence for ``LIFELINE_SILENCE`` seconds after a first byte.
 
@@ -116,8 +118,11 @@ class NodeServer:
         registration: File by which clients find the server, renewed by forks and ended by a drain; None without one.
     """
 
-    def __init__(self, listener: socket.socket, context: ServerContext, lifeline: int | None = None) -> None:
+    def __init__(
+        self, listener: socket.socket, context: ServerContext, held: Connection, lifeline: int | None = None
+    ) -> None:
         self._context = context
+        self._held = held
         self._loop = Loop()
         # A connection may go away between poll and accept.
         listener.setblocking(False)
@@ -170,6 +175,7 @@ class NodeServer:
         if self._renewal is not None:
             self._renewal.reap(wait=REGISTER_TIMEOUT)
         self._context.log.finish()
+        self._held.close()
 
     # --- connections
 
@@ -328,6 +334,7 @@ class NodeServer:
         """Close the node server's descriptors in a fork, but for a gate's own connection."""
         self._context.log.forget()
         self._listener.close()
+        self._held.close()
         self.signals.close()
         if self._lifeline is not None:
             os.close(self._lifeline)

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 # Under its full name: numpy imports it at first use, which would be in every fork.
@@ -343,18 +344,17 @@ def be_child(parent: int | None) -> None:
     _seed_afresh()
 
 
-def end_with(pipe: int) -> None:
-    """Let the kernel kill this process when the writing end of a pipe is closed, as when the process dies that has it.
+def end_with(pipe: Connection) -> None:
+    """Let the kernel kill this process group when the writing end of a pipe is closed, as by the death of its owner.
 
-    ``PR_SET_PDEATHSIG`` would do so at the end of the *thread* that has forked this process.
+    ``PR_SET_PDEATHSIG`` acts at the end of the *thread* that has forked this process, and on this process alone:
+    programs that user code has started would stay. It comes later, too, as a process that dies closes its files first.
     """
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    if poll.poll(0):  # it has died meanwhile
-        os._exit(1)
+    # Opened anew: what follows holds for all processes that have inherited the same file.
+    own = os.open(f"/proc/self/fd/{pipe.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def leave(status: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import multiprocessing
 import os
 import resource
 import socket
@@ -90,8 +91,9 @@ def run_server(
     gc.collect()
     gc.freeze()
     try:
-        context = ServerContext(settings, credentials, settings.workers, log, tls=tls, open_files=soft)
-        server = NodeServer(listener, context, lifeline)
+        life, held = multiprocessing.Pipe(duplex=False)
+        context = ServerContext(settings, credentials, settings.workers, life, log, tls=tls, open_files=soft)
+        server = NodeServer(listener, context, held, lifeline)
         with server.signals.heard(), contextlib.ExitStack() as failed:
             if settings.register:
                 entry = ServerEntry(

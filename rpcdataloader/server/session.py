@@ -41,6 +41,7 @@ from rpcdataloader.server.processes import (
     Leads,
     Life,
     Loop,
+    end_with,
     ended_after,
     name_process,
     name_threads,
@@ -97,6 +98,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     # A session of its own, so that user code that signals its process group does not end the node server, and so that
     # the node server finds what user code has started.
     os.setsid()
+    end_with(context.life)
     output, theirs = os.pipe()
     redirect_output(theirs)
     context.log.close()  # or what user code forks would keep it open for its readers
@@ -338,6 +340,7 @@ class Session:
 
                 def run(link: Link) -> None:
                     os.setpgid(0, 0)  # for what user code starts, which ends with the worker
+                    end_with(self._context.life)
                     self._forget_in_child()
                     forget_inherited_exits()
                     number_process(event.worker)

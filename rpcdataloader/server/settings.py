@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, RPCError
@@ -152,6 +153,8 @@ class ServerContext:
     settings: ServerSettings
     credentials: Credentials
     num_workers: int
+    # A pipe whose writing end the node server has until it dies, or the training process of a local session.
+    life: Connection
     # Of the node server, which also gets the lines that workers print; sessions close it. None without a node server.
     log: Output = None  # type: ignore[assignment]
     # True for a session that a trainer has started itself, whose output goes where the trainer's goes.

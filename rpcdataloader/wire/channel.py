@@ -224,7 +224,7 @@ def open_channel(
     *,
     retry: bool = False,
     tell: Callable[[str], None] = lambda _reason: None,
-    host: str = "",
+    find_host: Callable[[], str] = str,
     tls: TlsFiles | None = None,
 ) -> Channel:
     """Connect to a node server and authenticate both sides.
@@ -232,7 +232,7 @@ def open_channel(
     Args:
         ticket: A new one of a session, ``NO_TICKET`` or ``STATUS_TICKET``.
         deadline: Bounds connecting and the handshake together.
-        retry, host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
+        retry, find_host: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
         tell: Function that takes the reason for which the server is still waited for, whenever that changes.
         tls: Files for TLS; None without TLS. They are read now, as they may have been renewed. Not for Unix sockets,
             which cannot be listened in on.
@@ -244,7 +244,7 @@ def open_channel(
         AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
     """
-    transport = connect(address, deadline, retry=retry, tell=tell, host=host)
+    transport = connect(address, deadline, retry=retry, tell=tell, find_host=find_host)
     try:
         tell("it has accepted the connection, and does not finish the handshake (is it overloaded?)")
         if credentials.insecure:
@@ -285,7 +285,7 @@ def open_channel(
             case ConnectionLostError():
                 # One that has begun a session is none of these.
                 is_unknown = not address.is_unix and ticket in (NO_TICKET, STATUS_TICKET)
-                if is_unknown and is_original(host or address.host, address.port):
+                if is_unknown and is_original(find_host() or address.host, address.port):
                     raise RemoteProtocolError(
                         f"{address}: a worker of the original RPCDataloader listens there, and no node server of this "
                         "package. It runs what any peer sends to that port: stop it, and install this package there"

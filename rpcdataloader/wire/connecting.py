@@ -62,7 +62,7 @@ def connect(
     *,
     retry: bool = False,
     tell: Callable[[str], None] = lambda _reason: None,
-    host: str = "",
+    find_host: Callable[[], str] = str,
 ) -> Transport:
     """Connect to ``address``.
 
@@ -71,7 +71,7 @@ def connect(
             takes as long as its own configuration says. Cancelling it ends the wait, and the connection.
         retry: Try again, with back-off, while no server listens there: it may still be starting.
         tell: Function that takes the reason of each failed attempt before the last.
-        host: IP address to use, where the name of ``address`` has been resolved before.
+        find_host: Function that gives the IP address to use, if the name of ``address`` is not to be resolved.
 
     Raises:
         UnavailableError: This process, or its machine, has no room for a connection now.
@@ -80,7 +80,7 @@ def connect(
     pause = 0.05
     while True:
         try:
-            return _connect_once(address, deadline, host or address.host)
+            return _connect_once(address, deadline, find_host() or address.host)
         except OSError as exc:
             if exc.errno in EXHAUSTED:
                 raise UnavailableError(f"cannot connect to {address}: {_reason(exc)}") from exc

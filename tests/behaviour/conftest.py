@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.plan import engine
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.support.quick import QuickServer, quick_server
 from tests.support.training import Points, collate
@@ -22,10 +23,12 @@ from tests.support.zygote import Script, Zygote
 
 @pytest.fixture(autouse=True)
 def untold() -> Iterator[None]:
-    """No pass says that it has waited, which every pass does on a busy machine, unless the test sets another level."""
+    """No pass says that it waits or has waited, as every pass does on a busy machine, unless the test sets a limit."""
     logger = logging.getLogger("rpcdataloader.diagnosis")
     logger.setLevel(logging.CRITICAL)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "REPORT_AFTER", 60.0)
+        yield
     logger.setLevel(logging.NOTSET)
 
 

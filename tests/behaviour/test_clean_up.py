@@ -257,20 +257,54 @@ def test_programs_end_with_a_worker_that_takes_too_long(shared_server, tmp_path)
     wait_until(lambda: not is_running(program))
 
 
-@pytest.mark.usefixtures("clean_client")
-@pytest.mark.parametrize("how", ["the client closes", "the session is killed", "the session has started it"])
-def test_programs_end_with_their_session(shared_server, tmp_path, how):
-    session = session_of(shared_server.address)
-    if how == "the session has started it":
+@pytest.mark.parametrize(
+    ("by", "killed"),
+    [
+        ("session", "session"),
+        ("session", "node server"),
+        ("worker", "worker"),
+        ("worker", "session"),
+        ("worker", "node server"),
+        ("worker", None),
+    ],
+)
+def test_programs_end_with_whatever_is_killed_above_them_and_with_their_client(serve, tmp_path, by, killed):
+    server = serve("--num-workers", "1")
+    session = session_of(server.address)
+    if by == "session":
         session.call(start_program, str(tmp_path)).wait()
     else:
-        rpc_async(shared_server.address, run_program, args=(str(tmp_path),), timeout=None)
+        rpc_async(server.address, run_program, args=(str(tmp_path),), timeout=None)
     program = program_of(tmp_path)
     assert is_running(program)
-    if how == "the client closes":
+    pids = {"node server": server.pid, "session": session.wait().pid}
+    if killed == "worker":
+        (pids["worker"],) = (worker.pid for worker in session.workers)
+    if killed is None:
         close_client()
     else:
-        os.kill(session.wait().pid, signal.SIGKILL)
+        os.kill(pids[killed], signal.SIGKILL)
+    wait_until(lambda: not is_running(program))
+
+
+WITH_PROGRAM = """
+import sys
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.behaviour.test_clean_up import Hanging, start_program
+
+dataset = RPCDataset("local:1", Hanging, sys.argv[1])
+if sys.argv[2] == "session":
+    dataset._access.local.current.call(start_program, sys.argv[1]).wait()
+next(iter(RPCDataloader(dataset, None, num_workers=1)))
+"""
+
+
+@pytest.mark.parametrize("by", ["session", "worker"])
+def test_programs_end_with_a_training_that_is_killed(zygote, tmp_path, by):
+    training = zygote.start(WITH_PROGRAM, str(tmp_path), by)
+    program = program_of(tmp_path)
+    assert is_running(program)
+    os.kill(training.pid, signal.SIGKILL)
     wait_until(lambda: not is_running(program))
 
 

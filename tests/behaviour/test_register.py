@@ -162,6 +162,41 @@ def test_name_that_no_resolver_answers_is_told_within_the_connect_timeout(hang, 
         RPCDataset("dns://pool.example:6543", Servers)
 
 
+def test_node_that_restarts_while_the_resolver_hangs_joins_at_its_last_address(serve, hang, monkeypatch):
+    server = serve("--num-workers", "1", "--host", "localhost")
+    loader = RPCDataloader(RPCDataset(server.address, Servers))
+    assert servers_of(loader) == {server.pid}
+    server.stop()
+    resolve = socket.getaddrinfo
+    hang(socket, "getaddrinfo")
+    answers = {"localhost": socket.getaddrinfo}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *args, **how: answers.get(host, resolve)(host, *args, **how)
+    )
+    again = serve("--num-workers", "1", "--host", "localhost", "--port", server.address.split(":")[1])
+    begin = time.monotonic()
+    assert servers_of(loader) == {again.pid}
+    assert time.monotonic() - begin < AT_ONCE
+
+
+def test_node_that_moves_is_found_where_its_name_leads_now(serve, monkeypatch):
+    resolve, host = socket.getaddrinfo, "127.0.0.1"
+
+    def look_up(name, *args, **how):
+        return resolve(host if name == "localhost" else name, *args, **how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    server = serve("--num-workers", "1", "--host", host, "--advertise", "localhost")
+    loader = RPCDataloader(RPCDataset(server.address, Servers))
+    assert servers_of(loader) == {server.pid}
+    server.stop()
+    host = "127.0.0.2"
+    options = "--num-workers", "1", "--port", server.address.split(":")[1]
+    again = serve(*options, "--host", host)
+    other = serve(*options, "--host", "127.0.0.1")  # of the same secret, where the node was
+    assert servers_of(loader) == {again.pid} != {other.pid}
+
+
 def test_secret_that_was_changed_is_read_again(serve, tmp_path, monkeypatch):
     """The one that the server had accepted is tried first: a home directory may be away for a moment."""
     path = tmp_path / "token"

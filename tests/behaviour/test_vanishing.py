@@ -22,7 +22,7 @@ from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from tests.behaviour.test_recovery import take
 from tests.conftest import TIMEOUT_SCALE, close_client, is_running, wait_until
-from tests.support.clocks import REAL_KEEPALIVE, KeepAlive
+from tests.support.clocks import REAL_KEEPALIVE, KeepAlive, shorten
 from tests.support.datasets import Filled, Gated, Hosted
 from tests.support.network import Network, deafen, drop_incoming, why_not
 from tests.support.peers import session_of
@@ -141,6 +141,11 @@ def test_host_that_vanishes_is_noticed_during_any_wait(zygote, monkeypatch, wait
         close_client()
 
 
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter(range(10**6))
+
+
 class Deafened(IterableDataset):
     """Its worker hears nothing more once it is at sample 12, the first time."""
 
@@ -201,6 +206,27 @@ def test_path_that_drops_large_packets_ends_the_worker_behind_it(zygote, monkeyp
         assert time.monotonic() - start < FAST.limit + SLACK
         assert re.search("worker 1 .* gave up: its connection no longer carries data; another worker", caplog.text)
         server.logged("worker 1 of .* gave up: its connection no longer carries data")
+        close_client()
+
+
+@needs_networks
+def test_loop_that_waits_for_a_node_that_is_cut_off_alone_says_so_before_that_is_lost(zygote, monkeypatch, caplog):
+    FAST.use(monkeypatch)
+    shorten(monkeypatch, "long wait")
+    with (
+        contextlib.closing(Network()) as network,
+        network.trainer.entered(),
+        node_on(network, zygote, FAST) as (one, cable),
+        node_on(network, zygote, FAST) as (other, _cable),
+    ):
+        iterator = iter(RPCDataloader(Counting(), batch_size=4, workers=[one.address, other.address]))
+        for _ in range(8):
+            next(iterator)
+        caplog.clear()
+        cable.cut()
+        wait_until(lambda: next(iterator) is not None and "going on with 1 of 2" in caplog.text, what="the loss")
+        told = rf"the loop has waited \d+ s for batch \d+.*, which is at worker 1 \(pid \d+\) on {one.address} "
+        assert re.search(told, caplog.text[: caplog.text.index("going on")])
         close_client()
 
 

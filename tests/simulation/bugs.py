@@ -215,7 +215,8 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("a worker has the time of a task to begin", "if worker.has_begun and not was_idle:", "if True:"),
         ("a worker may hang in the last epoch", "if worker.has_begun and not was_idle:", "if False:"),
         ("a long wait is told again all the time", "= now + REPORT_AGAIN", "= now + 1.0"),
-        ("a long wait is never told", "now, now + REPORT_AFTER", "now, math.inf"),
+        ("a long wait is never told", "now, now + self._untold_seconds", "now, math.inf"),
+        ("a long wait is told though one as long was", "min(2 * report.seconds, MOST_UNTOLD)", "0.0"),
         ("a wait that is over is told", "self._waiting_since = None\n        return task", "pass\n        return task"),
     ],
     "loader.driver": [

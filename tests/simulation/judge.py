@@ -14,7 +14,7 @@ from typing import Any
 
 from rpcdataloader.plan import actions
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN
+from rpcdataloader.plan.engine import MOST_UNTOLD, REPORT_AFTER, REPORT_AGAIN
 from rpcdataloader.plan.table import Entry
 
 SOONEST, LATEST = 1.0, 30.0  # seconds until a node that had no room is asked again
@@ -151,6 +151,8 @@ class Judge:
         self.nears_end = False
         self.waiting_since: float | None = None  # the consumer
         self.reported_at = -math.inf
+        self.untold_seconds = REPORT_AFTER
+        self.told_seconds: float | None = None  # of the present wait
         self.num_added = 0
         self.answered_order: deque[int] = deque()
         self.has_input_ended = False
@@ -204,6 +206,8 @@ class Judge:
         condemned = delivery.condemned
         assert number == self.deliverable(), f"task {number} is delivered, and {self.deliverable()} should be"
         self.waiting_since, self.reported_at = None, -math.inf
+        if self.told_seconds is not None:  # as long as that, and longer, is ordinary
+            self.untold_seconds, self.told_seconds = min(2 * self.told_seconds, MOST_UNTOLD), None
         task = self.tasks.pop(int(number))
         if not self.options.in_order:
             self.answered_order.popleft()
@@ -628,18 +632,19 @@ class Judge:
         assert abs(now - self.waiting_since - action.seconds) <= _TINY, (
             f"{action}: the wait began at {self.waiting_since}"
         )
-        assert action.seconds >= REPORT_AFTER - _TINY, f"{action}: it is too early"
+        assert action.seconds >= self.untold_seconds - _TINY, f"{action}: it is too early"
         assert now >= self.reported_at + REPORT_AGAIN - _TINY, f"{action}: it was told at {self.reported_at}"
         task = next((part for part in map(self.parts.get, task.parts) if part and not part.is_answered), task)
         assert action.payload is task.payload, f"{action}: task {number} is waited for"
         assert action.worker == (task.holders[0] if task.holders else None), f"{action}: it is at {task.holders}"
         self.reported_at = now
+        self.told_seconds = action.seconds
 
     def _check_report(self, due: float) -> None:
         """The engine asks to be asked again in time to tell the user of a long wait."""
         if self.waiting_since is None or not self.tasks:
             return
-        deadline = max(self.waiting_since + REPORT_AFTER, self.reported_at + REPORT_AGAIN)
+        deadline = max(self.waiting_since + self.untold_seconds, self.reported_at + REPORT_AGAIN)
         assert due <= deadline + _TINY, f"the consumer is to be told, and the engine waits until {due}"
 
     def _see_load(self, action: actions.Load, now: float) -> None:

@@ -20,8 +20,10 @@ CLOCKS: dict[str, tuple[str, float]] = {
     "patience": ("rpcdataloader.loader.placement.PATIENCE", 0.2),
     # Until a batch is late, and a backup task is sent; 1 s.
     "late": ("rpcdataloader.plan.workers._LATE_SECONDS", 0.1),
-    # Until a loop that waits says for what; 60 s.
+    # Until a loop that waits says for what, until it says so again, and until that is with a stack; 3, 10 and 10 s.
     "long wait": ("rpcdataloader.plan.engine.REPORT_AFTER", 0.5),
+    "longer wait": ("rpcdataloader.plan.engine.REPORT_AGAIN", 0.5),
+    "wait with a stack": ("rpcdataloader.plan.engine.STACK_AFTER", 1.0),
     # Until a wait of a client is told, and until it is told again; 3 and 10 s.
     "told": ("rpcdataloader.client.background.FIRST_TOLD", 0.3),
     "told again": ("rpcdataloader.client.background.NEXT_TOLD", 0.3),

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rpcdataloader.errors import ConnectError, ConnectionLostError
-from rpcdataloader.plan.actions import Close, End, Load, Open, PlanOptions, Say, Seek
+from rpcdataloader.plan.actions import Close, End, Load, Open, PlanOptions, ReportWait, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 
@@ -38,6 +38,34 @@ def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():
     engine.consumer_waits(12.0)
     assert engine.long_wait(20.0) == ""
     assert engine.long_wait(30.0) == f"Waiting for 18 s. {engine.summary(30.0)}. "
+
+
+def test_wait_is_told_again_and_again_and_the_next_one_later():
+    engine = start(["a", "b"], is_iterable=True)
+    while engine.table.wants_input:
+        engine.table.add_task("task")
+    engine.act(0.0)
+    for worker in 1, 2:
+        engine.worker_ready(worker, 0.0)
+        engine.worker_at_work(worker, 0.0)
+    engine.act(0.0)
+
+    def wait(begin, end):
+        """The reports of a wait: when, of which worker, and whether with a stack."""
+        engine.consumer_waits(begin)
+        told = []
+        for second in range(begin, end):
+            engine.tick(second)
+            reports = [action for action in engine.act(second) if isinstance(action, ReportWait)]
+            told += [(second - begin, report.worker, report.has_stack) for report in reports]
+        return told
+
+    assert wait(0, 26) == [(3, 1, False), (13, 1, True), (23, 1, False)]
+    for number in range(2):
+        engine.answered(number + 1, number, size_bytes=1, now=26.0)
+        assert engine.deliver().number == number
+    assert wait(26, 72) == []
+    assert wait(26, 73) == [(46, 1, False)]
 
 
 def test_time_of_a_task_begins_after_the_worker_has():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import socket
 from unittest.mock import Mock
 
@@ -23,7 +24,8 @@ SESSION = 4711
 def server():
     """A node server with a client, whose session does not take connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = NodeServer(listener, ServerContext(ServerSettings(), INSECURE, 1))
+        life, held = multiprocessing.Pipe(duplex=False)
+        server = NodeServer(listener, ServerContext(ServerSettings(), INSECURE, 1, life), held)
         process = Mock(pid=SESSION)
         link = Mock(**{"recv.side_effect": BlockingIOError, "offer.return_value": False})
         client = ClientRecord(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,9 +29,9 @@ def test_bad_ports_are_refused_when_the_settings_are_made(port):
 
 @pytest.mark.parametrize(("given", "cap"), [(0, 80), (5, 5)])
 def test_cap_on_workers_is_sixteen_times_their_number_unless_given(given, cap):
-    assert ServerContext(ServerSettings(), INSECURE, 2, None).max_connections == 64
+    assert ServerContext(ServerSettings(), INSECURE, 2, Mock()).max_connections == 64
     settings = ServerSettings(num_workers=5, max_connections=given)
-    assert ServerContext(settings, INSECURE, settings.workers, None).max_connections == cap
+    assert ServerContext(settings, INSECURE, settings.workers, Mock()).max_connections == cap
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
