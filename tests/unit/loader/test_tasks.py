@@ -10,7 +10,16 @@ import torch
 from torch.utils.data import BatchSampler
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.loader.tasks import Progress, Returned, Task, TaskSource, describe, describe_end, load_request
+from rpcdataloader.loader.tasks import (
+    Progress,
+    ResumedSource,
+    Returned,
+    Task,
+    TaskSource,
+    describe,
+    describe_end,
+    load_request,
+)
 from rpcdataloader.wire.digests import digest
 
 
@@ -110,3 +119,29 @@ def test_batch_that_can_be_read_once_is_never_shortened_by_an_interruption(kind,
     assert list(source) == []
     with pytest.raises(RuntimeError, match="KeyboardInterrupt has ended the sampler before its end"):
         source.check_end()
+
+
+def test_resumed_pass_asks_no_more_often_than_the_saved_one_past_batches_delivered_early():
+    asked = []
+
+    def give(num_batches):
+        for number in range(num_batches):
+            asked.append(number)
+            yield [number]
+        asked.append("end")
+
+    progress = Progress(0, 0, num_batches=1)
+    sampler = give(6)
+    next(sampler)
+    source = ResumedSource(sampler, True, progress, number=1, position=1, leave_out={2: None, 3: digest([3])})
+    source.draw_again(4)
+    assert asked == [0, 1, 2, 3]
+    assert [task.number for task in source] == [1, 4, 5]
+    assert asked == [0, 1, 2, 3, 4, 5, "end"]
+    source = ResumedSource(give(2), True, Progress(0, 0))
+    source.draw_again(3)  # the end is asked for, too
+    assert asked[-1] == "end"
+    assert [task.number for task in source] == [0, 1]
+    source = ResumedSource(give(2), True, Progress(0, 0), leave_out={1: digest([9])})
+    with pytest.raises(ValueError, match="gives other indices now"):
+        source.draw_again(2)
