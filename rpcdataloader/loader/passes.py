@@ -21,7 +21,7 @@ from rpcdataloader.loader.states import (
     progress_of,
 )
 from rpcdataloader.loader.tasks import Progress, ResumedSource, TaskSource, skip
-from rpcdataloader.loader.ways import end_pass, way_of
+from rpcdataloader.loader.ways import Replay, end_pass, way_of
 
 # Samples, or batches, of all ranks in an epoch are fewer than two to this power.
 _LEG_BITS = 40
@@ -119,15 +119,21 @@ def begin_pass(
         watch=None if nothing_left else way.watch,
         drawn=[] if progress.first is None else [progress.first[0]],
     )
-    if saved is not None and isinstance(source, ResumedSource) and not nothing_left:
-        way.draw_again(source, saved)
     # Samplers choose their order at the first batch, before which the script may draw. Workers are requested before it.
-    is_drawn_later = makes_requests and saved is None
-    if not (is_drawn_later or settings.iterable) and progress.end is None and is_ready is None:
-        source.look_ahead()
-        source.note_next()
+    if saved is not None or not makes_requests:
+        _draw_first(source, settings.iterable, None if nothing_left else saved, way)
     resumed = () if saved is None else tuple(progress.streams)
     return Pass(source, progress, first, (ranks[0], ranks[1]), resumed)
+
+
+def _draw_first(source: TaskSource, is_iterable: bool, saved: Mapping[str, Any] | None, way: Replay) -> None:
+    """Draw what was drawn when the state was saved, and the first batch after it."""
+    if saved is not None and isinstance(source, ResumedSource):
+        way.draw_again(source, saved)
+    assert source.progress is not None
+    if not is_iterable and source.progress.end is None and source.is_ready is None:
+        source.look_ahead()
+        source.note_next()
 
 
 def _length_of(sampler: Any) -> int | None:

@@ -7,7 +7,6 @@ is refused.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.host.signals import suppress_errors
 from rpcdataloader.host.state import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
 from rpcdataloader.loader.plain import from_plain, to_plain
@@ -64,7 +64,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     num_drawn = None if progress.finished else progress.num_batches  # None for the end of the pass
     if sampler_state is None and progress.first is not None:
         # Before the first batch is delivered: the state after it, and that batch itself, unless it cannot be copied.
-        with contextlib.suppress(Exception):
+        with suppress_errors():
             first, sampler_state, num_drawn = to_plain(progress.first[0]), progress.first[1], 1
     return {
         "version": VERSION,

@@ -7,7 +7,6 @@ stored *in one step*, by one call or without any.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import inspect
@@ -26,6 +25,7 @@ from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.raw import FailedSample, RawIndices
 from rpcdataloader.fetch.samples import ALL, DONE, FIRST_PART, OTHER_PART, Skipped, describe_indices, is_batch
+from rpcdataloader.host.signals import is_interrupt, suppress_errors
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
@@ -124,7 +124,7 @@ class TaskSource:
                 indices = kept(indices)
             if not self.makes_requests and self.knows_states:
                 # Loaded here after the next one is drawn, for which the sampler may use the same objects again.
-                with contextlib.suppress(Exception):
+                with suppress_errors():
                     indices = copy.deepcopy(indices)
             if self.auto_collation and not has_numbers and isinstance(indices, Iterable):
                 # torch only iterates over others, such as generators.
@@ -160,10 +160,10 @@ class TaskSource:
         """The indices of a batch that can only be iterated over, often once."""
         try:
             self.drawn[:] = map(list, (indices,))  # in one step
-        except Exception:
-            self.drawn = []
-            raise
         except BaseException as exc:
+            if not is_interrupt(exc):
+                self.drawn = []
+                raise
             # Ctrl-C within the batch: what was read of it is lost, and perhaps the sample after that.
             if isinstance(indices, Iterator) and indices is self.drawn[0]:
                 self._error, self._is_over, self.drawn = type(exc).__name__, True, []
@@ -235,6 +235,8 @@ class TaskSource:
             try:
                 self.look_ahead()
             except Exception as error:  # which comes in its turn
+                if is_interrupt(error):
+                    raise
                 self._kept_error = error
             self.note_next()
 
@@ -324,7 +326,9 @@ def load_request(task: Task) -> Encoded:
         # Not of a class of the training script, which must be sent along.
         if not large and b"_main__" not in pickled:
             return Encoded(pickled + NO_TENSORS, [])
-    except Exception:
+    except Exception as error:
+        if is_interrupt(error):
+            raise
         logger.debug("too complex for the plain pickler: %r", task.indices, exc_info=True)
     return dumps(content, name="indices", in_band=True)
 

@@ -28,6 +28,7 @@ from torch.utils.data import BatchSampler
 from rpcdataloader.fetch.loaded import LoadedState, loaded_state, note_loaded, tell_not_implemented
 from rpcdataloader.fetch.samples import is_batch, stopped
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.host.signals import is_interrupt, suppress_errors
 from rpcdataloader.host.state import get_states, set_states
 from rpcdataloader.loader.order import check_order
 from rpcdataloader.loader.plain import StateCopier, from_plain, to_plain
@@ -226,7 +227,7 @@ class Stateful(Replay):
         self._load_iterator(iterator)
         for first in samples:
             if is_first := self._last is None:
-                with contextlib.suppress(Exception):  # which comes after the batch
+                with suppress_errors():  # they come after the batch
                     self._last = self._states()
             batch = [first, *itertools.islice(samples, batches.batch_size - 1)]
             if is_first and len(batch) == 1:
@@ -261,7 +262,9 @@ class Stateful(Replay):
         with _chosen_epochs_kept(self.settings, saved):
             try:
                 is_end = self._draw_rest(self._begin_from(saved, saved["sampler"]), saved)
-            except Exception:  # another sampler, which begins anew
+            except Exception as error:  # another sampler, which begins anew
+                if is_interrupt(error):
+                    raise
                 logger.debug("the sampler takes no state of the last epoch", exc_info=True)
             else:
                 if not is_end:

@@ -15,7 +15,6 @@ import importlib
 import io
 import pickle
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -55,15 +54,6 @@ from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tenso
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, find_views, is_dense, place, place_of, span_of
 from rpcdataloader.wire.told import note_copy, number_of
-
-#: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
-USER_ERRORS = (Exception, SystemExit, GeneratorExit)
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether a signal handler may have raised it: in the main thread, and not of a kind that user code raises."""
-    return not isinstance(error, USER_ERRORS) and threading.current_thread() is threading.main_thread()
-
 
 #: Returns an object's stand-in on the wire; None for all that is pickled as usual.
 PersistentId = Callable[[Any], Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tracemalloc
 
 import numpy as np
@@ -119,6 +120,61 @@ def test_batch_that_can_be_read_once_is_never_shortened_by_an_interruption(kind,
     assert list(source) == []
     with pytest.raises(RuntimeError, match="KeyboardInterrupt has ended the sampler before its end"):
         source.check_end()
+
+
+class TimeLimitError(Exception):
+    """Raised by the script's handler of a signal, which may come at any moment."""
+
+
+class Index:
+    """During a call of one of its methods, the first time, a signal comes."""
+
+    def __init__(self, moment):
+        self.moment = moment
+
+    def come(self, moment):
+        if self.moment == moment:
+            self.moment = ""
+            signal.raise_signal(signal.SIGUSR1)
+
+    def tobytes(self):
+        self.come("digested")
+        return b"index"
+
+    def __deepcopy__(self, _memo):
+        self.come("copied")
+        return self
+
+    def __reduce__(self):
+        self.come("pickled")
+        return Index, ("",)
+
+    def __iter__(self):
+        self.come("read")
+        return iter([7, 8])
+
+
+def exit_at_once(_number, _frame):
+    raise SystemExit(143)
+
+
+def end_in_time(_number, _frame):
+    raise TimeLimitError
+
+
+@pytest.mark.parametrize("moment", ["digested", "pickled", "copied", "read"])
+@pytest.mark.parametrize("handler", [exit_at_once, end_in_time])
+def test_exception_of_a_signal_handler_comes_out_while_a_batch_is_drawn_and_none_is_lost(moment, handler):
+    indices = Index(moment) if moment == "read" else [Index(moment), 1]
+    options = {"get_state": lambda: None} if moment == "copied" else {"makes_requests": True}
+    source = TaskSource(iter([indices, [2]]), True, **options)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises((SystemExit, TimeLimitError)):
+            source.draw()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [(task.number, task.num_samples) for task in source] == [(0, 2), (1, 1)]
 
 
 def test_resumed_pass_asks_no_more_often_than_the_saved_one_past_batches_delivered_early():
