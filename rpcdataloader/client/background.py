@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpcdataloader.host.locks import Condition, Lock
-from rpcdataloader.host.signals import signals_held, signals_let_through
+from rpcdataloader.host.signals import is_interrupt, signals_held, signals_let_through
 from rpcdataloader.wire.messages import MAX_CHARS, printable
-from rpcdataloader.wire.picklers import is_interrupt
 from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler
-
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.sampler import draw_base_seed
@@ -22,8 +20,8 @@ from rpcdataloader.loader.states import (
     place_of,
     progress_of,
 )
-from rpcdataloader.loader.tasks import Progress, TaskSource, skip
-from rpcdataloader.loader.ways import end_pass, way_of
+from rpcdataloader.loader.tasks import Progress, ResumedSource, TaskSource, skip
+from rpcdataloader.loader.ways import Replay, end_pass, way_of
 
 # Samples, or batches, of all ranks in an epoch are fewer than two to this power.
 _LEG_BITS = 40
@@ -107,7 +105,7 @@ def begin_pass(
                 get_state = functools.partial(operator.itemgetter(1), progress.first)
         else:
             way.skip(samples, saved, progress)
-    source = TaskSource(
+    source = (TaskSource if saved is None else ResumedSource)(
         samples,
         auto_collation=settings.auto_collation,
         progress=progress,
@@ -116,25 +114,32 @@ def begin_pass(
         leave_out={number: digest for number, (_num_samples, digest, _state) in progress.ahead.items()},
         get_state=get_state,
         makes_requests=makes_requests,
-        num_expected=_length_of(settings.sampler) if settings.may_split else None,
+        num_expected=_length_of(settings.sampler) if settings.may_split or not makes_requests else None,
         is_ready=is_ready,
         watch=None if nothing_left else way.watch,
         drawn=[] if progress.first is None else [progress.first[0]],
     )
     # Samplers choose their order at the first batch, before which the script may draw. Workers are requested before it.
-    is_drawn_later = makes_requests and saved is None
-    if not (is_drawn_later or settings.iterable) and progress.end is None and is_ready is None:
-        source.look_ahead()
-        if saved is not None and (following := way.following(saved, progress)) is not None:
-            source.check_next(following)
+    if saved is not None or not makes_requests:
+        _draw_first(source, settings.iterable, None if nothing_left else saved, way)
     resumed = () if saved is None else tuple(progress.streams)
     return Pass(source, progress, first, (ranks[0], ranks[1]), resumed)
 
 
+def _draw_first(source: TaskSource, is_iterable: bool, saved: Mapping[str, Any] | None, way: Replay) -> None:
+    """Draw what was drawn when the state was saved, and the first batch after it."""
+    if saved is not None and isinstance(source, ResumedSource):
+        way.draw_again(source, saved)
+    assert source.progress is not None
+    if not is_iterable and source.progress.end is None and source.is_ready is None:
+        source.look_ahead()
+        source.note_next()
+
+
 def _length_of(sampler: Any) -> int | None:
-    """The number of batches of torch's own batch sampler; None for others, whose length may take long."""
+    """The number of batches of torch's own samplers; None for others, whose length may take long."""
     try:
-        return len(sampler) if type(sampler) is BatchSampler else None
+        return len(sampler) if type(sampler).__module__.startswith("torch.utils.data.") else None
     except Exception:  # of the user's sampler or dataset, which need no length
         return None
 

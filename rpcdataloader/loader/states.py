@@ -7,7 +7,6 @@ is refused.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,18 +16,24 @@ import torch
 
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.host.signals import suppress_errors
 from rpcdataloader.host.state import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.order import check_order, describe_sampler
 from rpcdataloader.loader.plain import from_plain, to_plain
 from rpcdataloader.loader.sampler import Source, is_stateful, order_of
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.tasks import Progress
+from rpcdataloader.loader.tasks import Progress, join_digests
 
 logger = logging.getLogger("rpcdataloader.loader")
 
 # Version 1 had neither ranks nor samplers; version 2 had no state before the first batch of a sampler with a state;
-# version 3 had no streams of the pass before, and no states of samplers inside; version 4 had no first batch of these.
-VERSION = 5
+# version 3 had no streams of the pass before, and no states of samplers inside; version 4 had no first batch of these;
+# version 5 told of the next batch alone, not of all that were drawn.
+VERSION = 6
+OLDEST = 4  # that can be read
+
+# In place of the digest of a first batch that can be read only once.
+UNKNOWN = -1
 
 # Fields of a progress that a state has as they are.
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "leg", "num_skipped", "finished")
@@ -59,7 +64,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     num_drawn = None if progress.finished else progress.num_batches  # None for the end of the pass
     if sampler_state is None and progress.first is not None:
         # Before the first batch is delivered: the state after it, and that batch itself, unless it cannot be copied.
-        with contextlib.suppress(Exception):
+        with suppress_errors():
             first, sampler_state, num_drawn = to_plain(progress.first[0]), progress.first[1], 1
     return {
         "version": VERSION,
@@ -73,7 +78,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "streams": list(map(_plain_stream, progress.known_streams())),
         "before": list(map(_plain_stream, progress.before)),
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
-        "next": progress.upcoming.get(progress.num_batches),
+        "drawn": list(progress.drawn()),
         "in_step": progress.in_step and settings.in_order,
         # Nothing is left, though the consumer has not reached the end.
         "whole": progress.in_step and progress.num_batches == progress.end,
@@ -123,7 +128,7 @@ def _plain_states(states: Mapping[str, Any] | None, *, at_end: bool) -> dict[str
 
 
 def _check_version(state: Any) -> None:
-    """Check that this is a state of this version.
+    """Check that this is a state of a version that can be read.
 
     Raises:
         TypeError: It is not a mapping.
@@ -139,10 +144,10 @@ def _check_version(state: Any) -> None:
             "this is a state of torchdata's StatefulDataLoader, which an RPCDataloader cannot continue: begin the "
             "epoch anew without it, or end the epoch with the StatefulDataLoader"
         )
-    if state.get("version") != VERSION:
+    if state.get("version") not in range(OLDEST, VERSION + 1):
         raise ValueError(
-            f"this is not a state of this version's RPCDataloader: its version is {state.get('version')!r}, not "
-            f"{VERSION}"
+            f"this is not a state that this RPCDataloader can read: its version is {state.get('version')!r}, not "
+            f"{OLDEST} to {VERSION}; end its epoch with the package that saved it, or begin the epoch anew without it"
         )
     of_pass = {*_PLAIN} - {"base_seed"}
     is_of_pass = has_begun(state) and state.keys() >= of_pass
@@ -152,6 +157,27 @@ def _check_version(state: Any) -> None:
             "this is only a part of a state, as torch.distributed.checkpoint loads it into a loader that has no pass "
             "yet: save pickle.dumps(loader.state_dict()) there, under a name for each rank"
         )
+
+
+def _completed(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state with what those of earlier versions lack, as far as they tell it.
+
+    Raises:
+        ValueError: It does not tell enough to go on exactly.
+    """
+    if not has_begun(state) or "drawn" in state:
+        return state
+    num_batches, following, start = state["num_batches"], state["next"], state["start"]
+    if type(inside := start.get("inside")) is list:
+        if inside and state["sampler"] is None and place_of(state) != "middle":
+            raise ValueError(
+                f"this state of version {state['version']} is not from the middle of an epoch, and does not tell where "
+                "the samplers inside of the batch sampler are then: load one from the middle, or begin an epoch "
+                "without it"
+            )
+        start = {**start, "inside": {"states": inside, "first": UNKNOWN}}
+    drawn = [num_batches, None] if following is None else [num_batches + 1, join_digests(0, following)]
+    return {"last": None, **state, "start": start, "drawn": drawn}
 
 
 def _check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
@@ -225,6 +251,7 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
         raise ValueError("state_dict is an empty list: give the states of all ranks")
     for state in states:
         _check_version(state)
+    states = [*map(_completed, states)]
     ranks = capture_order(settings)["ranks"]
     own = next((state for state in states if state["start"]["ranks"] == ranks), states[0])
     _check_state(settings, own)
@@ -307,7 +334,6 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
     """The progress of a saved pass."""
     digests = iter(saved.get("digest") or itertools.repeat(None)) if saved["streams"] else iter(())
     is_compared = "digest" in saved  # users remove it
-    following = saved.get("next") if is_compared else None
     sampler = from_plain(saved["sampler"])
     return Progress(
         **{name: saved[name] for name in _PLAIN},
@@ -323,7 +349,6 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
         in_step=saved["in_step"],
         last=saved["last"],
         start=start,
-        upcoming={} if following is None else {saved["num_batches"]: following},
     )
 
 

@@ -7,7 +7,6 @@ stored *in one step*, by one call or without any.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import inspect
@@ -26,6 +25,7 @@ from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.raw import FailedSample, RawIndices
 from rpcdataloader.fetch.samples import ALL, DONE, FIRST_PART, OTHER_PART, Skipped, describe_indices, is_batch
+from rpcdataloader.host.signals import is_interrupt, suppress_errors
 from rpcdataloader.wire.digests import digest
 from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
@@ -39,9 +39,10 @@ OTHER_ORDER = (
 )
 
 OTHER_NEXT = (
-    "the sampler goes on with another batch than the one that followed when the state was saved: the state_dict() of a "
+    "the sampler goes on with other batches than those that followed when the state was saved: the state_dict() of a "
     "sampler must tell the position after the batch that it gave last, and all that decides about the rest; without a "
-    "state_dict(), the order must be drawn when the pass begins. To go on in spite of that: del state['digest']"
+    "state_dict(), the order must be drawn when the pass begins, or from a generator from which nothing else draws in "
+    "the pass. To go on in spite of that: del state['digest']"
 )
 
 _REMEDY = "begin another pass over the loader, or go on after the last batch with load_state_dict(state_dict())"
@@ -123,7 +124,7 @@ class TaskSource:
                 indices = kept(indices)
             if not self.makes_requests and self.knows_states:
                 # Loaded here after the next one is drawn, for which the sampler may use the same objects again.
-                with contextlib.suppress(Exception):
+                with suppress_errors():
                     indices = copy.deepcopy(indices)
             if self.auto_collation and not has_numbers and isinstance(indices, Iterable):
                 # torch only iterates over others, such as generators.
@@ -159,10 +160,10 @@ class TaskSource:
         """The indices of a batch that can only be iterated over, often once."""
         try:
             self.drawn[:] = map(list, (indices,))  # in one step
-        except Exception:
-            self.drawn = []
-            raise
         except BaseException as exc:
+            if not is_interrupt(exc):
+                self.drawn = []
+                raise
             # Ctrl-C within the batch: what was read of it is lost, and perhaps the sample after that.
             if isinstance(indices, Iterator) and indices is self.drawn[0]:
                 self._error, self._is_over, self.drawn = type(exc).__name__, True, []
@@ -211,19 +212,8 @@ class TaskSource:
             else:
                 progress.sampler = state  # which may count an epoch that has no batch
 
-    def check_next(self, expected: int) -> None:
-        """Check the digest of the next batch, which is drawn.
-
-        Raises:
-            ValueError: It is another one, or the sampler has ended.
-        """
-        if not self.drawn or (self._can_be_digested() and digest(self.drawn[0]) != expected):
-            raise ValueError(OTHER_NEXT)
-
     def _can_be_digested(self) -> bool:
-        """Whether there is a next batch, whose indices can be read more than once."""
-        if not self.drawn:
-            return False
+        """Whether the indices of the next batch can be read more than once."""
         return not self.auto_collation or is_batch(self.drawn[0]) or not isinstance(self.drawn[0], Iterable)
 
     @property
@@ -237,19 +227,62 @@ class TaskSource:
             self.samples.when_ready(wake)  # type: ignore[attr-defined]  # the source of a transform
 
     def find_end(self) -> None:
-        """Learn whether the last task was the last: the state of a sampler after it may be that of the next epoch."""
-        if self.knows_states:
+        """Learn whether the last task was the last: the state of a sampler after it may be that of the next epoch.
+
+        And a state after the last batch is that of an end, which fits more loaders than a middle.
+        """
+        if self.knows_states or (self.task is not None and self.task.is_last):
             try:
                 self.look_ahead()
             except Exception as error:  # which comes in its turn
+                if is_interrupt(error):
+                    raise
                 self._kept_error = error
-            if self.progress is not None and self._can_be_digested():
-                self.progress.note_upcoming(self.number, digest(self.drawn[0]))
+            self.note_next()
+
+    def note_next(self) -> None:
+        """Note for a state that the next batch is drawn, which is no task yet."""
+        if self.drawn and self.progress is not None:
+            self.progress.note_upcoming(self.number, digest(self.drawn[0]) if self._can_be_digested() else None)
 
     def check_end(self) -> None:
         """Raise a ``RuntimeError`` if an exception has ended the sampler before its end."""
         if self._error:
             raise RuntimeError(f"{self._error} has ended the sampler before its end; {_REMEDY}")
+
+
+@dataclass(eq=False)
+class ResumedSource(TaskSource):
+    """The tasks of a resumed pass: first those that were drawn, and not delivered, when its state was saved."""
+
+    again: list[Task] = field(default_factory=list)  # in reverse
+
+    def draw_again(self, num_asked: int) -> None:
+        """Ask the sampler until it was asked as often as in the saved pass.
+
+        Raises:
+            ValueError: It gives other batches in place of delivered ones.
+        """
+        # Otherwise, a call of ``draw`` goes on past batches that are left out.
+        leave_out, self.leave_out = self.leave_out, {}
+        tasks = []
+        while self.number + self._is_over < num_asked:
+            super().draw()
+            if self.task is None:
+                break
+            tasks.append(self.task)
+            self.task = None
+        self.leave_out = leave_out
+        for task in reversed(tasks):
+            if task.number not in leave_out:
+                self.again.append(task)
+            elif leave_out[task.number] not in (None, task.digest):
+                raise ValueError(OTHER_ORDER)
+
+    def draw(self) -> None:
+        if self.task is None and self.again:
+            self.task = self.again.pop()
+        super().draw()
 
 
 def interruption(error: BaseException | None) -> RuntimeError:
@@ -293,7 +326,9 @@ def load_request(task: Task) -> Encoded:
         # Not of a class of the training script, which must be sent along.
         if not large and b"_main__" not in pickled:
             return Encoded(pickled + NO_TENSORS, [])
-    except Exception:
+    except Exception as error:
+        if is_interrupt(error):
+            raise
         logger.debug("too complex for the plain pickler: %r", task.indices, exc_info=True)
     return dumps(content, name="indices", in_band=True)
 
@@ -374,15 +409,25 @@ class Progress:
     # The first batch of such a sampler, once it is drawn, and the state after it: some samplers do not know before it
     # which epoch they are in.
     first: tuple[Any, dict[str, Any]] | None = None
-    # Digests of the batches drawn and not delivered, by number: the next one must be found again.
-    upcoming: dict[int, int] = field(default_factory=dict)
+    # Digests, if known, of the batches drawn and not delivered, by number: they must be found again.
+    upcoming: dict[int, int | None] = field(default_factory=dict)
 
-    def note_upcoming(self, number: int, batch_digest: int) -> None:
+    def note_upcoming(self, number: int, batch_digest: int | None) -> None:
         """Note the digest of a batch that was drawn, and forget those delivered."""
         upcoming = self.upcoming
         while (first := next(iter(upcoming), number)) < self.num_batches:
             upcoming.pop(first, None)
         upcoming[number] = batch_digest
+
+    def drawn(self) -> tuple[int, int | None]:
+        """How often the sampler was asked, its end included; and a digest of the batches drawn and not delivered."""
+        num_drawn, found = max([self.num_batches - 1, *self.upcoming, *self.ahead]) + 1, 0
+        for number in range(self.num_batches, num_drawn):
+            if number not in self.ahead:
+                if (batch := self.upcoming.get(number)) is None:
+                    return num_drawn + (self.end is not None), None
+                found = join_digests(found, batch)
+        return num_drawn + (self.end is not None), found
 
     def last_streams(self) -> list[StreamState]:
         """The last state known of each stream: ``ended`` where it was read to its end, and not left before."""

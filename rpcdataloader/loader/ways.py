@@ -28,12 +28,15 @@ from torch.utils.data import BatchSampler
 from rpcdataloader.fetch.loaded import LoadedState, loaded_state, note_loaded, tell_not_implemented
 from rpcdataloader.fetch.samples import is_batch, stopped
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.host.signals import is_interrupt, suppress_errors
 from rpcdataloader.host.state import get_states, set_states
 from rpcdataloader.loader.order import check_order
 from rpcdataloader.loader.plain import StateCopier, from_plain, to_plain
 from rpcdataloader.loader.sampler import Source, draw_base_seed, is_stateful
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
+    UNKNOWN,
+    VERSION,
     capture_order,
     capture_start,
     is_early,
@@ -43,7 +46,7 @@ from rpcdataloader.loader.states import (
     restore_start,
     with_earlier,
 )
-from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
+from rpcdataloader.loader.tasks import OTHER_NEXT, OTHER_ORDER, Progress, ResumedSource, skip
 from rpcdataloader.wire.digests import digest
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -51,6 +54,9 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 class Replay:
     """The sampler is started again, and what was delivered is skipped, without loading samples."""
+
+    # Whether a resumed pass draws the batches again that were drawn when its state was saved.
+    _gives_same_batches = True
 
     def __init__(self, settings: PassSettings) -> None:
         self.settings = settings
@@ -98,10 +104,36 @@ class Replay:
         if progress.digest is not None:
             progress.digest = found
 
-    def following(self, saved: Mapping[str, Any], progress: Progress) -> int | None:
-        """The digest of the batch that followed when the state was saved; None if it is unknown, or another is due."""
-        is_due = place_of(saved) == "middle" and _is_own(saved, progress)
-        return progress.upcoming.get(progress.num_batches) if is_due else None
+    def draw_again(self, source: ResumedSource, saved: Mapping[str, Any]) -> None:
+        """Bring sampler and generators to where they were when the state was saved.
+
+        Batches that were drawn, and not delivered, are drawn again. Only then the generators are set: they have drawn
+        these, too, and whatever the script has drawn from them since the pass began.
+
+        Raises:
+            ValueError: Other batches follow.
+        """
+        is_middle = place_of(saved) == "middle"
+        if not (is_middle or self._is_same_order(saved)):
+            return
+        if self._gives_same_batches:
+            num_asked, expected = saved["drawn"]
+            source.draw_again(num_asked)
+            progress = source.progress
+            assert progress is not None
+            is_compared = is_middle and "digest" in saved and _is_own(saved, progress)
+            if is_compared and None not in (expected, found := progress.drawn()[1]) and found != expected:
+                raise ValueError(OTHER_NEXT)
+        if saved["version"] == VERSION:  # earlier ones do not tell all that was drawn
+            restore_generators(self.settings, saved)
+
+    def _is_same_order(self, saved: Mapping[str, Any]) -> bool:
+        here = capture_order(self.settings)
+        try:
+            check_order(saved["start"], here)
+        except ValueError:
+            return False
+        return bool(saved["start"]["ranks"] == here["ranks"])
 
     def end(self, saved: Mapping[str, Any]) -> None:
         """Bring the sampler to its state after a saved pass of which nothing is left."""
@@ -140,14 +172,6 @@ class Stateful(Replay):
         if saved["first"] is None or ("sampler" in saved["sampler"] and self._sampler is None):
             return False
         return self._is_same_order(saved)
-
-    def _is_same_order(self, saved: Mapping[str, Any]) -> bool:
-        here = capture_order(self.settings)
-        try:
-            check_order(saved["start"], here)
-        except ValueError:
-            return False
-        return bool(saved["start"]["ranks"] == here["ranks"])
 
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         # The end of an epoch may be that of another sampler, and so may its beginning.
@@ -203,7 +227,7 @@ class Stateful(Replay):
         self._load_iterator(iterator)
         for first in samples:
             if is_first := self._last is None:
-                with contextlib.suppress(Exception):  # which comes after the batch
+                with suppress_errors():  # they come after the batch
                     self._last = self._states()
             batch = [first, *itertools.islice(samples, batches.batch_size - 1)]
             if is_first and len(batch) == 1:
@@ -238,7 +262,9 @@ class Stateful(Replay):
         with _chosen_epochs_kept(self.settings, saved):
             try:
                 is_end = self._draw_rest(self._begin_from(saved, saved["sampler"]), saved)
-            except Exception:  # another sampler, which begins anew
+            except Exception as error:  # another sampler, which begins anew
+                if is_interrupt(error):
+                    raise
                 logger.debug("the sampler takes no state of the last epoch", exc_info=True)
             else:
                 if not is_end:
@@ -276,7 +302,7 @@ class Stateful(Replay):
             loaded.gave_first(self._sampler, ended=True)
         # Of an only batch, all but the first sample is drawn again.
         is_known = num_batches > 1 and saved["last"] is not None and self._is_same_order(saved)
-        if is_known and found not in (saved["last"], _UNKNOWN):
+        if is_known and found not in (saved["last"], UNKNOWN):
             logger.warning(
                 "the sampler does not come to the last batch of the saved epoch again, and the next ones may differ, "
                 "too: the state_dict() of %s must tell all that decides, also of samplers inside",
@@ -376,7 +402,7 @@ class Inside(Stateful):
         self._is_new = saved is None or not self._has_same_kinds(saved)
         if self._is_new:
             states = [to_plain(sampler.state_dict()) for sampler in self._inside]
-            start["inside"] = {"states": states, "first": _UNKNOWN}
+            start["inside"] = {"states": states, "first": UNKNOWN}
         self._begun = start["inside"]
         return start
 
@@ -406,7 +432,7 @@ class Inside(Stateful):
         if not self._has_same_kinds(saved):
             return Replay.go_on(self, saved)
         restore, wanted = _generators_of(self.settings), saved["start"]["inside"]["first"]
-        wanted = wanted if self._is_same_order(saved) else _UNKNOWN
+        wanted = wanted if self._is_same_order(saved) else UNKNOWN
         first_loaded: list[LoadedState] = []
         for way in ("", "without a place", "left once", "not loaded", ""):
             restore()
@@ -423,7 +449,7 @@ class Inside(Stateful):
             samples = Replay.go_on(self, saved)
             drawn = list(itertools.islice(samples, 1))
             found = _digest_of(drawn)
-            if found == wanted or (wanted == _UNKNOWN and drawn):
+            if found == wanted or (wanted == UNKNOWN and drawn):
                 break
         else:
             if place_of(saved) != "middle":  # where this is an error
@@ -451,15 +477,11 @@ class Inside(Stateful):
         return super().capture(samples) if "iterator" in self._owners else None
 
 
-# In place of the digest of a first batch that can be read only once.
-_UNKNOWN = -1
-
-
 def _digest_of(drawn: list[Any]) -> int | None:
     """The digest of a batch, if there is one: None without it."""
     if not drawn:
         return None
-    return digest(drawn[0]) if is_batch(drawn[0]) or not isinstance(drawn[0], Iterable) else _UNKNOWN
+    return digest(drawn[0]) if is_batch(drawn[0]) or not isinstance(drawn[0], Iterable) else UNKNOWN
 
 
 def _put_back(drawn: list[Any], samples: Iterator[Any]) -> Iterator[Any]:
@@ -469,6 +491,8 @@ def _put_back(drawn: list[Any], samples: Iterator[Any]) -> Iterator[Any]:
 
 class Sourced(Replay):
     """The sampler is a pass over a stream, which has a state at any moment, also before its first batch."""
+
+    _gives_same_batches = False  # when the stream has them
 
     def go_on(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         self.settings.sampler.load_state_dict(from_plain(saved["sampler"]["sampler"]))
@@ -489,6 +513,8 @@ class Sourced(Replay):
 class Position(Replay):
     """A ``ResumableDistributedSampler`` begins at the position of all ranks, which its own state has set."""
 
+    _gives_same_batches = False  # they may be of another size
+
     @property
     def origin(self) -> tuple[int, int, int]:
         sampler = self.settings.resumable
@@ -498,9 +524,6 @@ class Position(Replay):
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:  # noqa: ARG002
         progress.num_samples = 0  # after the position
 
-    def following(self, saved: Mapping[str, Any], progress: Progress) -> None:  # noqa: ARG002
-        return None  # batches may be of another size
-
     def end(self, saved: Mapping[str, Any]) -> None:
         if not saved["finished"]:  # it was brought to the beginning of the saved pass
             assert self.settings.resumable is not None
@@ -509,6 +532,8 @@ class Position(Replay):
 
 class Streams(Replay):
     """The workers go on with their streams; the sampler of an iterable-style dataset only gives batch sizes."""
+
+    _gives_same_batches = False
 
     def skip(self, samples: Iterator[Any], saved: Mapping[str, Any], progress: Progress) -> None:
         pass

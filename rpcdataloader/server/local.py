@@ -43,7 +43,7 @@ from rpcdataloader.wire.definitions import adopted
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.messages import Exited, Welcome
-from rpcdataloader.wire.picklers import runs_script_again
+from rpcdataloader.wire.picklers import reply_as_multiprocessing, runs_script_again
 from rpcdataloader.wire.pickling import Build, dumps_named, loads
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.transport import Transport
@@ -127,6 +127,7 @@ def _serve(channel: Channel, link: Link, life: Connection, inherited: Inherited 
             is_shared = why_not_shared(inherited.objects, files) is None
         else:
             adopted.own_main()
+        reply_as_multiprocessing()
         folder = _apply(inherited.additions)
         context = ServerContext(ServerSettings(), INSECURE, inherited.num_workers, life, is_local=True)
         # No fork's collector visits what lives now, so its pages stay shared.

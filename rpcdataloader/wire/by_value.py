@@ -34,6 +34,7 @@ from cloudpickle import cloudpickle  # type: ignore[import-untyped]
 
 from rpcdataloader.host.contents import level_of
 from rpcdataloader.host.patches import is_patch
+from rpcdataloader.host.signals import is_interrupt
 from rpcdataloader.host.snapshots import is_data
 
 #: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
@@ -172,8 +173,11 @@ def reduce_function(
     brought: dict[str, tuple[Any, Any]] = {}
     if digest is not None and module != "__main__":
         for name, value in data_of(function).items():
-            with contextlib.suppress(Exception):  # it cannot be sent: the receiver's module has its own
+            try:
                 brought[name] = token_of(value, digest), value
+            except Exception as error:  # it cannot be sent: the receiver's module has its own
+                if is_interrupt(error):
+                    raise
     namespace, cells = function.__globals__, function.__closure__ or ()
     used = [namespace[name] for name in names_in(function.__code__) if name in namespace]
     for cell in cells:
@@ -426,9 +430,12 @@ def token_of(value: Any, digest: Callable[[Any], bytes]) -> Any:
     if isinstance(value, _ATOMS):
         return type(value).__name__, repr(value)
     if isinstance(value, types.FunctionType):
-        with contextlib.suppress(Exception):  # it refers to what the receiver gets in another way
+        try:
             return id(value), digest(value)
-        return id(value), hash(value.__code__)
+        except Exception as error:  # it refers to what the receiver gets in another way
+            if is_interrupt(error):
+                raise
+            return id(value), hash(value.__code__)
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, types.GetSetDescriptorType)):
         return id(value)
     return id(value), digest(value)

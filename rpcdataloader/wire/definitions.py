@@ -15,7 +15,6 @@ all functions, classes and plain constants of the script that can be sent, and r
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import io
 import itertools
@@ -30,10 +29,10 @@ from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, keep, patch, patched
+from rpcdataloader.host.signals import USER_ERRORS, is_interrupt, suppress_errors
 from rpcdataloader.host.snapshots import Deleted, snapshots
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named, root_of
 from rpcdataloader.wire.picklers import (
-    USER_ERRORS,
     DefinitionPickler,
     Limited,
     PersistentId,
@@ -181,6 +180,8 @@ class _Script:
                 self._follow({name: ""}, trial, view, explain)
                 parts = trial
             except USER_ERRORS as error:
+                if is_interrupt(error):
+                    raise
                 # Not in a variable of this frame: it would keep the frames of its callers, and the script's loop.
                 left_out = number, isinstance(error.__cause__ or error, OverflowError)
                 if self._left_out.get(name) != left_out:
@@ -201,6 +202,8 @@ class _Script:
             except RPCError:  # already clear, such as for a reference to an object of another worker
                 raise
             except USER_ERRORS as error:
+                if is_interrupt(error):
+                    raise
                 raise explain(name, user, view.namespace[name], error) from error
             waiting |= parts[name].pickler.used
 
@@ -216,8 +219,11 @@ class _Script:
             value, definition = self._rest.get(name, (self, None))
             if value is not namespace[name]:
                 value, definition = namespace[name], None
-                with contextlib.suppress(*USER_ERRORS):
+                try:
                     definition = self._definition_on_demand(self._part(name, view, Limited(_MAX_REST_BYTES)), name)
+                except USER_ERRORS as error:
+                    if is_interrupt(error):
+                        raise
                 self._rest[name] = value, definition
             if definition is not None:
                 new = [each for each in definition.contained if each in namespace and each not in names]
@@ -491,7 +497,7 @@ class _Adopted:
                 try:
                     self._load(self._pending, name)
                 except USER_ERRORS as error:
-                    if not is_compared(name):
+                    if not is_compared(name) or is_interrupt(error):
                         raise
                     # The script did not say that workers need it. Each of them would warn, in each pass.
                     worker_logger.info("%s stays as it is here, as what the script has of it fails: %s", name, error)
@@ -542,7 +548,7 @@ class _Adopted:
         """The globals, with all that can be rebuilt here."""
         for name in list(self._on_demand):
             if name not in main_globals():
-                with contextlib.suppress(*USER_ERRORS):
+                with suppress_errors():
                     self._demand(name)
         self._on_demand.clear()
         return main_globals()

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from rpcdataloader.host.resources import available_cpus
+from rpcdataloader.host.signals import is_interrupt
 
 # A block of words stays in the fastest caches. A share is what one thread reduces to a block.
 _BLOCK_BYTES = 1 << 16
@@ -80,7 +81,9 @@ def digest(value: Any, before: int = 0) -> int:
             pass  # other elements, of which each has a digest
     try:
         return _digest(value, before)
-    except Exception:  # a value that cannot be read must not end a pass
+    except Exception as error:  # a value that cannot be read must not end a pass
+        if is_interrupt(error):
+            raise
         return before
 
 

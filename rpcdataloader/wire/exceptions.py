@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback
 from rpcdataloader.host.environment import hint_at
-from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler, is_interrupt, parts_of, reduce_parts
+from rpcdataloader.host.signals import USER_ERRORS, is_interrupt
+from rpcdataloader.wire.picklers import ReplyPickler, Unpickler, parts_of, reduce_parts
 
 #: A longer text is cut in the middle: a message with a whole array in it is of no use.
 _MAX_TEXT_CHARACTERS = 1 << 16

@@ -7,6 +7,7 @@ receiver must have; ``definitions.py`` makes what is sent of them.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copyreg
 import enum
@@ -15,10 +16,10 @@ import importlib
 import io
 import pickle
 import sys
-import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence, Set
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.spawn import get_preparation_data
 from operator import attrgetter
 from typing import Any
@@ -55,15 +56,6 @@ from rpcdataloader.wire.maps import MIN_SOUGHT_BYTES, reduce_array, reduce_tenso
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Layout, find_views, is_dense, place, place_of, span_of
 from rpcdataloader.wire.told import note_copy, number_of
-
-#: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
-USER_ERRORS = (Exception, SystemExit, GeneratorExit)
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether a signal handler may have raised it: in the main thread, and not of a kind that user code raises."""
-    return not isinstance(error, USER_ERRORS) and threading.current_thread() is threading.main_thread()
-
 
 #: Returns an object's stand-in on the wire; None for all that is pickled as usual.
 PersistentId = Callable[[Any], Any]
@@ -184,7 +176,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     # The global table itself, so that reducers which users register keep working. cloudpickle's ChainMap over it would
     # cost a microsecond for every object, so reducer_override looks into cloudpickle's own table instead.
-    dispatch_table = copyreg.dispatch_table
+    dispatch_table: MutableMapping[type, Any] = copyreg.dispatch_table
 
     tensors: list[torch.Tensor]
     modules: set[str]
@@ -632,6 +624,21 @@ class ReplyPickler(Pickler):
 
     def _leaves_own(self, name: tuple[str, str]) -> bool:
         return name[0] == "dataclasses"  # others have a state, which is that of the worker
+
+
+def reply_as_multiprocessing() -> None:
+    """Let replies of this process use the reducers that the script has registered with multiprocessing, as torch's do.
+
+    Not those of torch and Python, which share memory: replies have their own way.
+    """
+    registered: Mapping[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    own = {
+        kind: reduce
+        for kind, reduce in registered.items()
+        if str(getattr(reduce, "__module__", "")).partition(".")[0] not in ("multiprocessing", "torch")
+    }
+    if own:  # a chain of tables costs a microsecond for each object
+        ReplyPickler.dispatch_table = collections.ChainMap(own, copyreg.dispatch_table)
 
 
 class UnresolvedError(BaseException):

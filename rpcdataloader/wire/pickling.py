@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
+from rpcdataloader.host.signals import USER_ERRORS, is_interrupt, suppress_errors
 from rpcdataloader.wire import definitions
 from rpcdataloader.wire.definitions import Definition, Have, Table
 from rpcdataloader.wire.exceptions import copy_to_raise, loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.picklers import (
-    USER_ERRORS,
     DefinitionPickler,
     Frozen,
     PersistentId,
@@ -42,7 +42,6 @@ from rpcdataloader.wire.picklers import (
     RequestPickler,
     Unpickler,
     UnresolvedError,
-    is_interrupt,
 )
 from rpcdataloader.wire.slabs import Allocator, Block, PinnedAllocator
 from rpcdataloader.wire.strings import set_apart
@@ -210,6 +209,8 @@ def _dumps(
     except RPCError:  # already clear, such as for a reference to an object of another worker
         raise
     except USER_ERRORS as error:
+        if is_interrupt(error):
+            raise
         raise _explain(obj, make_pickler, name, advice, error) from error
     inline: bytes | memoryview = b""
     if len(blocks) == 1 and blocks[0].nbytes <= _MAX_INLINE_BYTES:
@@ -288,7 +289,9 @@ def _visit_until_failure(obj: Any, make_pickler: _MakePickler, deadline: float) 
         pickler.dump(obj)
     except _SearchTimeout:
         raise
-    except USER_ERRORS:
+    except USER_ERRORS as error:
+        if is_interrupt(error):
+            raise
         return visited
     return []
 
@@ -447,5 +450,5 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, functools.partial):
         names += ["func", "args", "keywords"]
     for name in [name for name in names if not name.startswith("__")] + ["__self__", "__class__"]:
-        with contextlib.suppress(Exception):  # unset, or a property that fails
+        with suppress_errors():  # unset, or a property that fails
             yield f"{path}.{name}", getattr(obj, name)

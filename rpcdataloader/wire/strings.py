@@ -6,10 +6,15 @@ work. Out of it they are a block, which workers of the same machine write into m
 
 from __future__ import annotations
 
+import gc
 import pickle
+import types
 from collections.abc import Iterable
 from itertools import accumulate, islice, pairwise
 from typing import Any
+
+import numpy as np
+import torch
 
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES
 
@@ -19,6 +24,12 @@ _NUM_PROBED, _NUM_KEYS = 8, 64
 _DEPTH = 5
 
 _CONTAINERS = (list, tuple, dict)
+
+# What refers to nothing that a message may have twice; and what each process has of its own.
+_LEAVES = {bool, int, float, complex, str, bytes, types.NoneType, torch.Tensor}
+_DEFINITIONS = (type, types.ModuleType, types.FunctionType)
+
+_MAX_OTHERS = 10_000  # that are looked into
 _LOOKED_INTO = {bytes, *_CONTAINERS}
 
 
@@ -31,12 +42,45 @@ def set_apart(value: Any) -> Any:
 
     The receiver of the pickle gets equal ones. Other containers are left as they are.
     """
-    if not _has_large(value, _DEPTH):
+    if not _has_large(value, _DEPTH) or (kept := _kept_by_others(value)) is None:
         return value
     try:
-        return _replaced(value, {})
+        return _replaced(value, kept)
     except _CycleError:
         return value
+
+
+def _kept_by_others(value: Any) -> dict[int, Any] | None:
+    """What other objects than lists, tuples and dicts refer to, such as named tuples and dataclasses, by identity.
+
+    It stays in the pickle, where it is one object with what the containers have. None if these are too many.
+    """
+    containers, others = [value], list[Any]()
+    seen, kept = {id(value)}, dict[int, Any]()
+    while containers:
+        for each in _parts_of(containers.pop()):
+            if id(each) not in seen:
+                seen.add(id(each))
+                (containers if type(each) in _CONTAINERS else others).append(each)
+    num_left = _MAX_OTHERS
+    while others:
+        if (num_left := num_left - 1) < 0:
+            return None
+        for each in _parts_of(others.pop()):
+            if id(each) not in kept and not isinstance(each, _DEFINITIONS):
+                kept[id(each)] = each
+                others.append(each)
+    return kept
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """What an object refers to, without strings, numbers, and arrays of these."""
+    if type(value) is np.ndarray:  # of objects, which the garbage collector does not see
+        return value.tolist() if value.dtype.hasobject and value.ndim else []
+    parts = gc.get_referents(value)
+    if _LEAVES.issuperset(map(type, parts)):
+        return []
+    return [each for each in parts if type(each) not in _LEAVES]
 
 
 def _has_large(value: Any, depth: int) -> bool:
@@ -70,8 +114,8 @@ def _replaced(value: Any, replaced: dict[int, Any]) -> Any:
     kind = type(value)
     if kind is not bytes and kind not in _CONTAINERS:
         return value
-    if (found := replaced.get(id(value), value)) is not value:
-        if found is None:
+    if id(value) in replaced:
+        if (found := replaced[id(value)]) is None:
             raise _CycleError
         return found
     replaced[id(value)] = None

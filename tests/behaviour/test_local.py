@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import functools
 import json
@@ -15,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker, shared_memory
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ from rpcdataloader.errors import ConnectError, ConnectionLostError, Serializatio
 from rpcdataloader.server.local import Inherited
 from tests.conftest import TIMEOUT_SCALE, close_client, descendants, is_running, wait_until
 from tests.support import datasets
+from tests.support.kinds import as_is
 from tests.support.zygote import Ended
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -1060,3 +1063,32 @@ def test_other_threads_may_make_globals_as_a_pass_begins(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(local, "_teller", meanwhile)
         assert [batch.tolist() for batch in RPCDataloader([1, 2], batch_size=2, num_workers=1)] == [[1, 2]]
+
+
+class Handle:
+    """Only what the script has registered can take it apart."""
+
+    def __init__(self, number):
+        self.number, self.stream = number, iter(lambda: number, None)
+
+    def __reduce__(self):
+        raise TypeError("a handle cannot be pickled")
+
+
+class Handles(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return Handle(index)
+
+
+@pytest.mark.parametrize("register", [ForkingPickler.register, copyreg.pickle])
+def test_replies_use_what_the_script_has_registered_to_take_objects_apart(register, monkeypatch):
+    monkeypatch.setattr(ForkingPickler, "_extra_reducers", {**ForkingPickler._extra_reducers})
+    register(Handle, lambda handle: (Handle, (handle.number + 10,)))
+    try:
+        loader = RPCDataloader(Handles(), None, num_workers=1, collate_fn=as_is, multiprocessing_context="fork")
+        assert [handle.number for handle in loader] == [10, 11, 12]
+    finally:
+        copyreg.dispatch_table.pop(Handle, None)

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import sys
 import threading
 from unittest.mock import Mock
@@ -906,7 +907,7 @@ def test_state_of_a_sampler_that_leads_to_another_batch_is_refused(where):
     state = through_json(loader.state_dict())
     loader = make()
     loader.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"another batch than the one that followed .* must tell the position"):
+    with pytest.raises(ValueError, match=r"other batches than those that followed .* must tell the position"):
         list(loader)
     del state["digest"]
     loader.load_state_dict(state)
@@ -1102,6 +1103,144 @@ def test_loader_without_workers_has_no_state():
             use()
 
 
+def epochs_beside(make, where, loaded=None):
+    """Two epochs in which the script draws from the loader's generator, too, and states after the batches of the first.
+
+    Args:
+        loaded: State to go on from, the number of batches delivered before, and the global generators then.
+    """
+    seed(5)
+    generator = seeded(3)
+    loader = RPCDataloader(**{"dataset": Numbers(SIZE), **make(generator)}, **where)
+    number, states, found = 0, [], []
+    if loaded is not None:
+        state, number, trainer = loaded
+        loader.load_state_dict(state)
+        restore(trainer)
+    for epoch in range(2):
+        for batch in loader:
+            found.append(batch)
+            number += 1
+            if number in (1, 2, 4):
+                found.append(torch.randperm(5, generator=generator))
+            if epoch == 0:
+                states.append(((through_json(loader.state_dict()), number, generators()), len(found)))
+        found.append(torch.rand(2, generator=generator))
+    return found, states
+
+
+@pytest.mark.parametrize("where", [{"workers": "inline"}, {"num_workers": 2}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _generator: {"batch_size": 3, "shuffle": True},
+        lambda generator: {"batch_size": 3, "sampler": RandomSampler(range(SIZE), generator=generator)},
+        lambda _generator: {"batch_size": 3, "sampler": Total(SIZE)},
+        lambda _generator: {"batch_size": 3, "sampler": ours()},
+        lambda _generator: {"dataset": Parts([9, 9])},
+        lambda _generator: {"dataset": Parts([9, 9]), "transform": torch.as_tensor},
+    ],
+    ids=["shuffle", "sampler", "state", "position", "stream", "transform"],
+)
+def test_script_may_draw_from_the_generator_of_a_loader_in_its_passes(make, where):
+    def make_with_generator(generator):
+        return {**make(generator), "generator": generator}
+
+    whole, states = epochs_beside(make_with_generator, where)
+    for loaded, num_found in states:
+        rest, _states = epochs_beside(make_with_generator, where, loaded)
+        assert_same(rest, whole[num_found:])
+
+
+@pytest.mark.parametrize("where", [{"workers": "inline"}, {"num_workers": 2}])
+def test_sampler_that_draws_after_the_script_in_a_pass_goes_on_exactly_or_is_refused(where):
+    def make(generator):  # draws 32 indices at once
+        return {"batch_size": 9, "sampler": RandomSampler(range(SIZE), True, 99, generator)}
+
+    whole, states = epochs_beside(make, where)
+    refused = []
+    for loaded, num_found in states:
+        try:
+            rest, _states = epochs_beside(make, where, loaded)
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            assert_same(rest, whole[num_found:])
+    assert refused
+    pattern = "from which nothing else draws|other indices now than those that were delivered"
+    assert all(re.search(pattern, text) for text in refused)
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("where", [{"workers": "inline"}, {"num_workers": 2}])
+def test_next_epoch_may_have_another_batch_size_from_where_the_last_batch_was_delivered(where, batch_size):
+    def make(size):
+        return RPCDataloader(Numbers(SIZE), size, shuffle=True, generator=seeded(), collate_fn=as_is, **where)
+
+    def samples(batches):
+        return [sample for batch in batches for sample in (batch if isinstance(batch, list) else [batch])]
+
+    loader = make(batch_size)
+    iterator = iter(loader)
+    for _number in range(len(loader)):
+        next(iterator)
+    saved = through_json(loader.state_dict())
+    assert next(iterator, None) is None
+    expected = [[], samples(loader), samples(loader)]
+    for size in 4, 7, None:
+        loader = make(size)
+        loader.load_state_dict(saved)
+        assert_same([samples(loader) for _epoch in range(3)], expected)
+
+
+def of_version_4(state, following):
+    """The state as version 4 had it; ``following`` is the digest of the next batch."""
+    start = {**state["start"]}
+    if "inside" in start:
+        start["inside"] = start["inside"]["states"]
+    lacks = {name: each for name, each in state.items() if name not in ("drawn", "last")}
+    return {**lacks, "version": 4, "next": following, "start": start}
+
+
+@pytest.mark.parametrize(("stop", "following"), [(0, None), (2, 3106207857), (2, 1), (7, None), (None, None)])
+def test_state_of_version_4_goes_on(stop, following):
+    def make():
+        return RPCDataloader(Augmented(SIZE), 3, shuffle=True, generator=seeded(3), workers="inline")
+
+    loader = make()
+    iterator = iter(loader)
+    list(itertools.islice(iterator, stop))
+    state = of_version_4(loader.state_dict(), following)
+    if stop == 2 and following != 1:
+        assert state["digest"] == 7676152494195562133  # as recorded with that package
+    expected = ([] if stop is None else [list(iterator)]) + [list(loader)]
+    loader = make()
+    loader.load_state_dict(through_json(state))
+    if following == 1:
+        with pytest.raises(ValueError, match="goes on with other batches than those that followed"):
+            iter(loader)
+    else:
+        assert_same([list(loader) for _epoch in expected], expected)
+        assert loader.state_dict()["version"] == 6
+
+
+def test_state_of_version_4_is_refused_where_it_does_not_tell_of_a_sampler_inside():
+    def make():
+        return RPCDataloader(range(9), batch_sampler=Covered(Total(9), 2, False), workers="inline", collate_fn=as_is)
+
+    for stop in 0, 2, None:
+        loader = make()
+        iterator = iter(loader)
+        list(itertools.islice(iterator, stop))
+        state, loader = of_version_4(loader.state_dict(), None), make()
+        if stop == 2:
+            loader.load_state_dict(state)
+            assert [*loader] == [*iterator]
+        else:
+            with pytest.raises(ValueError, match=r"of version 4 is not from the middle .* load one from the middle"):
+                loader.load_state_dict(state)
+
+
 @pytest.mark.parametrize("where", ["loader", "sampler"])
 def test_state_from_before_the_first_pass_has_the_generators_of_the_loader(where):
     def make(number):
@@ -1157,10 +1296,10 @@ OF_STREAM = {"dataset": Parts([9])}
         (lambda: None, {}, "must be what state_dict() returned, or a list"),
         (lambda: [1], {}, "but is a int"),
         (list, {}, "empty list: give the states of all ranks"),
-        (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
-        (lambda: {"version": 1}, {}, "its version is 1, not 5"),
-        (lambda: {"version": 5, "base_seed": 1}, {}, "ValueError: this is only a part of a state"),
-        (lambda: {"version": 5, "base_seed": None, "epoch": 1}, {}, "ValueError: this is only a part of a state"),
+        (dict, {}, "ValueError: this is not a state that this RPCDataloader can read: its version is None"),
+        (lambda: {"version": 1}, {}, "its version is 1, not 4 to 6; end its epoch with the package that saved it"),
+        (lambda: {"version": 6, "base_seed": 1}, {}, "ValueError: this is only a part of a state"),
+        (lambda: {"version": 6, "base_seed": None, "epoch": 1}, {}, "ValueError: this is only a part of a state"),
         (OF_STREAM, {}, "ValueError: the state is of a loader with an iterable-style dataset"),
         ({}, OF_STREAM, "ValueError: the state is of a loader with a map-style"),
         (OF_STREAM, {**OF_STREAM, "transform": abs}, "here is an iterable-style dataset with a tr"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import socket
 
 import pytest
 
-from rpcdataloader.host.signals import signals_held, signals_let_through
+from rpcdataloader.host.signals import is_interrupt, signals_held, signals_let_through, suppress_errors
 
 NUMBERS = signal.SIGUSR1, signal.SIGUSR2
 
@@ -68,3 +69,43 @@ def test_loop_of_events_hears_of_a_signal_once(heard):
             signal.set_wakeup_fd(before)
         assert ours.recv(10) == bytes([signal.SIGUSR1])
     assert heard == [signal.SIGUSR1]
+
+
+class TimeLimitError(Exception):
+    """Raised by handlers that scripts write for SIGALRM."""
+
+
+def handle(_number, _frame):
+    raise TimeLimitError
+
+
+def handle_by(_what, number, frame):
+    handle(number, frame)
+
+
+class Handler:
+    def __call__(self, _number, _frame):
+        raise SystemExit(143)
+
+    def handle(self, number, frame):
+        handle(number, frame)
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [handle, lambda *_args: handle(*_args), Handler(), Handler().handle, functools.partial(handle_by, "a")],
+    ids=["function", "lambda", "object", "method", "partial"],
+)
+def test_exception_of_a_handler_is_told_from_those_of_user_code(handler):
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises((TimeLimitError, SystemExit)) as caught, suppress_errors():
+            signal.raise_signal(signal.SIGUSR1)
+        assert is_interrupt(caught.value)
+        with suppress_errors():
+            raise TimeLimitError
+        with pytest.raises(TimeLimitError) as caught:
+            raise TimeLimitError
+        assert not is_interrupt(caught.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tracemalloc
 
 import numpy as np
@@ -10,7 +11,16 @@ import torch
 from torch.utils.data import BatchSampler
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.loader.tasks import Progress, Returned, Task, TaskSource, describe, describe_end, load_request
+from rpcdataloader.loader.tasks import (
+    Progress,
+    ResumedSource,
+    Returned,
+    Task,
+    TaskSource,
+    describe,
+    describe_end,
+    load_request,
+)
 from rpcdataloader.wire.digests import digest
 
 
@@ -110,3 +120,84 @@ def test_batch_that_can_be_read_once_is_never_shortened_by_an_interruption(kind,
     assert list(source) == []
     with pytest.raises(RuntimeError, match="KeyboardInterrupt has ended the sampler before its end"):
         source.check_end()
+
+
+class TimeLimitError(Exception):
+    """Raised by the script's handler of a signal, which may come at any moment."""
+
+
+class Index:
+    """During a call of one of its methods, the first time, a signal comes."""
+
+    def __init__(self, moment):
+        self.moment = moment
+
+    def come(self, moment):
+        if self.moment == moment:
+            self.moment = ""
+            signal.raise_signal(signal.SIGUSR1)
+
+    def tobytes(self):
+        self.come("digested")
+        return b"index"
+
+    def __deepcopy__(self, _memo):
+        self.come("copied")
+        return self
+
+    def __reduce__(self):
+        self.come("pickled")
+        return Index, ("",)
+
+    def __iter__(self):
+        self.come("read")
+        return iter([7, 8])
+
+
+def exit_at_once(_number, _frame):
+    raise SystemExit(143)
+
+
+def end_in_time(_number, _frame):
+    raise TimeLimitError
+
+
+@pytest.mark.parametrize("moment", ["digested", "pickled", "copied", "read"])
+@pytest.mark.parametrize("handler", [exit_at_once, end_in_time])
+def test_exception_of_a_signal_handler_comes_out_while_a_batch_is_drawn_and_none_is_lost(moment, handler):
+    indices = Index(moment) if moment == "read" else [Index(moment), 1]
+    options = {"get_state": lambda: None} if moment == "copied" else {"makes_requests": True}
+    source = TaskSource(iter([indices, [2]]), True, **options)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises((SystemExit, TimeLimitError)):
+            source.draw()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [(task.number, task.num_samples) for task in source] == [(0, 2), (1, 1)]
+
+
+def test_resumed_pass_asks_no_more_often_than_the_saved_one_past_batches_delivered_early():
+    asked = []
+
+    def give(num_batches):
+        for number in range(num_batches):
+            asked.append(number)
+            yield [number]
+        asked.append("end")
+
+    progress = Progress(0, 0, num_batches=1)
+    sampler = give(6)
+    next(sampler)
+    source = ResumedSource(sampler, True, progress, number=1, position=1, leave_out={2: None, 3: digest([3])})
+    source.draw_again(4)
+    assert asked == [0, 1, 2, 3]
+    assert [task.number for task in source] == [1, 4, 5]
+    assert asked == [0, 1, 2, 3, 4, 5, "end"]
+    source = ResumedSource(give(2), True, Progress(0, 0))
+    source.draw_again(3)  # the end is asked for, too
+    assert asked[-1] == "end"
+    assert [task.number for task in source] == [0, 1]
+    source = ResumedSource(give(2), True, Progress(0, 0), leave_out={1: digest([9])})
+    with pytest.raises(ValueError, match="gives other indices now"):
+        source.draw_again(2)

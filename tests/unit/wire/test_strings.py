@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import gc
 import pickle
-from typing import Any
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -104,3 +108,60 @@ def test_what_was_sent_apart_is_not_changed():
     before = pickle.dumps(value)
     set_apart(value)
     assert pickle.dumps(value) == before
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Held:
+    content: Any
+
+
+def held_by_array(value):
+    return np.array([value, None], dtype=object)
+
+
+@pytest.mark.parametrize("content", [many, texts, lambda: {"key": many()}, lambda: [many(), [many()]]])
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda value: Pair(value, 1),
+        lambda value: Pair(1, Pair([value], 2)),
+        Held,
+        lambda value: defaultdict(list, key=value),
+        lambda value: deque([value]),
+        lambda value: {Pair: Held([{"key": value}])},
+        held_by_array,
+    ],
+)
+def test_container_that_another_object_refers_to_too_stays_one(hold, content):
+    for is_first in False, True:
+        value = content()
+        batch = [hold(value), value] if is_first else [value, many(), hold(value)]
+        received, _num_blocks, _size = transfer(batch)
+        (holder, found) = received if is_first else (received[2], received[0])
+        assert_same(found, value)
+        assert any(each is found for each in reached_from(holder))
+
+
+def reached_from(value: Any) -> list[Any]:
+    """What an object refers to, at any depth."""
+    found, waiting = [], [value]
+    while waiting:
+        each = waiting.pop()
+        parts = each.ravel().tolist() if isinstance(each, np.ndarray) else gc.get_referents(each)
+        parts = [part for part in parts if not isinstance(part, (type, ModuleType))]
+        found += parts
+        waiting += [part for part in parts if not isinstance(part, (str, bytes))]
+    return found
+
+
+def test_many_other_objects_let_strings_stay_in_the_pickle():
+    value = many()
+    others = [Held([index]) for index in range(20_000)]
+    assert set_apart(small := [value, others[:10]]) is not small
+    batch = [value, others]
+    assert set_apart(batch) is batch
