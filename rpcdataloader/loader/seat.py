@@ -271,7 +271,8 @@ class Seat(WorkerOwner):
             todo = driver.act(now)
             if driver.sleeps_until != -math.inf:
                 driver.wake()
-        driver.follower()
+        if driver.follower is not None:
+            driver.follower()
         if todo is not None:
             driver.carry_out(todo)
         if batch is not None:
