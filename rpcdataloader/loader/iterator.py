@@ -239,7 +239,8 @@ class RemoteIterator(PassIterator):
             begun.source.when_ready(driver.condition.wake_all)  # which does not refer to the driver
             if wanted is not None:
                 driver.wanted = wanted
-                engine.crew.use(wanted.most)
+                if wanted.most is not None:
+                    engine.crew.use(wanted.most)
             self._end = weakref.finalize(self, get_client().janitor.leave, driver.close)
             self._end.atexit = False
             try:
