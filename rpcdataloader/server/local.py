@@ -149,7 +149,7 @@ def _apply(additions: Additions) -> str:
     if not modules:
         return ""
     folder = os.path.join(tempfile.mkdtemp(prefix="rpcdataloader-"), "modules")
-    prepare_session(folder, lambda: None)
+    prepare_session(folder, lambda: None, lambda: None)
     install_modules(modules)
     return os.path.dirname(folder)
 
