@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, keep, patch, patched
+from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch
+from rpcdataloader.host.patching import keep, patch, patched
 from rpcdataloader.host.snapshots import Deleted, snapshots
 from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named, root_of
 from rpcdataloader.wire.picklers import (
