@@ -18,9 +18,9 @@ from rpcdataloader.client.background import start_when_there_is_room
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.channel import Channel, Outgoing
-from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock, heap_blocks
+from rpcdataloader.wire.known import Known
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
 from rpcdataloader.wire.outbox import LONG_BYTES, Outbox
 from rpcdataloader.wire.pickling import Encoded

@@ -35,10 +35,10 @@ from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.connecting import NO_ANSWER
-from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.handshake import NO_TICKET, Tickets, UnavailableError
+from rpcdataloader.wire.known import Known
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import Encoded, dumps
 from rpcdataloader.wire.transport import Deadline

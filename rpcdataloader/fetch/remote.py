@@ -17,7 +17,7 @@ from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.host.environment import Environment, have
 from rpcdataloader.host.state import Change, built, catch_up
-from rpcdataloader.wire.definitions import adopted
+from rpcdataloader.wire.adopted import adopted
 from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
