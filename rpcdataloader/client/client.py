@@ -358,7 +358,8 @@ class Reporter:
         self._alarm = alarm
         self._find_nodes = find_nodes
         # For the alarm's thread alone: whether the last report had a loop, and the level of the next error.
-        self._has_reported, self._level = False, logging.WARNING
+        self._has_reported = False
+        self._level = logging.WARNING
         self._lock = Lock()
         # Guarded by the lock; the alarm is set while it has elements:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []

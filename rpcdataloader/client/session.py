@@ -111,7 +111,9 @@ class RemoteSession:
         self._unreported_until = 0.0  # the end of that of a worker which was closed before it was admitted
         self.num_exited = 0
         self._lost: RPCError | None = None
-        self.draining, self.is_quiet, self.is_given_up = False, is_quiet, False
+        self.draining = False
+        self.is_quiet = is_quiet
+        self.is_given_up = False
         self.reason = NO_ANSWER
         self._deadline = Deadline(settings.connect_timeout)
         self.connection = Connection(self.name, self, Known(self.has))

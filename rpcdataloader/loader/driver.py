@@ -105,7 +105,9 @@ class Driver:
         self._carrier = decoder.carrier
         self.ahead: Entry | None = None
         self.taken: Entry | None = None
-        self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
+        self.sleeps_until = -math.inf
+        self.sleeps_since = 0.0
+        self.later_since = math.inf
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
         self.has_changed = True
         self.wanted: WantedWorkers | None = None

@@ -118,7 +118,8 @@ class WantedWorkers:
         self.may_split = True
         self._least = int(least)
         self._demand: Demand | None = None  # until the first decision
-        self._since, self._batches = -math.inf, 0  # of the last decision
+        self._since = -math.inf  # time of the last decision
+        self._batches = 0  # delivered until then
 
     @property
     def most(self) -> int | None:
