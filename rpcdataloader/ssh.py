@@ -163,7 +163,8 @@ class _Pool:
     def __init__(self) -> None:
         self._servers: list[_Server] = []
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._output, self._errors = Output(1), Output(2)
+        self._output = Output(1)
+        self._errors = Output(2)
         self._is_ending = False
         self._status = 0
 

@@ -166,7 +166,9 @@ class Waiting:
     """
 
     def __init__(self, alarm: Alarm, describe: Callable[[], str | None], label: str = "") -> None:
-        self._alarm, self._describe, self._label = alarm, describe, label
+        self._alarm = alarm
+        self._describe = describe
+        self._label = label
         self._began = time.monotonic()
         self._due = self._began + FIRST_TOLD  # time of the next line
         self._has_ended = False

@@ -68,7 +68,6 @@ class Client:
     def __init__(self) -> None:
         self._batches: Callable[[], PageablePool | None] = lambda: None  # a weak reference
         self.alarm = Alarm()
-        self.callers = Callers()
         partition = current_partition()
         rank = partition.rank if partition.world_size > 1 else None
         self._settings = ClientSettings(connect_timeout(), rank, PageablePool(), self.alarm, client_tls())
@@ -76,6 +75,7 @@ class Client:
         self.reporter = Reporter(self.alarm, lambda: list(self._nodes.values()))
         self._lock = Lock()
         # Guarded by the lock:
+        self._callers: Callers | None = None
         self._janitor: Janitor | None = None
         self._nodes: dict[Address, Node] = {}
         self._lookups: dict[Lookup, Lookup] = {}
@@ -91,6 +91,13 @@ class Client:
                 pool = PageablePool()
                 self._batches = weakref.ref(pool)
             return pool
+
+    @property
+    def callers(self) -> Callers:
+        """Runs callbacks of the user."""
+        with self._lock:
+            self._callers = self._callers or Callers()
+            return self._callers
 
     @property
     def janitor(self) -> Janitor:
@@ -126,7 +133,7 @@ class Client:
             ConnectError: ``where`` has lookups alone, and no server came before the connect timeout.
         """
         here: list[Node] = [] if local is None else [local]
-        found = self.look(where) if here else self._find(where)
+        found = self.look(where) if here or where.addresses else self._find(where)
         return here + [self.node(address, is_registered=address not in where.addresses) for address in found]
 
     def local_node(self, context: BaseContext | None, inherited: Inherited) -> LocalNode:
@@ -282,7 +289,8 @@ class Client:
             thread.join(timeout)
         for node in nodes:
             node.close()
-        self.callers.close(CALLBACK_TIMEOUT)
+        if self._callers is not None:
+            self._callers.close(CALLBACK_TIMEOUT)
         self._settings.printer.close()
 
 
@@ -350,7 +358,8 @@ class Reporter:
         self._alarm = alarm
         self._find_nodes = find_nodes
         # For the alarm's thread alone: whether the last report had a loop, and the level of the next error.
-        self._has_reported, self._level = False, logging.WARNING
+        self._has_reported = False
+        self._level = logging.WARNING
         self._lock = Lock()
         # Guarded by the lock; the alarm is set while it has elements:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []

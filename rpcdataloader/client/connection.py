@@ -18,9 +18,9 @@ from rpcdataloader.client.background import start_when_there_is_room
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.locks import Lock
 from rpcdataloader.wire.channel import Channel, Outgoing
-from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Buffer, Flag, Message, MessageType, SharedBlock, heap_blocks
+from rpcdataloader.wire.known import Known
 from rpcdataloader.wire.messages import pack_blocks, pack_handles
 from rpcdataloader.wire.outbox import LONG_BYTES, Outbox
 from rpcdataloader.wire.pickling import Encoded
@@ -130,15 +130,18 @@ class Connection:
         request = self._pending[number]
         if content.definitions:
             content = self._with_lacking(content, request)
-        request.size_bytes = content.size_bytes if content.buffers else len(content.payload)
-        messages = [Outgoing(type, number, content.payload, content.buffers, request.flags, digest_of_blocks)]
+        payload, buffers = content.payload, content.buffers
+        size_bytes = request.size_bytes = content.size_bytes if buffers else len(payload)
+        messages = [Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks, size_bytes=size_bytes)]
         if self._borrower is not None and (ended := self._borrower.take_ended()):
             # Before the request, which may need the memory.
             messages.insert(0, Outgoing(MessageType.RETURN, payload=pack_blocks(ended)))
         try:
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it
             # serves. To wake a thread costs two changes of the GIL's holder, which is more than a small message.
-            self._put(*messages, now=self._sends_now and request.size_bytes <= LONG_BYTES)
+            self._outbox.put(*messages, now=self._sends_now and size_bytes <= LONG_BYTES)
+        except RPCError:
+            return  # the receiver sees the same error and reports it
         except RuntimeError as exc:
             del self._pending[number]
             raise ConnectionLostError(f"cannot send to {self.name}: {exc}") from exc

@@ -144,7 +144,8 @@ class LocalSession(RemoteSession):
         has_script = self._is_fork or runs_script_again()
         present = list(main_globals().items())  # at once: other threads may make globals
         self._globals = {name: _teller(value) for name, value in present} if has_script else {}
-        self._born_with, self._recipes = frozenset(inherited.objects), frozenset(inherited.recipes)
+        self._born_with = frozenset(inherited.objects)
+        self._recipes = frozenset(inherited.recipes)
         self.numbers = itertools.count(1)
         self._process, self._transport, self._link, self._life = _start_when_there_is_room(
             context, inherited, Deadline(settings.connect_timeout)

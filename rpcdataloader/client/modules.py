@@ -181,6 +181,10 @@ def choose_variables(
     return chosen
 
 
+# As of most loaders.
+_NONE = Additions()
+
+
 def _join(one: Additions, more: Additions) -> Additions:
     """Both together; ``one`` itself if ``more`` adds nothing."""
     _check_same("env", one.variables, more.variables)
@@ -219,7 +223,7 @@ class SharedAdditions:
         """
         with self._lock:
             before = self.current
-            self.current = after = _join(before, more)
+            self.current = after = before if more == _NONE else _join(before, more)
         try:
             yield
         except BaseException:

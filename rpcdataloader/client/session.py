@@ -35,10 +35,10 @@ from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.connecting import NO_ANSWER
-from rpcdataloader.wire.definitions import Known
 from rpcdataloader.wire.exceptions import copy_to_raise
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.handshake import NO_TICKET, Tickets, UnavailableError
+from rpcdataloader.wire.known import Known
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import Encoded, dumps
 from rpcdataloader.wire.transport import Deadline
@@ -111,7 +111,9 @@ class RemoteSession:
         self._unreported_until = 0.0  # the end of that of a worker which was closed before it was admitted
         self.num_exited = 0
         self._lost: RPCError | None = None
-        self.draining, self.is_quiet, self.is_given_up = False, is_quiet, False
+        self.draining = False
+        self.is_quiet = is_quiet
+        self.is_given_up = False
         self.reason = NO_ANSWER
         self._deadline = Deadline(settings.connect_timeout)
         self.connection = Connection(self.name, self, Known(self.has))

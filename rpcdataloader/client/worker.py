@@ -281,7 +281,8 @@ class RemoteWorker:
         self, session: RemoteSession, owner: WorkerOwner, keep_waiting: Callable[[], bool], settings: ClientSettings
     ) -> None:
         self.session = session
-        self.name, self.machine = f"worker on {session.name}", ""
+        self.name = f"worker on {session.name}"
+        self.machine = ""
         self.pid = 0
         self.number = 0
         self.refusal = ""

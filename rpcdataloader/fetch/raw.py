@@ -42,9 +42,12 @@ class RawBatch:
     __slots__ = ("_block", "_pickled", "_samples", "_sizes", "num_samples", "source")
 
     def __init__(self, num_samples: int, source: int, pickled: bytes, sizes: tuple[int, ...], block: Any) -> None:
-        self.num_samples, self.source = num_samples, source
+        self.num_samples = num_samples
+        self.source = source
         # An array, not a memoryview, for the garbage collector: see ``picklers.py``.
-        self._pickled, self._sizes, self._block = pickled, sizes, np.frombuffer(block, np.uint8)
+        self._pickled = pickled
+        self._sizes = sizes
+        self._block = np.frombuffer(block, np.uint8)
         self._samples: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,7 +97,8 @@ class FailedSample:
     """Takes the place of samples of a stream that has raised an exception: transforming it raises that in its turn."""
 
     def __init__(self, error: Exception) -> None:
-        self._error, self._cause = error, error.__cause__
+        self._error = error
+        self._cause = error.__cause__
         if isinstance(self._cause, RemoteTraceback) or isinstance(error, RPCError):
             # The relevant frames are the worker's, if any. Those here refer to the pass, and would keep it.
             error.__traceback__ = error.__context__ = None
@@ -205,7 +209,9 @@ class Transformed(Dataset[Any]):
     """
 
     def __init__(self, transform: Callable[[Any], Any], name: str, *, may_repeat: bool) -> None:
-        self.transform, self.name, self._may_repeat = transform, name, may_repeat
+        self.transform = transform
+        self.name = name
+        self._may_repeat = may_repeat
 
     def __getitem__(self, index: RawSample | FailedSample) -> Any:
         sample = index.take(self._may_repeat)

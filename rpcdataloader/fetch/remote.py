@@ -17,7 +17,7 @@ from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.host.environment import Environment, have
 from rpcdataloader.host.state import Change, built, catch_up
-from rpcdataloader.wire.definitions import adopted
+from rpcdataloader.wire.adopted import adopted
 from rpcdataloader.wire.exceptions import add_state
 from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
@@ -28,7 +28,10 @@ class _Failed:
     """Stands in for a loader that could not be opened, until the next pass: one exception per batch, or per stream."""
 
     def __init__(self, dataset: Any, spec: LoaderSpec, error: BaseException) -> None:
-        self._dataset, self._spec, self._error, self._traceback = dataset, spec, error, error.__traceback__
+        self._dataset = dataset
+        self._spec = spec
+        self._error = error
+        self._traceback = error.__traceback__
         self._ended = spec.stream is not None and spec.stream.ended
 
     def load(self, *_args: Any) -> Loaded:

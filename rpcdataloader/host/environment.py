@@ -48,10 +48,12 @@ _taken: Environment | None = None
 _lack = ""
 
 # In a session: its folder for modules, which its node server removes; hashes of the contents of its modules, by name;
-# a function to call when the client wants the workers' output; and a secret that it has in common with the client.
+# functions to call when the client wants the workers' output, and before that folder is there; and a secret that it has
+# in common with the client.
 _folder = ""
 _installed: dict[str, int] = {}
 _forward_output: Callable[[], object]
+_note_folder: Callable[[], object]
 _key = b""
 
 
@@ -100,7 +102,8 @@ def set_up(environment: Environment | None, additions: Additions, rank: int, wor
     update(additions, rank, world_size, has_group)
     if environment is not None:
         importlib.invalidate_caches()
-        take_over(environment.sources, environment.orders, _key)
+        if environment.sources:
+            take_over(environment.sources, environment.orders, _key)
 
 
 def have(environment: Environment) -> None:
@@ -203,16 +206,19 @@ class Additions:
         return cls(variables, {module.name: module for module in modules}, forward_output)
 
 
-def prepare_session(folder: str, forward_output: Callable[[], object], key: bytes = b"") -> None:
+def prepare_session(
+    folder: str, forward_output: Callable[[], object], note_folder: Callable[[], object], key: bytes = b""
+) -> None:
     """Prepare this process as a session.
 
     Args:
-        folder: Folder for modules; created on first use, and removed by the node server.
+        folder: Folder for modules; created on first use.
         forward_output: Function to call when the client wants the workers' output.
+        note_folder: Function to call before the folder is created, which others have to remove.
         key: Secret that it has in common with its client; empty without one.
     """
-    global _folder, _forward_output, _key
-    _folder, _forward_output, _key = folder, forward_output, key
+    global _folder, _forward_output, _note_folder, _key
+    _folder, _forward_output, _note_folder, _key = folder, forward_output, note_folder, key
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
@@ -257,6 +263,7 @@ def install_modules(modules: Mapping[str, Module]) -> None:
     if new and not _folder:
         raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")
     if new and _folder not in sys.path:
+        _note_folder()
         os.mkdir(_folder, 0o700)
         if (flaw := find_flaw(_folder, {})) is not None:  # whoever may rename it could put another one there
             os.rmdir(_folder)

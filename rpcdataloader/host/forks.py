@@ -1,6 +1,6 @@
 """What this package does as its process forks: one list, in one order, whichever module is imported first.
 
-User code and libraries fork, too. A module takes part by :func:`at_fork`, as it is imported.
+User code and libraries fork, too. A module takes part by :func:`at_fork`, as it is imported, or first used.
 """
 
 from __future__ import annotations

@@ -118,7 +118,9 @@ class _Level(Content):
     """In place of a content, what decides in which records of a logger are made where only its module has set it."""
 
     def __init__(self, logger: logging.Logger) -> None:
-        self.digest, self.size_bytes, self._references = hash((logger.level or logging.WARNING, logger.disabled)), 0, ()
+        self.digest = hash((logger.level or logging.WARNING, logger.disabled))
+        self.size_bytes = 0
+        self._references = ()
 
     def has_changed(self, value: Any) -> bool:
         """Whether other records are made now."""
@@ -152,7 +154,8 @@ class _Known:
     __slots__ = ("_stamp", "facts", "refer")
 
     def __init__(self, module: types.ModuleType, facts: dict[str, _Fact]) -> None:
-        self.refer, self.facts = weakref.ref(module), facts
+        self.refer = weakref.ref(module)
+        self.facts = facts
         self._stamp = _stamp(vars(module), facts)
 
     def may_have_changed(self) -> bool:

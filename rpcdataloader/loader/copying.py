@@ -34,7 +34,8 @@ class DeviceCopies:
 
     def __init__(self, carrier: Carrier, memory: list[torch.Tensor], event: Any, start: Any) -> None:
         self.memory = memory
-        self._device, self._module = carrier.device, carrier.module
+        self._device = carrier.device
+        self._module = carrier.module
         self._event = event  # at their end
         self._start = start  # at their beginning, if they are timed
         self._waits: list[Any] = []  # around the stream's wait
@@ -71,7 +72,9 @@ class Carrier:
     """
 
     def __init__(self, device: torch.device, allocator: Allocator, module: Any) -> None:
-        self.device, self.allocator, self.module = device, allocator, module
+        self.device = device
+        self.allocator = allocator
+        self.module = module
         self._lock = Lock()
         self._read: list[tuple[Any, Sequence[torch.Tensor]]] = []  # blocks, with the end of their copies
         self._stream = module.Stream(device=device)

@@ -113,8 +113,12 @@ class CostBatchSampler(Sampler[list[int]]):
             raise ValueError(f"seed must be at least 0, but is {seed}")
         if window < 1:
             raise ValueError(f"window must be at least 1, but is {window}")
-        self.max_cost, self.padded, self.window = max_cost, padded, window
-        self.shuffle, self.seed, self.drop_last = shuffle, operator.index(seed), drop_last
+        self.max_cost = max_cost
+        self.padded = padded
+        self.window = window
+        self.shuffle = shuffle
+        self.seed = operator.index(seed)
+        self.drop_last = drop_last
         self.epoch = 0
         # Once, as the loader takes a state for every batch.
         options = f"{float(max_cost)} {padded} {window} {drop_last}"

@@ -236,7 +236,8 @@ class _Inline:
     """A dataset of this process, with the same interface as a remote one."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self.name = dataset, type(dataset).__name__
+        self.dataset = dataset
+        self.name = type(dataset).__name__
         if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
             raise TypeError(f"{self.name} is not a dataset: define __getitem__ or derive from IterableDataset")
 
@@ -260,7 +261,8 @@ class _Method:
     """A method of the dataset, called where the dataset is; in a message to a worker, that of the dataset there."""
 
     def __init__(self, dataset: RPCDataset, name: str) -> None:
-        self._dataset, self._name = dataset, name
+        self._dataset = dataset
+        self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # On the nodes, as it may change the dataset: a change of a copy here would be lost unnoticed.

@@ -45,9 +45,7 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 
 def shown(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Call something, inside a range that torch's profiler shows if it is on."""
-    if not profiler._is_profiler_enabled:
-        return call(*args)
+    """Call something inside a range of torch's profiler, which is on: whoever calls this has asked."""
     with torch.profiler.record_function(name):
         return call(*args)
 
@@ -79,7 +77,7 @@ class Driver:
         later_since: Time since which a later batch is here while it sleeps.
         has_changed: True if the workers are others than those in the records.
         wanted: Decides how many workers the loop wants; None for a pass that is no loader's.
-        follower: Function to call, without the condition, after each event; of a pass that draws from this one.
+        follower: Function to call, without the condition, after each event; None unless a pass draws from this one.
     """
 
     def __init__(
@@ -107,11 +105,13 @@ class Driver:
         self._carrier = decoder.carrier
         self.ahead: Entry | None = None
         self.taken: Entry | None = None
-        self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
+        self.sleeps_until = -math.inf
+        self.sleeps_since = 0.0
+        self.later_since = math.inf
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
         self.has_changed = True
         self.wanted: WantedWorkers | None = None
-        self.follower: Callable[[], None] = lambda: None
+        self.follower: Callable[[], None] | None = None
 
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
         """Open the first workers; before anything else, as no node counts as up until then.
@@ -181,7 +181,8 @@ class Driver:
             todo = self.act(now)
             self.has_changed = True
             self.condition.notify_all()
-        self.follower()
+        if self.follower is not None:
+            self.follower()
         if todo is not None:
             self.carry_out(todo)
 
@@ -209,7 +210,8 @@ class Driver:
             if self.engine.failure is None and not self.is_closed:
                 self.engine.failure = error.with_traceback(None)
             self.condition.notify_all()
-        self.follower()
+        if self.follower is not None:
+            self.follower()
 
     def compare(self, where: str, built: Built) -> None:
         """End the pass if a worker has built another dataset than others."""
@@ -256,7 +258,10 @@ class Driver:
                     wants_input = table.wants_input and self.may_draw()
                 todo = self.act(self.now())
             if todo is not None:
-                shown("RPCDataloader.send", self.carry_out, todo)
+                if profiler._is_profiler_enabled:
+                    shown("RPCDataloader.send", self.carry_out, todo)
+                else:
+                    self.carry_out(todo)
             if not wants_input:
                 break
 
@@ -265,7 +270,10 @@ class Driver:
         recorder, source, progress = self.recorder, self.begun.source, self.begun.progress
         since = self.now() if began >= recorder.next_probe else None
         progress.is_midway = False  # an exception of the sampler changes nothing here
-        shown("RPCDataloader.draw", source.draw)
+        if profiler._is_profiler_enabled:
+            shown("RPCDataloader.draw", source.draw)
+        else:
+            source.draw()
         progress.is_midway = True
         if since is not None and (task := source.task) is not None:
             now = self.now()

@@ -92,7 +92,8 @@ class InlineIterator(PassIterator):
             else:
                 self.recorder.took(time.monotonic(), began)
         source.task = None
-        return answer, Returned.of(task, 0 if self._settings.iterable else None, answer.stream, answer.lacks)
+        counted = task.number, task.num_samples, task.digest, task.sampler_state
+        return answer, Returned(*counted, 0 if self._settings.iterable else None, answer.stream, answer.lacks)
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error

@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from torch.autograd import profiler
+
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import of_rank
@@ -125,7 +127,8 @@ class PassIterator(ABC):
                         if progress.is_replaced and not progress.finished:
                             raise LocalProtocolError(REPLACED)
                         progress.settle()
-                        answer, returned = shown(RANGE, self._next)
+                        is_shown = profiler._is_profiler_enabled
+                        answer, returned = shown(RANGE, self._next) if is_shown else self._next()
                         if (lacks := answer.lacks) is None or answer.error is not None:
                             break
                         answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
@@ -236,7 +239,8 @@ class RemoteIterator(PassIterator):
             begun.source.when_ready(driver.condition.wake_all)  # which does not refer to the driver
             if wanted is not None:
                 driver.wanted = wanted
-                engine.crew.use(wanted.most)
+                if wanted.most is not None:
+                    engine.crew.use(wanted.most)
             self._end = weakref.finalize(self, get_client().janitor.leave, driver.close)
             self._end.atexit = False
             try:
@@ -272,7 +276,7 @@ class RemoteIterator(PassIterator):
         self.driver.follower = wake
 
     def _next(self) -> tuple[Answer, Returned]:
-        driver, engine, progress = self.driver, self.driver.engine, self.progress
+        driver, engine, progress = self.driver, self.driver.engine, self.driver.begun.progress
         if os.getpid() != driver.pid:
             raise LocalProtocolError(f"this iterator belongs to process {driver.pid}, of which this one is a fork")
         progress.is_midway = True
@@ -324,10 +328,14 @@ class RemoteIterator(PassIterator):
         else:
             driver.recorder.took(now, began, blocked)
         if answer.copies is not None:
-            shown("RPCDataloader.copy", answer.copies.wait)
+            if profiler._is_profiler_enabled:
+                shown("RPCDataloader.copy", answer.copies.wait)
+            else:
+                answer.copies.wait()
         if answer.error is not None:
             answer.error = self._explained(answer.error, task)
-        return answer, Returned.of(task, delivery.stream, answer.stream, answer.lacks)
+        counted = task.number, task.num_samples, task.digest, task.sampler_state
+        return answer, Returned(*counted, delivery.stream, answer.stream, answer.lacks)
 
     def _fail(self, error: Exception) -> None:
         if self.driver.engine.failure is None:
@@ -387,10 +395,14 @@ class RemoteIterator(PassIterator):
         if deadline is not None and deadline <= now:
             return None
         until = driver.falls_asleep(now, deadline)
-        progress = self.progress
+        seconds = None if until == math.inf else until - now
+        progress = driver.begun.progress
         progress.is_midway = False
         try:
-            shown("RPCDataloader.wait", driver.condition.wait, None if until == math.inf else until - now)
+            if profiler._is_profiler_enabled:
+                shown("RPCDataloader.wait", driver.condition.wait, seconds)
+            else:
+                driver.condition.wait(seconds)
         finally:
             driver.sleeps_until = -math.inf
         progress.is_midway = True

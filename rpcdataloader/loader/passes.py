@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import default_collate, default_convert
+
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.loader.replay import Replay
 from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
@@ -21,7 +24,7 @@ from rpcdataloader.loader.states import (
     progress_of,
 )
 from rpcdataloader.loader.tasks import Progress, ResumedSource, TaskSource, skip
-from rpcdataloader.loader.ways import Replay, end_pass, way_of
+from rpcdataloader.loader.ways import end_pass, way_of
 
 # Samples, or batches, of all ranks in an epoch are fewer than two to this power.
 _LEG_BITS = 40
@@ -173,5 +176,7 @@ def loader_spec(
 
 
 def functions_of(settings: PassSettings) -> dict[str, Any]:
-    """The user's functions and classes in a ``LoaderSpec``."""
-    return {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn, "retry_on": settings.retry_on}
+    """The user's functions and classes in a ``LoaderSpec``; torch's own is none."""
+    default = default_collate if settings.auto_collation else default_convert
+    collate_fn = None if settings.collate_fn is default else settings.collate_fn
+    return {"collate_fn": collate_fn, "worker_init_fn": settings.worker_init_fn, "retry_on": settings.retry_on}

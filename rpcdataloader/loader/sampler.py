@@ -117,7 +117,8 @@ class _RawSamples(Iterator[Any]):
     """The samples of packed batches, as indices; the batches have one sample each where single indices are wanted."""
 
     def __init__(self, batches: Any, *, auto_collation: bool) -> None:
-        self._batches, self._auto_collation = batches, auto_collation
+        self._batches = batches
+        self._auto_collation = auto_collation
         self._taken: list[Any] = []  # the next batch or its exception, from when it is taken until it is returned
 
     def __next__(self) -> Any:
@@ -165,7 +166,8 @@ class Source:
     def __init__(self, loader: Any, name: str, *, auto_collation: bool) -> None:
         self.name = name
         self.generator: torch.Generator | None = None
-        self.loader, self._auto_collation = loader, auto_collation
+        self.loader = loader
+        self._auto_collation = auto_collation
 
     def __iter__(self) -> Iterator[Any]:
         self.loader.generator.manual_seed(draw_base_seed(self.generator))

@@ -182,7 +182,8 @@ class Seat(WorkerOwner):
     sends_now = True
 
     def __init__(self, driver: Driver, number: int, opened_for: Pass) -> None:
-        self.number, self.opened_for = number, opened_for
+        self.number = number
+        self.opened_for = opened_for
         self.worker: RemoteWorker  # set once it was requested
         self.sent: dict[float, Sent] = {}
         # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks keep their order.
@@ -271,7 +272,8 @@ class Seat(WorkerOwner):
             todo = driver.act(now)
             if driver.sleeps_until != -math.inf:
                 driver.wake()
-        driver.follower()
+        if driver.follower is not None:
+            driver.follower()
         if todo is not None:
             driver.carry_out(todo)
         if batch is not None:

@@ -85,7 +85,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "end": progress.end,
         "last": progress.last if settings.in_order else None,
         "generators": _generator_states(settings),
-        "start": {**progress.start, "order": order},
+        "start": {**progress.start, "global": states_to_plain(progress.start["global"]), "order": order},
     }
 
 
@@ -272,12 +272,8 @@ def check_one_stream(saved: Mapping[str, Any]) -> None:
 
 
 def capture_start(settings: PassSettings) -> dict[str, Any]:
-    """Capture the state at the beginning of a pass."""
-    return {
-        "global": states_to_plain(get_states()),
-        "generators": _generator_states(settings),
-        **capture_order(settings),
-    }
+    """Capture the state at the beginning of a pass; its global generators become plain in :func:`to_state`."""
+    return {"global": get_states(), "generators": _generator_states(settings), **capture_order(settings)}
 
 
 def capture_order(settings: PassSettings) -> dict[str, Any]:
@@ -310,7 +306,7 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
         is_same = order["length"] == len(resumable.dataset)  # type: ignore[arg-type]  # it has one
         if is_same or place == "middle":  # a beginning, or an end, fits another length
             resumable.load_state_dict(order)
-    new = {**start, **capture_order(settings)}
+    new = {**start, "global": states_from_plain(start["global"]), **capture_order(settings)}
     if place == "middle":
         try:
             check_order(start, new, in_step=saved["in_step"])

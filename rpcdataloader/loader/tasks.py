@@ -137,7 +137,12 @@ class TaskSource:
                 if is_wanted and self.get_state is not None:
                     first = self.progress.first if self.progress is not None and task.number == 0 else None
                     task.sampler_state = self.get_state() if first is None else first[1]
-                if self._is_compared(task) or self.knows_states:
+                # A resumed pass compares them: not those of a stream, or if a state of the sampler suffices.
+                progress = self.progress
+                is_compared = progress is None or (
+                    not progress.streams and (task.sampler_state is None or progress.sampler is None)
+                )
+                if is_compared or self.knows_states:
                     task.digest = digest(indices)  # now: the sampler, or the dataset, may change them
                 if is_wanted and self.makes_requests:
                     task.request = load_request(task)
@@ -169,13 +174,6 @@ class TaskSource:
                 self._error, self._is_over, self.drawn = type(exc).__name__, True, []
             raise
         return self.drawn[0]  # type: ignore[no-any-return]
-
-    def _is_compared(self, task: Task) -> bool:
-        """Whether a resumed pass compares the indices: not those of a stream, or if a state of the sampler suffices."""
-        progress = self.progress
-        if progress is None:
-            return True
-        return not progress.streams and (task.sampler_state is None or progress.sampler is None)
 
     def look_ahead(self) -> None:
         """Draw the next batch, or note the end."""
@@ -361,11 +359,6 @@ class Returned(NamedTuple):
     stream: int | None  # stream of the batch; None for a map-style dataset
     state: StreamState | None  # progress of the stream; None where an exception has left it unknown
     lacks: Skipped | None
-
-    @classmethod
-    def of(cls, task: Task, stream: int | None, state: StreamState | None, lacks: Skipped | None) -> Returned:
-        """What there is to count of a task."""
-        return cls(task.number, task.num_samples, task.digest, task.sampler_state, stream, state, lacks)
 
 
 @dataclass(slots=True)

@@ -249,8 +249,11 @@ class TimedBatches(Iterator[_T_co]):
         partition: Partition,
         recorder: Recorder,
     ) -> None:
-        self.batches, self._send = batches, send
-        self._name, self._partition, self._recorder = name, partition, recorder
+        self.batches = batches
+        self._send = send
+        self._name = name
+        self._partition = partition
+        self._recorder = recorder
 
     def __next__(self) -> _T_co:
         recorder, began = self._recorder, time.monotonic()

@@ -116,17 +116,19 @@ class WantedWorkers:
     def __init__(self, num_workers: int, least: int) -> None:
         self.num_workers = num_workers
         self.may_split = True
-        self._demand = Demand(int(least))
-        self._since, self._batches = -math.inf, 0  # of the last decision
+        self._least = int(least)
+        self._demand: Demand | None = None  # until the first decision
+        self._since = -math.inf  # time of the last decision
+        self._batches = 0  # delivered until then
 
     @property
     def most(self) -> int | None:
         """Number of workers to use at most; None for all."""
-        return self._demand.wanted if isinstance(self.num_workers, Auto) else None
+        return self._demand.wanted if isinstance(self.num_workers, Auto) and self._demand is not None else None
 
     def number(self, present: int, more: int) -> int:
         """Number of workers that are wanted; before a decision, the present ones, and more as the diagnosis advises."""
-        wanted = self._demand.wanted or present + more
+        wanted = present + more if self._demand is None else self._demand.wanted or present + more
         return min(wanted, int(self.num_workers) or wanted)  # reports are JSON, which has no numbers of NumPy
 
     def decide(self, now: float, recorder: Recorder, places: Callable[[], Mapping[int, int]]) -> bool:
@@ -142,6 +144,7 @@ class WantedWorkers:
         if (seen := look(recorder.records(), places(), self._since)) is None:
             return False
         self._since, self._batches = now, recorder.batches
+        self._demand = self._demand or Demand(self._least)
         self._demand.decide(now, seen)
         return True
 

@@ -618,7 +618,7 @@ class Table:
 
     def _drop_copy(self, record: WorkerPace, number: float) -> Entry | None:
         """Note that a copy is no longer in flight; returns its task, None if another worker has answered that."""
-        task = self.find(number)
+        task = self.tasks.get(number) or self._parts.get(number)
         if task is None:
             return None
         if len(task.holders) > 1:

@@ -148,10 +148,13 @@ class Size:
 
     def __init__(self, least: int, most: int, num_workers: int) -> None:
         self.number = least
-        self._least, self._most, self._num_workers = least, most, num_workers
+        self._least = least
+        self._most = most
+        self._num_workers = num_workers
         self._needed: deque[tuple[float, int]] = deque()  # with the time
         self._time = 0.0  # in which it was known what is wanted
-        self._asked, self._is_known = 0.0, False  # last
+        self._asked = 0.0  # last
+        self._is_known = False  # then
 
     def decide(self, now: float, wanted: int) -> int:
         """Return the number of node servers for a number of wanted workers; 0 for an unknown one changes nothing."""
@@ -203,7 +206,8 @@ class Pool:
         self._nodes: dict[PoolNode, str | None] = {}  # with the address, once it is known; the latest come last
         self._draining: dict[PoolNode, float] = {}  # those no longer wanted, with the time until which they may drain
         self._published: list[str] = []
-        self._delay, self._retry_at = FIRST_DELAY, 0.0
+        self._delay = FIRST_DELAY
+        self._retry_at = 0.0
         self._asking = threading.Thread(target=self._ask, name="rpcdl-pool-ask", daemon=True)
         self._thread = threading.Thread(target=self._keep, name="rpcdl-pool", daemon=True)
 

@@ -53,7 +53,7 @@ class ClientRecord:
     tickets: Tickets  # of connections for its workers
     name: str
     identity: Identity
-    folder: str
+    folder: str  # for modules of the session
     row: Row  # of the session
     workers: dict[int, Row] = field(default_factory=dict)  # by number, from the hand-over of their connections on
     last_number: int = 0
@@ -65,6 +65,7 @@ class ClientRecord:
     report: str = ""  # JSON of its last report
     reported: int = 0  # time of that
     forwarding: Forwarding | None = None  # of output; None if the client wants none
+    has_folder: bool = False  # True once the session has announced that
     is_gone: bool = False
 
     def forget(self, number: int) -> None:
@@ -145,6 +146,8 @@ class Clients:
         match event:
             case events.WantsOutput():
                 client.forwarding = client.forwarding or Forwarding(client.link, self._loop)
+            case events.HasFolder():
+                client.has_folder = True
             case events.WorkerEnded():
                 self._worker_ended(client, event)
             case events.Reported():
@@ -313,7 +316,8 @@ class Clients:
         del self._by_pid[client.process.pid]
         self._loop.cancel(client.retry)
         self._loop.unwatch(client.sock.fileno())
-        _remove_folder(client.folder)
+        if client.has_folder:
+            _remove_folder(client.folder)
         if client.forwarding is not None:
             client.forwarding.close()
         client.forwarding = None  # the last lines of its workers go to the log only

@@ -57,9 +57,14 @@ class SessionBegun(Event):
 
 @dataclass(frozen=True)
 class SessionKnown(Event):
-    """Node server to session: worker connections may come. The node server removes the folder of modules in the end."""
+    """Node server to session: worker connections may come."""
 
-    folder: str
+    folder: str  # for modules
+
+
+@dataclass(frozen=True)
+class HasFolder(Event):
+    """Session to node server: the folder of modules is about to be there, and the node server removes it in the end."""
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from rpcdataloader.server.processes import be_child, end_with, keep_freed_memory
 from rpcdataloader.server.session import Session, forget_inherited_exits
 from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.server.stacks import ForkedWorker
+from rpcdataloader.wire.adopted import adopted
 from rpcdataloader.wire.channel import Channel, pair_channel
 from rpcdataloader.wire.credentials import INSECURE, TOKEN_VARIABLE
-from rpcdataloader.wire.definitions import adopted
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.messages import Exited, Welcome
@@ -153,7 +153,7 @@ def _apply(additions: Additions) -> str:
     if not modules:
         return ""
     folder = os.path.join(tempfile.mkdtemp(prefix="rpcdataloader-"), "modules")
-    prepare_session(folder, lambda: None)
+    prepare_session(folder, lambda: None, lambda: None)
     install_modules(modules)
     return os.path.dirname(folder)
 

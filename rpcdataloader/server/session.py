@@ -108,7 +108,10 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     received = node.recv()
     if received is None or not isinstance(received[0], events.SessionKnown):
         return
-    prepare_session(received[0].folder, lambda: node.send(events.WantsOutput()), channel.ticket_key)
+    wants_output, has_folder = events.WantsOutput(), events.HasFolder()
+    prepare_session(
+        received[0].folder, lambda: node.send(wants_output), lambda: node.send(has_folder), channel.ticket_key
+    )
     welcome = Welcome(context.node, os.getpid(), context.num_workers)
     forget_inherited_exits()
     session = Session(channel, node, context, row)

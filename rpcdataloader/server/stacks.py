@@ -85,7 +85,8 @@ class StackFile:
     """A status gate's request for the stacks of all workers: a line for each in ``file``, until ``pipe`` is closed."""
 
     def __init__(self, workers: Collection[ForkedWorker], file: int, pipe: int) -> None:
-        self._file, self._pipe = file, pipe
+        self._file = file
+        self._pipe = pipe
         self._num_missing = len(workers)
         for worker in workers:
             worker.ask(functools.partial(self._write, worker.process.pid))

@@ -68,12 +68,7 @@ class Outgoing(NamedTuple):
     flags: int = 0
     digest_of_blocks: bytes = b""
     descriptor: int = -1  # to send with it, over a Unix socket; closed then
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of payload and blocks together."""
-        size = len(self.payload)
-        return size + sum(buffer.nbytes for buffer in self.buffers) if self.buffers else size
+    size_bytes: int = 0  # of payload and blocks together; of a request, whose answer the sender counts against it
 
 
 class Receiver:

@@ -14,37 +14,33 @@ all functions, classes and plain constants of the script that can be sent, and r
 
 from __future__ import annotations
 
-import builtins
 import functools
 import io
 import itertools
 import logging
 import pickle
-import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch, keep, patch, patched
-from rpcdataloader.host.signals import USER_ERRORS, is_interrupt, suppress_errors
+from rpcdataloader.host.patches import find_patches, is_compared, is_content, is_patch
+from rpcdataloader.host.signals import USER_ERRORS, is_interrupt
 from rpcdataloader.host.snapshots import Deleted, snapshots
-from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals, named, root_of
+from rpcdataloader.wire.adopted import adopted
+from rpcdataloader.wire.by_value import CachedFunction, digest_of, is_of_main, main_globals
 from rpcdataloader.wire.picklers import (
     DefinitionPickler,
     Limited,
     PersistentId,
-    Unpickler,
-    UnresolvedError,
     adopt,
     name_among_own,
 )
 from rpcdataloader.wire.tensors import find_views, place_of
 
 client_logger = logging.getLogger("rpcdataloader.client")
-worker_logger = logging.getLogger("rpcdataloader.worker")
 
 # Globals that the receiver's module has of its own.
 _OF_EVERY_MODULE = ("__builtins__", "__doc__", "__loader__", "__name__", "__spec__")
@@ -393,195 +389,3 @@ class _Adopt:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return adopt, (self.pickled,)
-
-
-# Smaller definitions are sent to each worker, which skips those that it has inherited.
-_MIN_INHERITED_BYTES = 1 << 16
-
-
-class Known:
-    """What one process of a server has of the definitions, as far as its client knows.
-
-    With a lock of the caller held.
-
-    Args:
-        have: Tells of which globals it has since its beginning.
-    """
-
-    def __init__(self, have: Have = lambda _name: False) -> None:
-        self._have = have
-        self._tokens: dict[str, bytes] = {}  # of what has arrived
-        self._sent: dict[str, tuple[bytes, int]] = {}  # last tokens, with the number of their message
-        self._num_sent = 0  # messages
-        self._large: set[str] = set()
-        self._parent: Known | None = None  # until the process is forked, with the number of messages sent to that
-
-    def inherit(self) -> Known:
-        """What a process has that is forked from this one later, and then :meth:`begun`."""
-        child = Known(self._have)
-        child._tokens = {name: token for name, token in self._tokens.items() if name in self._large}
-        child._parent, child._num_sent = self, self._num_sent
-        return child
-
-    def begun(self) -> None:
-        """Note that the process was forked, perhaps after its parent was sent other definitions than these.
-
-        Without the lock of the parent, which is sent nothing in between that counts.
-        """
-        parent, self._parent = self._parent or self, None
-        self._tokens = {name: token for name, token in self._tokens.items() if parent._sent[name][1] <= self._num_sent}
-
-    def lacking(self, table: Table) -> list[Definition]:
-        """The definitions that the process may lack."""
-        found = dict.fromkeys(table.values())
-        return [each for each in found if any(self._tokens.get(name) != token for name, token in self._new(each))]
-
-    def _new(self, definition: Definition) -> list[tuple[str, bytes]]:
-        return [each for each in definition.tokens if not self._have(each[0])]
-
-    def sending(self, definitions: Iterable[Definition]) -> None:
-        """Note that definitions are sent: until they have arrived, the process may have these or others."""
-        self._num_sent += 1
-        for each in definitions:
-            for name, token in each.tokens:
-                self._tokens.pop(name, None)
-                self._sent[name] = token, self._num_sent
-
-    def arrived(self, definitions: Iterable[Definition]) -> None:
-        """Note that the process has used a message with these definitions."""
-        for each in definitions:
-            for name, token in each.tokens:
-                if self._sent[name][0] == token and each.on_demand is None:
-                    self._tokens[name] = token
-                    (self._large.add if len(each.pickled) >= _MIN_INHERITED_BYTES else self._large.discard)(name)
-
-
-# The receiver's side
-
-
-class _Adopted:
-    """The definitions of a client in this process, which serves it; for one thread at a time.
-
-    Attributes:
-        tokens: Tokens of the present values by name.
-    """
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, bytes] = {}
-        self._pending: dict[str, _Sent] = {}
-        self._on_demand: dict[str, _Sent] = {}
-        self._main: types.ModuleType | None = None
-        self._resolve: Callable[[Any], Any] | None = None  # of the present message
-        self._patches: dict[str, Any] = {}  # of the present message
-
-    def adopt(self, pickled: bytes, resolve: Callable[[Any], Any] | None = None) -> None:
-        """Put definitions into ``__main__``, which is a new module from the first ones on.
-
-        Args:
-            resolve: Function that returns the object for a result of ``reference_of``.
-        """
-        if self._main is None or sys.modules.get("__main__") is not self._main:
-            self._main = types.ModuleType("__main__")
-            vars(self._main).update(__builtins__=builtins, __getattr__=self._demand, globals=self._demand_all)
-            sys.modules["__main__"] = sys.modules["__mp_main__"] = self._main
-        for tokens, content, used in pickle.loads(pickled):
-            names, sent = [name for name, _token in tokens], _Sent(tokens, content, used)
-            if used is not None:
-                self._on_demand[names[0]] = sent
-            elif any(self.tokens.get(name) != token for name, token in tokens):
-                self._pending |= dict.fromkeys(names, sent)
-        self._resolve = resolve
-        try:
-            while self._pending:
-                name = next(iter(self._pending))
-                try:
-                    self._load(self._pending, name)
-                except USER_ERRORS as error:
-                    if not is_compared(name) or is_interrupt(error):
-                        raise
-                    # The script did not say that workers need it. Each of them would warn, in each pass.
-                    worker_logger.info("%s stays as it is here, as what the script has of it fails: %s", name, error)
-        finally:
-            self._pending.clear()
-            self._resolve = None
-
-    def change_modules(self) -> None:
-        """Make the changes that a message has brought, once it has imported what it needs."""
-        while self._patches:
-            patch(*self._patches.popitem())
-
-    def hold(self, patches: Set[str]) -> None:
-        """Undo the changes in modules that this process has inherited, but for those of these names."""
-        for name in keep(patches):
-            self.tokens.pop(name, None)
-
-    def own_main(self) -> None:
-        """Put definitions into the present ``__main__``, as this process has run the script, or is a fork of it."""
-        self._main = sys.modules["__main__"]
-
-    def find(self, name: str) -> Any:
-        """The object of a dotted name."""
-        if (root := root_of(name)) in self._pending:
-            self._load(self._pending, root)
-        return patched(name, self._patches) if is_patch(name) else named(name)
-
-    def _refer(self, reference: Any) -> Any:
-        """What stands in a definition for another one, or for an object held elsewhere."""
-        if isinstance(reference, str):
-            return self.find(reference)
-        if self._resolve is None:
-            raise pickle.UnpicklingError(f"a definition refers to {reference}, which cannot be found here")
-        return self._resolve(reference)
-
-    def _demand(self, name: str) -> Any:
-        """An attribute of ``__main__`` that is not there yet."""
-        if name in self._on_demand:
-            used = self._load(self._on_demand, name)
-            for each in used or ():
-                if each in self._on_demand and each not in main_globals():
-                    self._demand(each)
-        if name not in main_globals():
-            raise AttributeError(f"module '__main__' has no attribute {name!r} here, and the script sent none")
-        return main_globals()[name]
-
-    def _demand_all(self) -> dict[str, Any]:
-        """The globals, with all that can be rebuilt here."""
-        for name in list(self._on_demand):
-            if name not in main_globals():
-                with suppress_errors():
-                    self._demand(name)
-        self._on_demand.clear()
-        return main_globals()
-
-    def _load(self, where: dict[str, _Sent], name: str) -> tuple[str, ...] | None:
-        tokens, content, used = sent = where[name]
-        tokens = tuple((each, token) for each, token in tokens if where.get(each) is sent)  # others have come later
-        for each, _token in tokens:
-            where.pop(each)
-        unpickler = Unpickler(io.BytesIO(content))
-        unpickler.find, unpickler.resolve = self.find, self._refer
-        try:
-            values = unpickler.load()
-        except UnresolvedError as unresolved:
-            raise unresolved.error from unresolved.error.__cause__
-        for each, token in tokens:  # those that have not changed, too: they have objects in common
-            if is_patch(each):
-                self._patches[each] = values[each]
-            elif values[each] is Deleted:
-                main_globals().pop(each, None)
-                self._on_demand.pop(each, None)
-            else:
-                main_globals()[each] = values[each]
-            self.tokens[each] = token
-        return used
-
-
-class _Sent(NamedTuple):
-    """A definition as it was received."""
-
-    tokens: tuple[tuple[str, bytes], ...]
-    content: bytes
-    used: tuple[str, ...] | None
-
-
-adopted = _Adopted()

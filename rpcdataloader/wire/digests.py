@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from zlib import crc32
@@ -36,18 +36,24 @@ _HALF = np.uint64(32)
 def digest_memory(pieces: Iterable[memoryview]) -> bytes:
     """Return a digest of pieces of memory, in their order."""
     found = hashlib.sha256()
-    with ThreadPoolExecutor(min(_MAX_THREADS, available_cpus()), "rpcdl-digest") as threads:
-        for piece in pieces:
-            end = len(piece) // _BLOCK_BYTES * _BLOCK_BYTES
-            cuts = [*range(0, end, _SHARE_BYTES), end]
-            shares = [piece[start:stop] for start, stop in itertools.pairwise(cuts)]
-            reduced: Iterable[bytes] = map(_reduce, shares)
-            with contextlib.suppress(RuntimeError):  # an executor takes nothing more once the main thread has ended
-                reduced = threads.map(_reduce, shares)
-            for each in reduced:
+    for piece in pieces:
+        end = len(piece) // _BLOCK_BYTES * _BLOCK_BYTES
+        if end:
+            for each in _reduce_all(piece[:end]):
                 found.update(each)
-            found.update(piece[end:])
+        found.update(piece[end:])
     return found.digest()
+
+
+def _reduce_all(blocks: memoryview) -> Iterator[bytes]:
+    """Reduce whole blocks to fewer ones, in several threads."""
+    cuts = [*range(0, len(blocks), _SHARE_BYTES), len(blocks)]
+    shares = [blocks[start:stop] for start, stop in itertools.pairwise(cuts)]
+    with ThreadPoolExecutor(min(_MAX_THREADS, available_cpus()), "rpcdl-digest") as threads:
+        reduced: Iterable[bytes] = map(_reduce, shares)
+        with contextlib.suppress(RuntimeError):  # an executor takes nothing more once the main thread has ended
+            reduced = threads.map(_reduce, shares)
+        yield from reduced
 
 
 def _reduce(share: memoryview) -> bytes:

@@ -185,7 +185,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     _brings_globals = False  # True if local functions of modules bring the data that they use
 
     def __init__(self, file: io.BytesIO, buffers: list[memoryview] | None) -> None:
-        self.tensors, self.modules = [], set()
+        self.tensors = []
+        self.modules = set()
         self._is_in_band = buffers is None
         # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
         callback = None if buffers is None else functools.partial(_take_buffer, buffers)
@@ -444,9 +445,14 @@ class RequestPickler(Pickler):
         numbers_told: bool = False,
     ) -> None:
         super().__init__(file, buffers)
-        self._start, self._output, self._buffers = file.tell(), file, buffers
-        self.used, self.frozen, self.dense = {}, [], []
-        self._reducers, self._numbers_told = reducers, numbers_told
+        self._start = file.tell()
+        self._output = file
+        self._buffers = buffers
+        self.used = {}
+        self.frozen = []
+        self.dense = []
+        self._reducers = reducers
+        self._numbers_told = numbers_told
         self._within: dict[int, Any] = {}  # what numbered tensors are reduced to, by id
         if persistent_id is not None:
             self.persistent_id = persistent_id
@@ -560,8 +566,12 @@ class DefinitionPickler(RequestPickler):
         reference_of: PersistentId | None = None,
     ) -> None:
         super().__init__(file, None, None, OF_DEFINITIONS, numbers_told=True)
-        self.contained, self.objects = set[str](), dict[int, Any]()
-        self._file, self._names, self._owners, self._reference_of = file, names, owners, reference_of
+        self.contained = set[str]()
+        self.objects = dict[int, Any]()
+        self._file = file
+        self._names = names
+        self._owners = owners
+        self._reference_of = reference_of
         # An attribute, which a search for what cannot be pickled may replace; without a reference to itself.
         self.persistent_id = functools.partial(DefinitionPickler._refer, weakref.proxy(self))  # type: ignore[arg-type]
 

@@ -30,6 +30,7 @@ import torch
 from rpcdataloader.errors import RPCError, SerializationError
 from rpcdataloader.host.signals import USER_ERRORS, is_interrupt, suppress_errors
 from rpcdataloader.wire import definitions
+from rpcdataloader.wire.adopted import adopted
 from rpcdataloader.wire.definitions import Definition, Have, Table
 from rpcdataloader.wire.exceptions import copy_to_raise, loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
@@ -348,12 +349,12 @@ def loads(
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
         unpickler.tensors, unpickler.blocks, unpickler.resolve = tensors, blocks, persistent_load
         if adopt_main:
-            unpickler.adopt = functools.partial(definitions.adopted.adopt, resolve=persistent_load)
+            unpickler.adopt = functools.partial(adopted.adopt, resolve=persistent_load)
         try:
             return unpickler.load()
         finally:
             if adopt_main:
-                definitions.adopted.change_modules()
+                adopted.change_modules()
     except RPCError:
         raise
     except UnresolvedError as unresolved:

@@ -202,7 +202,8 @@ class Lookup(ABC):
     pause = 2.0
 
     def __init__(self, name: str, *arguments: Any) -> None:
-        self._name, self._arguments = name, arguments
+        self._name = name
+        self._arguments = arguments
         self._changed = Condition()
         # Guarded by the condition:
         self._begun: float | None = None  # time of the look under way

@@ -129,6 +129,7 @@ class Lender:
     """
 
     def __init__(self, announce: Callable[[int, int], None], look: Callable[[], None] = lambda: None) -> None:
+        _take_part_in_forks()
         self._announce = announce
         self._look = look
         self._start_empty()
@@ -319,6 +320,7 @@ class Borrower:
     """A trainer's side of the memory of one worker. Thread-safe."""
 
     def __init__(self) -> None:
+        _take_part_in_forks()
         # Blocks without tensors. Finalizers run in any thread at any point, also inside the lock: they only append.
         self._ended: deque[SharedBlock] = deque()
         self._lock = Lock()
@@ -443,8 +445,16 @@ def _unregister(page_lock: PageLock, address: int, pid: int) -> None:
 _lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
 _borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
 
+
 # A child sees its parent's memory, which the worker must not overwrite while the child lives.
-_forking = threading.local()  # several threads may fork at once
+class _Forking(threading.local):
+    """The fork that a thread makes; several may fork at once."""
+
+    reads_nothing = False
+    children: _Children | None = None
+
+
+_forking = _Forking()
 _inherited: list[_Children | None] = []  # that this process is one of, whose pages it keeps
 
 
@@ -466,7 +476,7 @@ def _living_borrowers() -> list[Borrower]:
 
 def _before_fork() -> None:
     _forking.children = None
-    borrowers = [] if getattr(_forking, "reads_nothing", False) else _living_borrowers()
+    borrowers = [] if _forking.reads_nothing else _living_borrowers()
     if holders := [borrower for borrower in borrowers if borrower.has_blocks]:
         _forking.children = children = _Children()
         for borrower in holders:  # now: other threads may drop batches while this one forks
@@ -487,4 +497,6 @@ def _after_fork_in_child() -> None:
     _borrowers.clear()
 
 
-at_fork(Part.SHARED_MEMORY, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)
+@functools.cache
+def _take_part_in_forks() -> None:
+    at_fork(Part.SHARED_MEMORY, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)

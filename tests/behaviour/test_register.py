@@ -105,7 +105,7 @@ import tempfile
 folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(dir={folder!r})  # the package may lie beside it
 def hangs(real):
     def call(path, *args, **options):
-        if str(path).startswith(folder):
+        if str(path).startswith(folder) and os.path.exists({hangs!r}):
             time.sleep(600)
         return real(path, *args, **options)
     return call
@@ -115,7 +115,17 @@ for name in "stat", "lstat":
 
 
 def test_server_whose_folder_for_temporary_files_hangs_serves_on_after_the_end_of_a_session(serve, tmp_path):
-    server = serve("--num-workers", "1", before=f"import os, time{FOLDER_HANGS.format(folder=str(tmp_path))}")
+    folder, hangs, module = (tmp_path / name for name in ("folder", "hangs", "sent_module.py"))
+    folder.mkdir()
+    module.touch()
+    before = f"import os, time{FOLDER_HANGS.format(folder=str(folder), hangs=str(hangs))}"
+    server = serve("--num-workers", "1", before=before)
+    assert (
+        len(RPCDataset(server.address, datasets.Numbers, 3, py_modules=[module])) == 3
+    )  # so that the session has a folder
+    hangs.touch()
+    close_client()
+    server.logged("session of .* ended: the client has gone")
     for _ in range(2):
         assert rpc_async(server.address, os.getpid).wait() > 0
         close_client()

@@ -98,8 +98,8 @@ _MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("batches in parts stay in the budget", "self._num_in_flight -= _IN_PARTS", "pass"),
         (
             "a lost part is not sent again",
-            "task = self.find(number)\n        if task is None:",
-            "task = self.tasks.get(number)\n        if task is None:",
+            "or self._parts.get(number)\n        if task is None:",
+            "or None\n        if task is None:",
         ),
         ("a worker gets a second task before others have one", "if self._gathers:", "if False:"),
         ("idle workers wait for the first answer", "if is_unknown and record.in_flight and", "if is_unknown and"),

@@ -112,6 +112,7 @@ def no_modules(here, monkeypatch):
     """This is a session that has no modules yet."""
     monkeypatch.setattr(environment, "_installed", {})
     monkeypatch.setattr(environment, "_folder", str(here / "session"))
+    monkeypatch.setattr(environment, "_note_folder", lambda: None, raising=False)
 
 
 @pytest.mark.usefixtures("no_modules")

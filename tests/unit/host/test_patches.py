@@ -14,17 +14,18 @@ import types
 import pytest
 import torch
 
-from rpcdataloader.host import patches
-from rpcdataloader.host.patches import find_patches, is_compared, is_patch, patch
+from rpcdataloader.host import patching, sources
+from rpcdataloader.host.patches import find_patches, is_compared, is_patch
+from rpcdataloader.host.patching import patch
 from rpcdataloader.host.snapshots import Deleted
 
 
 @pytest.fixture(autouse=True)
 def only_what_the_test_has(monkeypatch):
     """Not the modules of the tests."""
-    look = patches.recorder.look
+    look = sources.recorder.look
     known = lambda: {name: source for name, source in look().items() if name == "settings"}  # noqa: E731
-    monkeypatch.setattr(patches.recorder, "look", known)
+    monkeypatch.setattr(sources.recorder, "look", known)
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_registrations_with_abstract_classes_and_dispatching_functions_of_librar
     assert [library.describe(1), library.describe(1.5), library.describe("a")] == ["int", "library", "other"]
     reader = library.Reader()
     assert [reader.show(1), reader.show("a")] == ["other", "str"]
-    patches.keep(set())
+    patching.keep(set())
     assert [library.describe(1), reader.show("a")] == ["other", "other"]
 
 
@@ -203,7 +204,7 @@ ORIGINAL = "table", "names", "options", "ordered", "recent", "drawn", "tensor", 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     """A module of the script's own."""
-    monkeypatch.setattr(patches, "_changes_here", {})
+    monkeypatch.setattr(patching, "_changes_here", {})
     (tmp_path / "settings.py").write_text(OF_THE_SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("settings")
@@ -220,8 +221,8 @@ def test_own_modules_are_compared_and_what_the_script_assigns_there_is_told_from
 
 def test_what_an_own_module_assigns_in_a_library_is_found(settings, library, monkeypatch):
     library.size = 2
-    source = patches.Source("settings.py", b"import library\nlibrary.size = 2")
-    monkeypatch.setattr(patches.recorder, "look", lambda: {"settings": source})
+    source = sources.Source("settings.py", b"import library\nlibrary.size = 2")
+    monkeypatch.setattr(sources.recorder, "look", lambda: {"settings": source})
     settings.library = library
     assert find_patches({})["library:size"] == 2
 
@@ -270,7 +271,7 @@ def test_changes_that_another_pass_has_made_are_undone_and_the_others_stay(setti
     patch("library:Reader.limit", 5)
     patch("settings:names[=]", ["kept"])
     patch("not_imported:size", 2)
-    undone = patches.keep({"settings:level[=]", "settings:names[=]"})
+    undone = patching.keep({"settings:level[=]", "settings:names[=]"})
     assert {"settings:table[...]", "settings:table[=]", "not_imported:size", "library:Reader.limit"} <= {*undone}
     assert not {"settings:level[=]", "settings:names[=]"} & {*undone}
     assert (settings.level, settings.names, library.Reader.limit) == (2, ["kept"], 1)
@@ -281,7 +282,7 @@ def test_changes_that_another_pass_has_made_are_undone_and_the_others_stay(setti
         assert getattr(settings, name) == before[name]
     assert settings.tensor.tolist() == [1, 1]
     assert settings.drawn.random() == before["drawn"].random()
-    assert patches.keep({"settings:level[=]", "settings:names[=]"}) == []
+    assert patching.keep({"settings:level[=]", "settings:names[=]"}) == []
 
 
 def test_what_was_deleted_is_deleted_and_set_again(settings):

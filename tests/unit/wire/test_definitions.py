@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rpcdataloader.wire import by_value, definitions
-from rpcdataloader.wire.definitions import Definition, Known
+from rpcdataloader.wire.definitions import Definition
+from rpcdataloader.wire.known import Known
 
 
 def table(**contents: str) -> dict[str, Definition]:

@@ -70,7 +70,7 @@ def pair():
 
 
 def request(number, payload=b"", type=CALL):
-    return Outgoing(type, number, payload)
+    return Outgoing(type, number, payload, size_bytes=len(payload))
 
 
 def test_a_caller_sends_small_messages_itself(pair):
