@@ -36,7 +36,7 @@ def suppress_errors() -> Iterator[None]:
     """End the block at an error of user code, as if that had not been there; what a signal handler raises comes out."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         if is_interrupt(error):
             raise
 

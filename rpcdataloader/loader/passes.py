@@ -13,6 +13,7 @@ from torch.utils.data import default_collate, default_convert
 
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.host.signals import is_interrupt
 from rpcdataloader.loader.replay import Replay
 from rpcdataloader.loader.sampler import draw_base_seed
 from rpcdataloader.loader.settings import PassSettings
@@ -130,9 +131,14 @@ def begin_pass(
 
 
 def _draw_first(source: TaskSource, is_iterable: bool, saved: Mapping[str, Any] | None, way: Replay) -> None:
-    """Draw what was drawn when the state was saved, and the first batch after it."""
-    if saved is not None and isinstance(source, ResumedSource):
-        way.draw_again(source, saved)
+    """Draw the first batch of a new pass, or what was drawn when the state was saved.
+
+    No more: the next batch may come from the global generators, which the script sets to where they were.
+    """
+    if saved is not None:
+        if isinstance(source, ResumedSource):
+            way.draw_again(source, saved)
+        return
     assert source.progress is not None
     if not is_iterable and source.progress.end is None and source.is_ready is None:
         source.look_ahead()
@@ -143,7 +149,9 @@ def _length_of(sampler: Any) -> int | None:
     """The number of batches of torch's own samplers; None for others, whose length may take long."""
     try:
         return len(sampler) if type(sampler).__module__.startswith("torch.utils.data.") else None
-    except Exception:  # of the user's sampler or dataset, which need no length
+    except Exception as error:  # of the user's sampler or dataset, which need no length
+        if is_interrupt(error):
+            raise
         return None
 
 

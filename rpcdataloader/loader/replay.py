@@ -111,7 +111,7 @@ class Replay:
             progress = source.progress
             assert progress is not None
             is_compared = is_middle and "digest" in saved and _is_own(saved, progress)
-            if is_compared and None not in (expected, found := progress.drawn()[1]) and found != expected:
+            if is_compared and None not in (expected, found := progress.drawn(num_asked)[1]) and found != expected:
                 raise ValueError(OTHER_NEXT)
         if saved["version"] == VERSION:  # earlier ones do not tell all that was drawn
             restore_generators(self.settings, saved)

@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import itertools
 import logging
+import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -412,10 +413,14 @@ class Progress:
             upcoming.pop(first, None)
         upcoming[number] = batch_digest
 
-    def drawn(self) -> tuple[int, int | None]:
-        """How often the sampler was asked, its end included; and a digest of the batches drawn and not delivered."""
+    def drawn(self, most: float = math.inf) -> tuple[int, int | None]:
+        """How often the sampler was asked, its end included; and a digest of the batches drawn and not delivered.
+
+        Args:
+            most: Number of the first batch that the digest leaves out.
+        """
         num_drawn, found = max([self.num_batches - 1, *self.upcoming, *self.ahead]) + 1, 0
-        for number in range(self.num_batches, num_drawn):
+        for number in range(self.num_batches, int(min(num_drawn, most))):
             if number not in self.ahead:
                 if (batch := self.upcoming.get(number)) is None:
                     return num_drawn + (self.end is not None), None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rpcdataloader.host.patches import is_compared, is_patch
 from rpcdataloader.host.patching import keep, patch, patched
-from rpcdataloader.host.signals import USER_ERRORS, is_interrupt, suppress_errors
+from rpcdataloader.host.signals import USER_ERRORS, is_interrupt
 from rpcdataloader.host.snapshots import Deleted
 from rpcdataloader.wire.by_value import main_globals, named, root_of
 from rpcdataloader.wire.picklers import Unpickler, UnresolvedError
@@ -110,8 +110,11 @@ class Adopted:
         """The globals, with all that can be rebuilt here."""
         for name in list(self._on_demand):
             if name not in main_globals():
-                with suppress_errors():
+                try:
                     self._demand(name)
+                except USER_ERRORS as error:
+                    if is_interrupt(error):
+                        raise
         self._on_demand.clear()
         return main_globals()
 

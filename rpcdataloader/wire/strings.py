@@ -29,7 +29,7 @@ _CONTAINERS = (list, tuple, dict)
 _LEAVES = {bool, int, float, complex, str, bytes, types.NoneType, torch.Tensor}
 _DEFINITIONS = (type, types.ModuleType, types.FunctionType)
 
-_MAX_OTHERS = 10_000  # that are looked into
+_MAX_KEPT = 10_000  # objects that others refer to
 _LOOKED_INTO = {bytes, *_CONTAINERS}
 
 
@@ -58,18 +58,20 @@ def _kept_by_others(value: Any) -> dict[int, Any] | None:
     containers, others = [value], list[Any]()
     seen, kept = {id(value)}, dict[int, Any]()
     while containers:
-        for each in _parts_of(containers.pop()):
+        container = containers.pop()
+        if _LEAVES.issuperset(map(type, _probed(container))):
+            continue  # and so are the rest
+        for each in _parts_of(container):
             if id(each) not in seen:
                 seen.add(id(each))
                 (containers if type(each) in _CONTAINERS else others).append(each)
-    num_left = _MAX_OTHERS
     while others:
-        if (num_left := num_left - 1) < 0:
-            return None
         for each in _parts_of(others.pop()):
-            if id(each) not in kept and not isinstance(each, _DEFINITIONS):
+            if id(each) not in kept and not issubclass(type(each), _DEFINITIONS):
                 kept[id(each)] = each
                 others.append(each)
+        if len(kept) > _MAX_KEPT:
+            return None
     return kept
 
 
@@ -80,7 +82,13 @@ def _parts_of(value: Any) -> list[Any]:
     parts = gc.get_referents(value)
     if _LEAVES.issuperset(map(type, parts)):
         return []
-    return [each for each in parts if type(each) not in _LEAVES]
+    return [each for each in parts if not _is_leaf(each)]
+
+
+def _is_leaf(value: Any) -> bool:
+    kind = type(value)
+    # The garbage collector sees no numbers of NumPy, and no dicts and tuples of strings.
+    return kind in _LEAVES or not (gc.is_tracked(value) or kind in _CONTAINERS or kind is np.ndarray)
 
 
 def _has_large(value: Any, depth: int) -> bool:

@@ -26,6 +26,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -1169,6 +1170,69 @@ def test_sampler_that_draws_after_the_script_in_a_pass_goes_on_exactly_or_is_ref
     assert refused
     pattern = "from which nothing else draws|other indices now than those that were delivered"
     assert all(re.search(pattern, text) for text in refused)
+
+
+class Live(Sampler):
+    """Draws each index from a global generator when it is asked for it."""
+
+    def __len__(self):
+        return SIZE
+
+    def __iter__(self):
+        for _number in range(SIZE):
+            yield int(torch.randint(SIZE, ()))
+
+
+class Breaks(Sampler):
+    """Raises in place of one of its indices, and goes on."""
+
+    def __len__(self):
+        return SIZE
+
+    def __iter__(self):
+        self._number = 0
+        return self
+
+    def __next__(self):
+        self._number += 1
+        if self._number == 10:
+            raise OSError("for a moment")
+        if self._number > SIZE:
+            raise StopIteration
+        return self._number
+
+
+def outcomes(batches):
+    """What a loop gets that goes on after errors."""
+    found = []
+    while True:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            return found
+        except OSError as error:
+            found.append(str(error))
+
+
+@pytest.mark.parametrize("where", [{"workers": "inline"}, {"num_workers": 2}])
+@pytest.mark.parametrize("kind", [Live, Breaks])
+def test_a_resumed_pass_asks_the_sampler_for_no_more_than_was_drawn(kind, where):
+    def make():
+        return RPCDataloader(range(SIZE + 1), 2, sampler=kind(), collate_fn=as_is, **where)
+
+    for stop in range(1, 4):
+        torch.manual_seed(0)
+        loader = make()
+        iterator = iter(loader)
+        given = [next(iterator) for _number in range(stop)]
+        saved, trainer = through_json(loader.state_dict()), generators()
+        expected = outcomes(iterator)
+        assert len(given) + len(expected) >= SIZE // 2
+        torch.manual_seed(99)
+        loader = make()
+        loader.load_state_dict(saved)
+        restore(trainer)
+        assert outcomes(iter(loader)) == expected
 
 
 @pytest.mark.parametrize("batch_size", [4, None])

@@ -109,3 +109,16 @@ def test_exception_of_a_handler_is_told_from_those_of_user_code(handler):
         assert not is_interrupt(caught.value)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_exit_of_a_handler_that_is_no_longer_set_comes_out():
+    def leave(number, _frame):
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with pytest.raises(SystemExit), suppress_errors():
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

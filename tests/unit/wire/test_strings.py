@@ -165,3 +165,24 @@ def test_many_other_objects_let_strings_stay_in_the_pickle():
     assert set_apart(small := [value, others[:10]]) is not small
     batch = [value, others]
     assert set_apart(batch) is batch
+
+
+class Watched:
+    """Whose class is asked for by code of its own."""
+
+    @property
+    def __class__(self):
+        raise ReferenceError("it has gone")
+
+
+def test_no_code_of_other_objects_runs():
+    value = many()
+    holder = Held([Watched()])
+    assert set_apart([value, holder])[1] is holder
+
+
+@pytest.mark.parametrize("others", [[*range(20_000)], [*np.arange(20_000, dtype=np.float32)], [(1, "a")] * 20_000])
+def test_numbers_let_strings_be_set_apart(others):
+    value = many()
+    assert set_apart([value, others])[0] is not value
+    assert set_apart([value, Held(others)])[0] is not value
