@@ -266,13 +266,11 @@ class Executor:
         if self._here is not None and node is self._here.node and self._here.functions is not None:
             return self._here.functions
         if (functions := self._functions.get(node.is_local)) is None:
+            refer = functools.partial(self._reference_of, parts=find_parts(self._settings.dataset))
             have = None if (session := node.current) is None else session.has
-            own = {**functions_of(self._settings), "registered": {} if node.is_local else registered()}
-            # What a function of the user may refer to.
-            parts = find_parts(self._settings.dataset) if any(own.values()) else {}
-            refer = functools.partial(self._reference_of, parts=parts)
+            parts = {**functions_of(self._settings), "registered": {} if node.is_local else registered()}
             of_nodes = dict.fromkeys(("with_patches", "with_told"), not node.is_local)
-            functions = freeze(own, persistent_id=refer, have=have, names=self._dataset.names, **of_nodes)
+            functions = freeze(parts, persistent_id=refer, have=have, names=self._dataset.names, **of_nodes)
             self._functions[node.is_local] = functions
         return functions
 

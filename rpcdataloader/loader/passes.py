@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import default_collate, default_convert
-
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.signals import is_interrupt
@@ -184,7 +182,5 @@ def loader_spec(
 
 
 def functions_of(settings: PassSettings) -> dict[str, Any]:
-    """The user's functions and classes in a ``LoaderSpec``; torch's own is none."""
-    default = default_collate if settings.auto_collation else default_convert
-    collate_fn = None if settings.collate_fn is default else settings.collate_fn
-    return {"collate_fn": collate_fn, "worker_init_fn": settings.worker_init_fn, "retry_on": settings.retry_on}
+    """The user's functions and classes in a ``LoaderSpec``."""
+    return {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn, "retry_on": settings.retry_on}
