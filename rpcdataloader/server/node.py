@@ -364,6 +364,8 @@ class NodeServer:
             whose = "a gate" if child.client is None else f"the session of {child.client.name}"
             logger.error("%s has lost its link: %s", whose, exc)
             child.process.kill(f"its link to the node server broke ({exc})")
+            if child.client is not None:
+                child.client.has_folder = True  # what would say so may be unread
         self._loop.unwatch(child.link.fileno())
         return False
 

@@ -90,8 +90,8 @@ def run_server(
     # A collection that visits all objects of torch takes 0.1 s, and copies 50 MB in a fork.
     gc.collect()
     gc.freeze()
+    life, held = multiprocessing.Pipe(duplex=False)
     try:
-        life, held = multiprocessing.Pipe(duplex=False)
         context = ServerContext(settings, credentials, settings.workers, life, log, tls=tls, open_files=soft)
         server = NodeServer(listener, context, held, lifeline)
         with server.signals.heard(), contextlib.ExitStack() as failed:
@@ -117,6 +117,8 @@ def run_server(
             server.serve()  # whose drain closes the registration
     finally:
         listener.close()
+        life.close()
+        held.close()
         # Another server may have taken this one's place while it drained.
         with contextlib.suppress(OSError):
             if made is not None and _identity(settings) == made:

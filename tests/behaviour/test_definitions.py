@@ -83,6 +83,34 @@ assert list(batches) == [[0, 1], [2, 3]]
 """)
 
 
+@pytest.mark.parametrize("options", ["", ", collate_fn=collate"])
+def test_names_of_the_dataset_are_the_dataset_of_the_loader(passes, options):
+    passes(f"""
+import torch
+
+class Counting(Numbers):
+    seen = ()
+    def __getitem__(self, index):
+        self.seen = *self.seen, index
+        return index, num_seen()
+
+def num_seen():
+    return len(dataset.seen), len(HELD["dataset"].seen)
+
+class Collate:
+    def __len__(self):  # false where it has no content
+        return 0
+    def __call__(self, samples):
+        return torch.utils.data.default_collate(samples)
+
+dataset, collate = Counting(), Collate()
+HELD = {{"dataset": dataset}}
+batches = RPCDataloader(dataset, 2, num_workers=1, workers=address{options})
+assert [seen.tolist() for _indices, (seen, _held) in batches] == [[1, 2], [3, 4]]
+assert [held.tolist() for _indices, (_seen, held) in batches] == [[1, 2], [3, 4]]
+""")
+
+
 @pytest.mark.parametrize("place", ["address", "'local:1'"])
 def test_changes_reach_the_length_of_an_rpc_dataset_and_so_the_order_of_its_samples(passes, place):
     passes(f"""

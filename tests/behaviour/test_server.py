@@ -387,7 +387,7 @@ def test_silent_strangers_cost_no_process_and_a_worker_at_rest_has_two_threads(s
 
 def test_server_without_descriptors_waits_and_goes_on(serve):
     server = serve(
-        before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); " + in_server("exhausted")
+        before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (36, 36)); " + in_server("exhausted")
     )
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
