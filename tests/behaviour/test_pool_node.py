@@ -52,6 +52,7 @@ def test_loader_follows_a_pool_with_a_secret_of_its_own():
 def leave_behind():
     pid = os.fork()
     if pid == 0:
+        os.setsid()  # otherwise it ends with the server
         time.sleep(600)
     return pid
 

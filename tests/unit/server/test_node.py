@@ -66,7 +66,7 @@ def test_connections_that_come_and_go_before_a_busy_session_are_looked_at_by_one
             assert len(client.coming) == 1
         server._loop.wait(0)
         assert not client.coming
-    assert len(server._loop._timers.queue) == num_before + 1
+    assert len(server._loop._timers.queue) <= num_before + 1
     assert not server._unproved
 
 
