@@ -54,6 +54,8 @@ def leave_behind():
     if pid == 0:
         os.setsid()  # otherwise it ends with the server
         time.sleep(600)
+    while os.getsid(pid) != pid:
+        os.sched_yield()
     return pid
 
 
