@@ -170,7 +170,7 @@ def test_many_other_objects_let_strings_stay_in_the_pickle():
 class Watched:
     """Whose class is asked for by code of its own."""
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self):
         raise ReferenceError("it has gone")
 
