@@ -59,7 +59,7 @@ def _kept_by_others(value: Any) -> dict[int, Any] | None:
     seen, kept = {id(value)}, dict[int, Any]()
     while containers:
         container = containers.pop()
-        if _LEAVES.issuperset(map(type, _probed(container))):
+        if all(map(_is_leaf, _probed(container))):
             continue  # and so are the rest
         for each in _parts_of(container):
             if id(each) not in seen:
