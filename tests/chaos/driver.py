@@ -218,6 +218,7 @@ def _disturb(
             assert ranks.are_running, "a rank has ended by itself"
         if time.monotonic() >= end:
             break
+        done[event.kind] += 1
         if event.kind in (Kind.HEAL, Kind.CONTINUE):
             if pending.pop(event, None) is not None:
                 note(pool.do(event))
@@ -225,7 +226,6 @@ def _disturb(
         if event.kind in UNDONE_AFTER:
             seconds, kind = UNDONE_AFTER[event.kind]
             pending[Event(kind, event.place)] = time.monotonic() + seconds
-        done[event.kind] += 1
         note(f"batch {ranks.num_batches}: {pool.do(event)}")
     undo(float("inf"))
 
