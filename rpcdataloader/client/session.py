@@ -348,10 +348,16 @@ class RemoteSession:
     def open(self) -> Channel:
         pause, num_broken = FIRST_PAUSE, 0
         tell: Callable[[str], None] = self._note
-        how = {"retry": self._settings.waits_for_servers, "find_host": lambda: self._settings.find_host(self.address)}
         while True:
             try:
-                channel, self._welcome = self._settings.open(self.address, _no_ticket, self._deadline, **how, tell=tell)
+                channel, self._welcome = self._settings.open(
+                    self.address,
+                    _no_ticket,
+                    self._deadline,
+                    retry=self._settings.waits_for_servers,
+                    tell=tell,
+                    find_host=lambda: self._settings.find_host(self.address),
+                )
                 break
             except (UnavailableError, ConnectionLostError) as exc:
                 # The latter when what serves a connection is killed or has no time for it, or the network breaks it;

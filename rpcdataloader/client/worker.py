@@ -96,8 +96,9 @@ class ClientSettings:
 
     def find_host(self, address: Address) -> str:
         """The IP address of the last session there, while no resolver tells it anew; otherwise empty."""
-        if not (host := self.hosts.get(address, "")):
-            return ""
+        host = self.hosts.get(address, "")
+        if host in ("", address.host):  # none is known, or needed
+            return host
         resolver = self.resolvers.setdefault(address, Resolver(address))
         resolver.look(LOOK_TIMEOUT)
         return host if resolver.problems else ""

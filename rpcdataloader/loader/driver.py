@@ -45,7 +45,9 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 
 def shown(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Call something inside a range of torch's profiler, which is on: whoever calls this has asked."""
+    """Call something, inside a range that torch's profiler shows if it is on."""
+    if not profiler._is_profiler_enabled:
+        return call(*args)
     with torch.profiler.record_function(name):
         return call(*args)
 
@@ -258,10 +260,7 @@ class Driver:
                     wants_input = table.wants_input and self.may_draw()
                 todo = self.act(self.now())
             if todo is not None:
-                if profiler._is_profiler_enabled:
-                    shown("RPCDataloader.send", self.carry_out, todo)
-                else:
-                    self.carry_out(todo)
+                shown("RPCDataloader.send", self.carry_out, todo)
             if not wants_input:
                 break
 
@@ -270,10 +269,7 @@ class Driver:
         recorder, source, progress = self.recorder, self.begun.source, self.begun.progress
         since = self.now() if began >= recorder.next_probe else None
         progress.is_midway = False  # an exception of the sampler changes nothing here
-        if profiler._is_profiler_enabled:
-            shown("RPCDataloader.draw", source.draw)
-        else:
-            source.draw()
+        shown("RPCDataloader.draw", source.draw)
         progress.is_midway = True
         if since is not None and (task := source.task) is not None:
             now = self.now()

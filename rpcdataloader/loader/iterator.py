@@ -15,8 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from torch.autograd import profiler
-
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import of_rank
@@ -127,8 +125,7 @@ class PassIterator(ABC):
                         if progress.is_replaced and not progress.finished:
                             raise LocalProtocolError(REPLACED)
                         progress.settle()
-                        is_shown = profiler._is_profiler_enabled
-                        answer, returned = shown(RANGE, self._next) if is_shown else self._next()
+                        answer, returned = shown(RANGE, self._next)
                         if (lacks := answer.lacks) is None or answer.error is not None:
                             break
                         answer.error = progress.report_skipped(lacks, answer.where, self._settings.max_skipped)
@@ -328,10 +325,7 @@ class RemoteIterator(PassIterator):
         else:
             driver.recorder.took(now, began, blocked)
         if answer.copies is not None:
-            if profiler._is_profiler_enabled:
-                shown("RPCDataloader.copy", answer.copies.wait)
-            else:
-                answer.copies.wait()
+            shown("RPCDataloader.copy", answer.copies.wait)
         if answer.error is not None:
             answer.error = self._explained(answer.error, task)
         counted = task.number, task.num_samples, task.digest, task.sampler_state
@@ -399,10 +393,7 @@ class RemoteIterator(PassIterator):
         progress = driver.begun.progress
         progress.is_midway = False
         try:
-            if profiler._is_profiler_enabled:
-                shown("RPCDataloader.wait", driver.condition.wait, seconds)
-            else:
-                driver.condition.wait(seconds)
+            shown("RPCDataloader.wait", driver.condition.wait, seconds)
         finally:
             driver.sleeps_until = -math.inf
         progress.is_midway = True

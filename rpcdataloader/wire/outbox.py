@@ -94,8 +94,7 @@ class Outbox:
         with self._lock:
             if self._is_closed:
                 return
-            is_idle = not (self._is_busy or self._waiting or self._cancelled)  # as `is_idle`, without a call
-            if now and is_idle and self._channel is not None and self._has_room:
+            if now and self._channel is not None and self.is_idle and self._has_room:
                 self._begin(*messages)
                 return
             self._start()

@@ -120,9 +120,8 @@ def test_server_whose_folder_for_temporary_files_hangs_serves_on_after_the_end_o
     module.touch()
     before = f"import os, time{FOLDER_HANGS.format(folder=str(folder), hangs=str(hangs))}"
     server = serve("--num-workers", "1", before=before)
-    assert (
-        len(RPCDataset(server.address, datasets.Numbers, 3, py_modules=[module])) == 3
-    )  # so that the session has a folder
+    # So that the session has a folder.
+    assert len(RPCDataset(server.address, datasets.Numbers, 3, py_modules=[module])) == 3
     hangs.touch()
     close_client()
     server.logged("session of .* ended: the client has gone")
